@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
+from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Row, compare, measure
-from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.views.sliced import in_slices
 from tools.docs import pictures
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +112,7 @@ def refused_in_slices(name: str) -> bool:
     """Are backwards of the schedule left to wait for slices that come after them, at some size?"""
     for p, more, n in product((4, 8), (0, 1), (2, 3, 4)):
         try:
-            told_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work"), chunks=None, memory=None)
+            in_slices(name, p, p + more, Costs(), cutting=Cutting(n, "work")).build(Fixed())
         except ScheduleError as error:
             if "its backwards wait for slices" in str(error):
                 return True

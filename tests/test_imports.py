@@ -148,3 +148,23 @@ def test_only_one_module_touches_cuda():
 
     of_runs = [path for path in modules() if PACKAGE / "commands" not in path.parents]  # which ask what is there
     assert [path.name for path in of_runs if touches(path)] == ["device.py"]
+
+
+def test_recipes_alone_call_transforms_of_tables():
+    """Whoever else calls one writes down the order of transforms a second time."""
+    rooms = [PACKAGE / "schedule" / room for room in ("generators", "transforms", "memory", "search", "weights")]
+    own = [PACKAGE / "schedule" / name for name in ("recipe.py", "ingredients.py")]
+    bounds = {"paired_bound", "refuse_idle"}  # what is asked of costs, not of a table
+    found = set()
+    for path in modules():
+        if path in own or any(room in path.parents for room in rooms):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            module = (node.module or "").removeprefix("megapipe.schedule.")
+            names = {alias.name for alias in node.names}
+            if module.startswith("transforms.") and module != "transforms.cuts":
+                found |= names - bounds
+            found |= names & {"solve", "sharded_within", "with_sharded_weights"}
+    assert found == set()

@@ -1,63 +1,136 @@
-"""The table that `show` draws: a schedule with all that flags put into it, in the order of a run."""
+"""The table that `show` draws: its flags as a recipe, and the lines that describe what the recipe made."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
-from math import ceil
+from math import ceil, inf
+from typing import Any
 
 from megapipe.commands.progress import Progress
-from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file, load, verify
+from megapipe.schedule import Costs, Schedule, ScheduleError, entry_of, is_file, load, simulate, verify
+from megapipe.schedule.ingredients import (
+    NO_STEP,
+    SHARDS,
+    Fixed,
+    Offload,
+    Pairing,
+    Search,
+    Sharding,
+    StepPasses,
+)
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import searched, solve, tables
-from megapipe.schedule.search.auto import search, told
+from megapipe.schedule.memory.solve import FEW_TRIES, searched, tables
+from megapipe.schedule.recipe import Built, Recipe
+from megapipe.schedule.search.auto import describe_search, placements
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.transforms.cuts import Cutting
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from megapipe.schedule.views.moved import told_choices, told_copies, told_shares, with_copies
-from megapipe.schedule.views.paired import told_pairs
-from megapipe.schedule.views.sliced import references, told_keys, told_slices
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
+from megapipe.schedule.views.moved import describe_moves, describe_shards, price_copies
+from megapipe.schedule.views.paired import describe_pairs
+from megapipe.schedule.views.sliced import describe_keys, describe_slices, in_slices, references
+
+FLAGS = {
+    "cuts": "--slices",
+    "pairs": "--pairs",
+    "vocabulary": "--vocabulary",
+    "sharding": "--shard",
+    "step": "--step",
+}
+"""The parts of a recipe, by the flags of `show` that ask for them."""
+_LONGEST = 50.0, 55.0
+"""Effort and CPU seconds of a search: a minute with start and checks."""
+_PASSES: dict[str, Collection[Kind]] = {
+    "vocabulary": {kind for kind in Kind if kind.traits.at},
+    "copy_ratio": {Kind.O, Kind.L},
+    "shard": SHARDS,
+    "step": {kind for kind in Kind if kind.traits.per_stage},
+}
+"""The flags that put passes into a table and state what they take, and the passes."""
 
 
-def composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """Return the table of a schedule or file with all that flags put into it, and lines on that.
+def composed(args: argparse.Namespace) -> tuple[Recipe, Schedule, list[str]]:
+    """Return the recipe that the flags ask for, its table, and lines that describe it.
 
     `args.costs` has what the flags state afterwards, and a flag whose passes the file has is cleared.
     Raises: ScheduleError that names the memory which is enough, where a limit is the problem.
     """
-    if args.pairs and args.vocabulary:
-        raise ScheduleError("--pairs are made in a table of F, B and W, not with --vocabulary. Leave one of them out.")
-    if args.shard and (args.step or args.post_validation):
-        raise ScheduleError(
-            "--shard sums gradients after runs of passes, --step and --post-validation once a step. "
-            "Leave one of them out."
-        )
-    args.costs = _stated(args)
-    has = _only_costs(args) if is_file(args.name) else []
+    args.costs = stated(args.costs, args)
+    said = _only_costs(args) if is_file(args.name) else []
+    flags = FLAGS | ({"step": "--post-validation"} if args.post_validation and not args.step else {})
+    if problems := list(recipe_of(args).problems(flags)):
+        raise ScheduleError(" ".join(problems))
     try:
-        schedule, found = _composed(args)
+        recipe = _with_candidates(recipe_of(args), args)
+        built = recipe.build(Fixed(args.costs, args.memory, len(recipe.depths)))
+        _check_room(built.table, args)
+        made = recipe.step.around(built.table, args.costs)
     except ScheduleError as error:
         raise ScheduleError(_remedied(error, args)) from None
-    return schedule, has + found
+    return recipe, made, said + _described(built, args)
 
 
-def _stated(args: argparse.Namespace) -> Costs:
-    """The costs with what flags of passes state of them."""
-    costs = replace(args.costs, **(args.vocabulary or {}) | (args.shard or {}) | (args.step or {}))
-    return with_copies(costs, args.copy_ratio) if args.copy_ratio else costs
+def _check_room(table: Schedule, args: argparse.Namespace) -> None:
+    """Verify the table within --memory, which is the largest of several from then on.
+
+    Raises: ScheduleError for a table that cannot be run, or a rank that holds too much.
+    """
+    limits = args.memory
+    if isinstance(limits, tuple):
+        args.memory = max(limits)
+        for rank, (held, most) in enumerate(zip(simulate(table, args.costs).peak, limits, strict=True)):
+            if held > most * (1 + 1e-9):
+                raise ScheduleError(f"{table.name}: rank {rank} holds {held:g}, over its --memory {most:g}.")
+    verify(table, memory=args.memory, costs=args.costs)
 
 
-_PASSES: dict[str, Collection[Kind]] = {
-    "vocabulary": {kind for kind in Kind if kind.traits.at},
-    "copy_ratio": {Kind.O, Kind.L},
-    "shard": GATHERS | REDUCES,
-    "step": {kind for kind in Kind if kind.traits.per_stage},
-}
-"""The flags that put passes into a table and state what they take, and the passes."""
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the recipe that the flags ask for.
+
+    Raises: ScheduleError for flags that do not go with the schedule.
+    """
+    order = _sliced(args) if args.slices else _order(args)
+    pairs: bool | Pairing = not args.no_pairs
+    if args.pairs is not None:
+        pairs = Pairing(args.split_backwards, args.pairs)
+    return replace(with_parts(order, args), pairs=pairs)
+
+
+def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
+    """Return the recipe with depths, vocabulary, copies, shards and the rest of the step that flags ask for."""
+    offload = None
+    if args.copies or args.copy_ratio:
+        when = args.copies or ("fits" if args.solve else "all")
+        tries = FEW_TRIES if args.copies else None
+        any_order = order.search is not None
+        offload = Offload(when, any_order, args.copied_chunks, args.switch, tries)
+    sharding = None
+    if args.shard is not None or args.shard_gradients:
+        sharding = Sharding(weights=not args.shard_gradients)
+    return replace(
+        order,
+        depths=args.depths or (),
+        vocabulary=args.vocabulary is not None,
+        offload=offload,
+        sharding=sharding,
+        step=_step(args),
+    )
+
+
+def _step(args: argparse.Namespace) -> StepPasses:
+    if isinstance(args.step, StepPasses):
+        return args.step
+    if args.step is None and not args.post_validation:
+        return NO_STEP
+    return StepPasses.whole(args.costs, barrier=not args.post_validation)
+
+
+def stated(costs: Costs, args: argparse.Namespace) -> Costs:
+    """Return the costs with what flags of passes state of them."""
+    of_step = {} if isinstance(args.step, StepPasses) else args.step or {}
+    costs = replace(costs, **(args.vocabulary or {}) | (args.shard or {}) | of_step)
+    return price_copies(costs, args.copy_ratio) if args.copy_ratio else costs
 
 
 def _only_costs(args: argparse.Namespace) -> list[str]:
@@ -66,7 +139,7 @@ def _only_costs(args: argparse.Namespace) -> list[str]:
     So `show` reads what it has written with the flags that it was written with.
     """
     said: list[str] = []
-    given = [flag for flag in _PASSES if getattr(args, flag)]
+    given = [flag for flag in _PASSES if getattr(args, flag) is not None]
     if not given or args.solve or args.switch or args.post_validation:
         return said  # the last three ask for passes of another kind or order
     kinds = load(args.name).kinds
@@ -77,25 +150,99 @@ def _only_costs(args: argparse.Namespace) -> list[str]:
     return said
 
 
-def _composed(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """Compose the table in the order of a run: a shared vocabulary or pairs, then copies, then shards of weights."""
-    plain, found = _candidates(args)
-    schedule, *_ = plain
-    solved = partial(_solved, plain, args.costs) if args.solve else None
-    if args.copy_ratio and not (solved and args.shard):  # else the solver is asked for what whole weights leave
-        if solved:
-            schedule, moves = told_choices(plain, args.costs, args.memory)
-        else:
-            schedule, moves = told_copies(schedule, args.costs, args.memory, args.switch)
-        found = found + moves
-    if schedule.cuts:
+def _order(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of the order alone: a file, or an entry of the catalogue."""
+    options = {name: x for name in ("placement", "objective", "effort") if (x := getattr(args, name)) is not None}
+    if is_file(args.name):
+        given = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
+        if given:
+            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(given)}")
+        table = load(args.name)
+        return Recipe(args.name, table.placement.num_ranks, table.num_microbatches, table=table)
+    entry = entry_of(args.name)
+    if options and not entry.searched:
+        flags = " and ".join(f"--{key}" for key in options)
+        raise ScheduleError(f"only zb-auto takes {flags}, {args.name.lower()} is fixed")
+    if missing := [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]:
+        raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
+    fitted = None if args.as_published else args.costs
+    own = tuple(args.option or ())
+    recipe = Recipe(args.name, args.pp, args.microbatches, args.chunks, own, fitted)
+    return replace(recipe, search=_search(args, recipe)) if entry.searched else recipe
+
+
+def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
+    objective = args.objective or "makespan"
+    size = recipe.ranks, recipe.microbatches, args.placement, args.chunks
+    effort, seconds = (args.effort, inf) if args.effort else _LONGEST
+    places = tuple(placements(*size, args.costs, objective))
+    return Search(places, objective, effort, seconds, progress=Progress())
+
+
+def _sliced(args: argparse.Namespace) -> Recipe:
+    """Return the recipe of the order with its microbatches in slices."""
+    if said := [f"--{name}" for name in ("placement", "objective", "effort") if getattr(args, name)]:
+        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
+    # What copies take away may be over the limit before.
+    limit = None if args.copy_ratio or args.copies or isinstance(args.memory, tuple) else args.memory
+    size = args.name, args.pp, args.microbatches, args.costs
+    recipe = in_slices(*size, cutting=cutting(args), chunks=args.chunks, memory=limit)
+    if isinstance(args.cuts, tuple):
+        recipe = replace(recipe, cuts=args.cuts)
+    options = (*recipe.options, *(args.option or ()))
+    return replace(recipe, options=options, fitted=None if args.as_published else recipe.fitted)
+
+
+def _with_candidates(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+    """Return the recipe with what other searches than that of one order find."""
+    if recipe.search is None or recipe.cuts:
+        return recipe
+    choice: dict[str, Any] = {
+        name: x for name in ("chunks", "placement", "objective", "effort") if (x := getattr(args, name)) is not None
+    }
+    size = recipe.ranks, recipe.microbatches
+    if isinstance(recipe.pairs, Pairing):
+        found = search_pairs(*size, costs=args.costs, memory=args.memory, progress=Progress(), **choice)
+        return replace(recipe, table=found, pairs=True)
+    if recipe.offload is None or not args.solve or recipe.sharding is not None:
+        return recipe
+    if choice:
+        said = ", ".join(f"--{name}" for name in choice)
+        raise ScheduleError(
+            f"show {args.name} --solve looks among all stages per rank and placements for the least makespan: "
+            f"leave out {said}, or solve a schedule by its name"
+        )
+    among = (*tables(*size, args.costs), *searched(*size, args.costs, args.memory))
+    return replace(recipe, table=among[0], offload=replace(recipe.offload, other=among))
+
+
+def _described(built: Built, args: argparse.Namespace) -> list[str]:
+    """Return lines on what the recipe made of the order."""
+    recipe, table, costs = built.recipe, built.table, args.costs
+    lines: list[str] = []
+    if args.slices:
+        lines += describe_slices(cutting(args), recipe.cuts)
+    if recipe.search is not None and recipe.table is None and not recipe.cuts:
+        lines += describe_search(built.chain, costs, args.memory, recipe.search.objective)
+    if args.pairs is not None and recipe.search is None:
+        lines += describe_pairs(built.plain if recipe.depths else built.chain, costs, args.memory)
+    if recipe.offload is not None and (recipe.sharding is None or recipe.offload.when == "all"):
+        lines += describe_moves(table.without(SHARDS), costs)
+    if table.cuts:
         choice = {"cutting": cutting(args), "chunks": args.chunks}
-        others = references(args.name, args.pp, args.microbatches, args.costs, **choice) if args.slices else {}
-        found = [*found, told_keys(schedule, others, args.costs)]
-    if args.shard:
-        schedule, shares = told_shares(schedule, args.costs, args.memory, solved)
-        found = found + shares
-    return schedule, found
+        others = references(args.name, args.pp, args.microbatches, costs, **choice) if args.slices else {}
+        lines.append(describe_keys(table, others, costs))
+    if recipe.sharding is not None:
+        if recipe.offload is not None and recipe.offload.when != "all":
+            lines += describe_moves(table, costs)
+        lines += describe_shards(table, costs)
+    return lines
+
+
+def cutting(args: argparse.Namespace) -> Cutting:
+    """How --slices, --cuts and --documents cut the sequence."""
+    how = args.cuts or "work"
+    return Cutting(args.slices, how if isinstance(how, str) else "equal", args.documents or 1)
 
 
 def _remedied(error: ScheduleError, args: argparse.Namespace) -> str:
@@ -105,77 +252,7 @@ def _remedied(error: ScheduleError, args: argparse.Namespace) -> str:
     if not (held := re.findall(r"over the memory limit of \S+; the rank holds up to (\S+)", text)):
         return text
     enough = ceil(max(map(float, held)))
-    added = any(getattr(args, flag) for flag in (*_PASSES, "pairs", "slices"))
+    added = any(getattr(args, flag) is not None for flag in (*_PASSES, "pairs", "slices"))
     also = "" if added else "; `compare` with the same --memory shows what fits"
     joint = "; " if len(problems) == 2 else "\n"
     return f"{text}{joint}--memory {enough} is enough for it{also}"
-
-
-def _solved(plain: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    return solve(plain, costs, memory).schedule
-
-
-def _candidates(args: argparse.Namespace) -> tuple[list[Schedule], list[str]]:
-    """Return the tables without copies and shards. With --solve a search offers several, else there is one."""
-    any_order = args.name.lower() in SCHEDULES and entry_of(args.name).searched
-    if args.solve and any_order and not (args.slices or args.pairs or args.shard) and args.pp and args.microbatches:
-        choices = ("chunks", "placement", "objective", "effort")
-        if said := [f"--{name}" for name in choices if getattr(args, name) is not None]:
-            raise ScheduleError(
-                f"show {args.name} --solve looks among all stages per rank and placements for the least makespan: "
-                f"leave out {', '.join(said)}, or solve a schedule by its name"
-            )
-        size = args.pp, args.microbatches, args.costs
-        found = [*tables(*size), *searched(*size, args.memory)]
-        return [with_vocabulary(x, args.costs) if args.vocabulary else x for x in found], []
-    # What copies take away may be over the limit before.
-    limit = None if args.copy_ratio and not args.pairs else args.memory
-    unlimited = argparse.Namespace(**vars(args) | {"memory": limit})
-    schedule, said = _sliced(unlimited) if args.slices else _schedule(unlimited)
-    if args.pairs:
-        schedule, said = told_pairs(schedule, args.costs, args.memory)
-    if args.vocabulary:
-        schedule = with_vocabulary(schedule, args.costs)
-        verify(schedule, memory=limit, costs=args.costs)  # ranks may hold a microbatch more
-    return [schedule], said
-
-
-def _sliced(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """The schedule that the arguments name, in slices; attention's share is in the costs then."""
-    others = ("pairs", "vocabulary", "step", "post_validation", "placement", "objective", "effort")
-    if said := [f"--{name.replace('_', '-')}" for name in others if getattr(args, name)]:
-        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {', '.join(said)}")
-    choice = {"cutting": cutting(args), "chunks": args.chunks, "memory": args.memory}
-    return told_slices(args.name, args.pp, args.microbatches, args.costs, **choice)
-
-
-def cutting(args: argparse.Namespace) -> Cutting:
-    """How --slices, --cuts and --documents cut the sequence."""
-    return Cutting(args.slices, args.cuts or "work", args.documents or 1)
-
-
-def _schedule(args: argparse.Namespace) -> tuple[Schedule, list[str]]:
-    """The schedule that the arguments name, a file or an entry of the catalogue, and how well a search did."""
-    name = args.name.lower()
-    options = {k: x for k in ("placement", "objective", "effort") if (x := getattr(args, k)) is not None}
-    if is_file(name):
-        said = [f"--{key}" for key in ("pp", "microbatches", "chunks", *options) if getattr(args, key) is not None]
-        if said:
-            raise ScheduleError(f"{args.name} says these itself; leave out {', '.join(said)}")
-        verify(schedule := load(args.name), memory=None if args.pairs else args.memory, costs=args.costs)
-        return schedule, []
-    searched = name in SCHEDULES and SCHEDULES[name].searched
-    if options and not searched:
-        raise ScheduleError(f"only zb-auto takes {' and '.join(f'--{key}' for key in options)}, {name} is fixed")
-    missing = [f"--{key}" for key in ("pp", "microbatches") if getattr(args, key) is None]
-    if missing and entry_of(args.name):
-        raise ScheduleError(f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8")
-    ranks, microbatches = args.pp or 1, args.microbatches or 1
-    choice = {"chunks": args.chunks, "costs": args.costs, "memory": args.memory}
-    if searched and args.pairs:
-        return search_pairs(ranks, microbatches, progress=Progress(), **choice, **options), []
-    if searched:
-        choice |= {} if args.effort else {"effort": 50.0, "seconds": 55.0}  # a minute with start and checks
-        report = search(ranks, microbatches, progress=Progress(), **choice, **options)
-        return report.schedule, told(report)
-    return build(args.name, ranks, microbatches, **choice | ({"memory": None} if args.pairs else {})), []

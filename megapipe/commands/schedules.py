@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapipe.commands import given
-from megapipe.commands.composed import composed, cutting
+from megapipe.commands.composed import FLAGS, composed, cutting, stated, with_parts
 from megapipe.commands.progress import Progress
 from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
@@ -23,9 +23,11 @@ from megapipe.flags.stop import program
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, entry_of, is_file
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.passes import repeated
 from megapipe.schedule.patterns import SLICED
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.recipe_line import to_line
 from megapipe.schedule.text import load, to_csv, to_json
-from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import Files
@@ -40,6 +42,8 @@ from megapipe.schedule.views.terminal import facts, to_terminal
 from megapipe.schedule.views.timeline import draw_memory, draw_schedule
 
 STDOUT = Path("-")
+NONE = Recipe("")
+"""A recipe without any part."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,17 +101,13 @@ def parser() -> Parser:
     )
     for one in (show, both):
         given.slices(one)
-    given.copies(show)
-    given.shares(show)
+        given.copies(one)
+        given.shares(one)
+        given.parts(one)
+    given.details(show)
     show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
     show.add_argument("--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)")
     show.add_argument("--effort", type=effort, metavar="S", help="of zb-auto, seconds (default: a minute at most)")
-    shares = "each rank has a share of the vocabulary: what S, T and E take of it"
-    share_costs = given.costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25")
-    show.add_argument("--vocabulary", type=share_costs, metavar="S,T[,E]", help=shares)
-    step_costs = given.costs_of("guav", "G,U or G,U,A or G,U,A,V is needed, such as 2,0.5 or 2,0.5,1")
-    show.add_argument("--step", type=step_costs, metavar="G,U[,A[,V]]", help="reduce, update, gather, validate 1/P")
-    show.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
     for kind in ("json", "csv", "svg", "perfetto"):
         written = f"write {kind} instead of drawing; without FILE it alone is printed"
         show.add_argument(f"--{kind}", nargs="?", const=STDOUT, type=given.path, metavar="FILE", help=written)
@@ -164,15 +164,13 @@ def run_show(args: argparse.Namespace) -> int:
     figure.check()
     args.costs = _attending(_priced(args.costs, args.comm_share), args, [args.name])
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    schedule, found = composed(args)
-    if args.step or args.post_validation:
-        schedule = with_whole_step(schedule, args.costs, barrier=not args.post_validation)
+    recipe, schedule, found = composed(args)
     if args.csv and len({round(cut, 9) for cut in schedule.cuts}) > 1:
         unequal = "--csv: the slices have several lengths, which CSV cannot say"
         raise ScheduleError(f"{unequal}. Write --json, or cut them with --cuts equal.")
     table, schedule = schedule, repeated(schedule, 1 + args.post_validation)
     files: list[tuple[Path | None, Callable[[], str]]] = [
-        (args.json, lambda: to_json(table, args.costs)),
+        (args.json, lambda: to_json(table, args.costs, to_line(recipe))),
         (args.csv, lambda: to_csv(table)),
         (None if args.curves else args.svg, lambda: to_svg(schedule, args.costs, args.memory)),
         (args.perfetto, lambda: to_perfetto(schedule, args.costs)),
@@ -200,11 +198,18 @@ def run_compare(args: argparse.Namespace) -> int:
     names, svg = [*(args.only or SCHEDULES), *args.files], args.svg and str(args.svg)
     figure = Files(svg, args.png, args.pdf, args.width)
     figure.check()
-    costs = [_attending(_priced(cost, args.comm_share), args, args.files) for cost in args.costs]
+    costs = [stated(_attending(_priced(cost, args.comm_share), args, args.files), args) for cost in args.costs]
+    refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
+    args.costs = costs[0]
+    parts = with_parts(NONE, args)
+    if problems := list(parts.problems(FLAGS)):
+        raise ScheduleError(" ".join(problems))
     slices = cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")
     if args.pairs:
+        if parts != NONE:
+            raise ScheduleError("compare --pairs prints tables of F, B and W: leave out other parts, or --pairs")
         if figure.named or args.csv:
             raise ScheduleError("compare --pairs prints tables: leave out --csv, --svg, --png and --pdf")
         for p, m, cost in product(args.pp, args.microbatches, costs):
@@ -212,7 +217,18 @@ def run_compare(args: argparse.Namespace) -> int:
         return 0
     searched = any(not is_file(name) and entry_of(name).searched for name in names)
     effort = 4.0 if args.effort is None else args.effort
-    points = study(args.pp, args.microbatches, costs, args.memory, names, effort, Progress(), slices)
+    added = None if parts == NONE else parts
+    points = study(
+        args.pp,
+        args.microbatches,
+        costs,
+        args.memory,
+        names,
+        effort,
+        Progress(),
+        slices,
+        added,
+    )
     for n, point in enumerate(points):
         if len(points) > 1:
             print("\n" * (n > 0) + point.text("ranks", "microbatches", "costs"))

@@ -14,7 +14,6 @@ from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Placement, Schedule
 from megapipe.schedule.ingredients import MOVES
-from megapipe.schedule.transforms.depths import own_chain
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Draft:
         # A search knows no table yet that could judge a split: stages of equal work are a start.
         if self.config.parallel.pipeline_model_parallel_layout == AUTO and is_searched(schedule_name(self.config)):
             return balanced(self.base.pieces, place.main)
-        return counts_of(self.config, own_chain(place))
+        return counts_of(self.config, place.own_chain)
 
     def copies(self, table: Schedule) -> Copies:
         """Return what is copied of a table that moves activations, and the flag that asks for it."""

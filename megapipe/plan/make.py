@@ -16,7 +16,7 @@ from megapipe.plan.draft import Draft
 from megapipe.plan.graphs import why_not
 from megapipe.plan.layers import Gathers
 from megapipe.plan.plan import Plan
-from megapipe.plan.recipes import recipe_of, schedule_of
+from megapipe.plan.recipes import recipe_of, schedule_of, step_of
 from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths, schedule_name
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
@@ -26,7 +26,6 @@ from megapipe.plan.work import Pieces, pieces
 from megapipe.schedule import Placement, Schedule
 from megapipe.schedule.ingredients import MOVES, Refused
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.transforms.depths import own_chain
 
 
 class NothingToCopy(ConfigError):
@@ -183,7 +182,8 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
             "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
             "schedule of more microbatches in flight."
         )
-    plan = draft.plan(built.table)
+    recipe = replace(recipe, step=step_of(config, built.table))
+    plan = replace(draft.plan(built.table), recipe=recipe)
     if asked or built.table.kinds & MOVES:
         plan = replace(plan, copies=draft.copies(built.plain))
     if config.parallel.cuda_graph_impl != "none" and not why_not(config, plan.schedule):
@@ -255,7 +255,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         return plan
     config = chosen(config, len(plan.schedule.cuts) or 1)
     place, depths = plan.schedule.placement, plan.pieces.depths
-    main = replace(own_chain(place), vocabulary=False)
+    main = replace(place.own_chain, vocabulary=False)
     recipe = replace(
         recipe_of(config),
         depths=place.rank_of[place.main :][: place.depths],

@@ -14,6 +14,7 @@ from megapipe.plan.transforms.moved import FLOPS_PER_BYTE, Copies
 from megapipe.plan.transforms.sharded import Sharding, own_of
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
+from megapipe.schedule.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Plan:
         graphs: bytes of a microbatch's hidden states where CUDA graphs have their passes; else 0.
         before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
         given: what passes and messages take, of --pipeline-costs.
+        recipe: how the table was made.
     """
 
     schedule: Schedule
@@ -53,6 +55,7 @@ class Plan:
     copies: Copies | None = None
     sharding: Sharding | None = None
     graphs: float = 0.0
+    recipe: Recipe | None = None
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:

@@ -24,7 +24,6 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.catalogue import usual
 from megapipe.schedule.costs_file import load_costs
-from megapipe.schedule.transforms.depths import behind
 
 COSTS = "--pipeline-costs"
 PER_STAGE, PER_RANK = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
@@ -183,7 +182,7 @@ def given_costs(config: Config) -> Costs | None:
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     try:
-        chain = behind(place, (0,) * config.model.depths)  # lists name depths behind the stages, if any
+        chain = place.with_depths((0,) * config.model.depths)  # lists name depths behind the stages, if any
         costs.durations(chain)
         costs.memory(chain)
         costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)

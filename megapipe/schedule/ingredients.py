@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Protocol
+from typing import Protocol, Self
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import SHARES, UNIT, Costs
@@ -56,13 +56,17 @@ class Fixed:
 
     Attributes:
         price: the costs of any table; memory: the room of each rank, or of all of them; None for no limit.
+        depths: of multi-token prediction, which lists of costs name last and a table may not have yet.
     """
 
     price: Costs = UNIT
     memory: float | tuple[float, ...] | None = None
+    depths: int = 0
 
     def costs(self, table: Schedule) -> Costs:
-        return self.price
+        if table.placement.depths == self.depths:
+            return self.price
+        return self.price.of_positions(table.placement.chain)
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
         if self.memory is None or isinstance(self.memory, tuple):
@@ -155,6 +159,12 @@ class StepPasses:
     gather: bool = False
     update: bool = False
     validate: bool = False
+
+    @classmethod
+    def whole(cls, costs: Costs, *, barrier: bool = True) -> Self:
+        """Return everything that belongs to a step: reduction, update and, if it takes time, gathering."""
+        gathers = costs.a if isinstance(costs.a, tuple) else (costs.a,)
+        return cls(reduce=True, gather=any(gathers), update=True, validate=not barrier)
 
     def around(self, table: Schedule, costs: Costs) -> Schedule:
         """Return the table with those passes that it lacks. An update that is validated waits for no other rank."""

@@ -76,6 +76,23 @@ class Placement:
         """Slices of the model's own chain, from the embedding to the loss."""
         return self.chain - self.depths
 
+    @property
+    def own_chain(self) -> Placement:
+        """The placement without depths."""
+        rank_of: list[int] = []
+        for first in range(0, self.num_stages, self.chain):
+            rank_of += self.rank_of[first : first + self.main]
+        return replace(self, rank_of=tuple(rank_of), chain=self.main, depths=0)
+
+    def with_depths(self, ranks: Sequence[int]) -> Placement:
+        """Return the placement with depths of multi-token prediction on these ranks, after each chain."""
+        mirrored = [self.num_ranks - 1 - rank for rank in ranks]
+        rank_of: list[int] = []
+        for first in range(0, self.num_stages, self.chain):
+            rank_of += self.rank_of[first : first + self.chain]
+            rank_of += mirrored if first else ranks
+        return replace(self, rank_of=tuple(rank_of), chain=self.chain + len(ranks), depths=len(ranks))
+
     def position(self, stage: int) -> int:
         """The slice of the model that this stage holds, 0..chain-1."""
         return stage % self.chain
@@ -303,6 +320,19 @@ def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: Fal
         for row in schedule.ranks
     )
     return replace(schedule, ranks=tuple(rows))
+
+
+def repeated(schedule: Schedule, training_steps: int) -> Schedule:
+    """Return the table of one step several times in a row, where no rank waits for the end of the others."""
+    m = schedule.num_microbatches
+
+    def later(step: Step, n: int) -> Step:
+        return tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.traits.per_stage else m)) for x in step)
+
+    rows = tuple(tuple(later(step, n) for n in range(training_steps) for step in row) for row in schedule.ranks)
+    lanes = [(lane, [x for n in range(training_steps) for x in later(lane.order, n)]) for lane in schedule.shared]
+    shared = tuple(lane._replace(order=tuple(order)) for lane, order in lanes)
+    return replace(schedule, ranks=rows, training_steps=training_steps, shared=shared)
 
 
 def overlaps(step: Step) -> bool:

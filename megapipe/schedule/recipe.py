@@ -11,7 +11,7 @@ Flags, commands, searches, growing batches and rescheduling make recipes; nobody
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -36,10 +36,10 @@ from megapipe.schedule.ingredients import (
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.solve import searched, solve
 from megapipe.schedule.passes import Schedule, unpaired
-from megapipe.schedule.patterns import SLICED
+from megapipe.schedule.patterns import SLICED, check_size
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import load
-from megapipe.schedule.transforms.depths import behind, with_depths
+from megapipe.schedule.transforms.depths import with_depths
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.pairs import pairs
 from megapipe.schedule.transforms.slices import Documents, in_place, slices
@@ -49,6 +49,15 @@ from megapipe.schedule.weights.sharded import (
     with_sharded_weights,
 )
 
+_CUT = "{0} cuts a table of F, B and W: leave out {1}."
+EXCLUDED = (
+    ("cuts", "pairs", _CUT),
+    ("cuts", "vocabulary", _CUT),
+    ("cuts", "depths", _CUT),
+    ("pairs", "vocabulary", "{0} are made in a table of F, B and W, not with {1}. Leave one of them out."),
+    ("sharding", "step", "{0} sums gradients after runs of passes, {1} once a step. Leave one of them out."),
+)
+"""Parts of a recipe that exclude each other, and a sentence that says why."""
 _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 
 
@@ -78,8 +87,7 @@ class Recipe:
         fitted: costs by which the generator puts W where they leave a wait; None: the papers' tables.
         search: how a searched order is searched.
         cuts: lengths of the slices of a microbatch; documents: slices that begin a document.
-        price_of_slices: costs that slices are ordered by; room_of_slices: most activation of a rank, up to which
-            forwards may come sooner than they must.
+        room_of_slices: most activation of a rank, up to which forwards may come sooner than they must.
         pairs: True keeps the pairs that an order has, False takes them apart, a Pairing makes the best ones.
         depths: ranks of the depths of multi-token prediction.
         vocabulary: ranks share embedding and head.
@@ -96,7 +104,6 @@ class Recipe:
     search: Search | None = None
     cuts: tuple[float, ...] = ()
     documents: Documents = ()
-    price_of_slices: Costs = UNIT
     room_of_slices: float | None = None
     pairs: bool | Pairing = True
     depths: tuple[int, ...] = ()
@@ -105,6 +112,24 @@ class Recipe:
     sharding: Sharding | None = None
     step: StepPasses = NO_STEP
     lenient: bool = False
+
+    def problems(self, flags: Mapping[str, str]) -> Iterator[str]:
+        """Yield a sentence for each two parts that exclude each other.
+
+        Args:
+            flags: what the user calls a part.
+        """
+        asked = {
+            "cuts": bool(self.cuts),
+            "pairs": isinstance(self.pairs, Pairing),
+            "depths": bool(self.depths),
+            "vocabulary": self.vocabulary,
+            "sharding": self.sharding is not None,
+            "step": self.step != NO_STEP,
+        }
+        for first, second, why in EXCLUDED:
+            if asked[first] and asked[second]:
+                yield why.format(flags.get(first, first), flags.get(second, second))
 
     def build(self, terms: Terms) -> Built:
         """Return the table with all of this but the rest of the step, which `step.around` puts around it.
@@ -125,7 +150,7 @@ class Recipe:
         """Return the chain with depths of multi-token prediction and the passes of a shared vocabulary."""
         if not (self.depths or self.vocabulary):
             return chain
-        place = replace(behind(chain.placement, self.depths), vocabulary=self.vocabulary)
+        place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
         # Costs name each stage, depths too: they are those of the placement to come.
         costs = self._linked(terms.costs(replace(chain, placement=place)))
         with _naming("vocabulary" if self.vocabulary else "depths"):
@@ -136,11 +161,14 @@ class Recipe:
         plain = self._paired(table, terms) if self.depths else table
         costs = terms.costs(plain)
         room = terms.room(plain)
-        made = plain
+        asked, made = self.offload, plain
+        tables = [plain]
+        if asked is not None and asked.other:
+            tables = [self.with_ends(other, terms) for other in asked.other]
         if self.sharding is not None and plain.kinds.isdisjoint(SHARDS):  # a file may have its own
-            made = self._sharded(plain, costs, room)
-        elif self.sharding is None and self.offload is not None:
-            made = self._moved(self.offload, plain, costs, room)
+            made = self._sharded(self.sharding, tables, costs, room)
+        elif self.sharding is None and asked is not None:
+            made = self._moved(asked, tables, costs, room)
         return Built(self, made, plain, chain or table)
 
     def _ordered(self, terms: Terms) -> Schedule:
@@ -158,14 +186,14 @@ class Recipe:
             return made_for(self.microbatches)
         if self.order.lower() in SLICED:
             return replace(made_for(self.microbatches), cuts=self.cuts)
-        return slices(
-            made_for,
-            self.microbatches,
-            self.cuts,
-            self.price_of_slices,
-            memory=self.room_of_slices,
-            documents=self.documents,
-        )
+        limits: dict[str, Any] = {"memory": self.room_of_slices, "documents": self.documents}
+        try:
+            return slices(made_for, self.microbatches, self.cuts, self.fitted or UNIT, **limits)
+        except ScheduleError as error:
+            count = self.microbatches * len(self.cuts)
+            if f"got {count}" not in str(error):
+                raise
+            raise ScheduleError(f"{error} (its {self.microbatches} microbatches are {count} in slices)") from None
 
     def _generated(self, microbatches: int) -> Schedule:
         size = self.ranks, microbatches, self.chunks
@@ -178,6 +206,7 @@ class Recipe:
         from megapipe.schedule.search.auto import Candidate, limits, search_among  # only a search pays for loading it
         from megapipe.schedule.search.sliced import fastest_slices
 
+        check_size(self.order, self.ranks, self.microbatches, 1)
         candidates = []
         for place in search.placements:
             empty = Schedule(self.order, place, self.microbatches, ((),) * place.num_ranks, cuts=self.cuts)
@@ -210,39 +239,41 @@ class Recipe:
         with _naming("pairs"):
             return pairs(table, costs, memory=min(room) if room else None, split=self.pairs.split)
 
-    def _sharded(self, plain: Schedule, costs: Costs, room: tuple[float, ...] | None) -> Schedule:
+    def _sharded(
+        self, asked: Sharding, tables: Sequence[Schedule], costs: Costs, room: tuple[float, ...] | None
+    ) -> Schedule:
         """Return the fastest table with shards. Where they leave too little room, activations are moved."""
-        assert self.sharding is not None
-        asked, moved, start = self.offload, None, plain
-        if asked is not None and asked.when == "all":
-            start = self._moved(asked, plain, costs, None)
-        elif asked is not None:
-            moved = partial(self._fitted, asked, plain, costs)
+        start, *_ = tables
+        moved = None
+        if self.offload is not None and self.offload.when == "all":
+            start = self._moved(self.offload, tables, costs, None)
+        elif self.offload is not None:
+            moved = partial(_fitted, self.offload, tables, costs)
         with _naming("sharding"):
-            if self.sharding.living is not None:
-                return with_sharded_weights(start, costs, self.sharding.living)
-            smallest = with_sharded_weights(start, costs, self.sharding.shortest)
-            limits = (inf,) * len(plain.ranks) if room is None else room
+            if asked.living is not None:
+                return with_sharded_weights(start, costs, asked.living)
+            smallest = with_sharded_weights(start, costs, asked.shortest)
+            limits = (inf,) * len(start.ranks) if room is None else room
             try:
-                return sharded_within(start, costs, limits, gathers=self.sharding.weights, moved=moved)
+                return sharded_within(start, costs, limits, gathers=asked.weights, moved=moved)
             except ScheduleError:
                 if not self.lenient:
                     raise
                 return smallest
 
-    def _moved(self, asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...] | None) -> Schedule:
+    def _moved(
+        self, asked: Offload, tables: Sequence[Schedule], costs: Costs, room: tuple[float, ...] | None
+    ) -> Schedule:
+        """Return the table, or the best of several, with activations that leave the device."""
+        plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
                 return plain
             return _where_needed(asked, plain, costs, room)
         if asked.when == "fits" and room is not None:
             with suppress(ScheduleError) if self.lenient else _naming("offload"):
-                return self._fitted(asked, plain, costs, room)
+                return _fitted(asked, tables, costs, room)
         return _copied(asked, plain, costs)
-
-    def _fitted(self, asked: Offload, plain: Schedule, costs: Costs, room: float | tuple[float, ...]) -> Schedule:
-        tables = [*asked.other] or [plain]
-        return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
 @lru_cache(maxsize=16)
@@ -256,6 +287,11 @@ def _built(
 ) -> Schedule:
     """Return a verified table of the catalogue. A launch asks for the same one several times."""
     return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
+
+
+def _fitted(asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]) -> Schedule:
+    """Return the fastest of the tables that holds, copies and recomputes within the room."""
+    return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
 def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:

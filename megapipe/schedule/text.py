@@ -55,8 +55,12 @@ def load(path: str | Path) -> Schedule:
     return read(text, str(path))
 
 
-def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Return the table as JSON, one line for each rank, and with costs when each step starts under them."""
+def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None = None) -> str:
+    """Return the table as JSON, one line for each rank, and with costs when each step starts under them.
+
+    Args:
+        recipe: the line that `show` takes to make the table again.
+    """
     place = schedule.placement
     head = {
         "name": schedule.name,
@@ -68,6 +72,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
         **({"depths": place.depths} if place.depths else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
         **({"documents": list(map(list, schedule.documents))} if schedule.documents else {}),
+        **({"recipe": recipe} if recipe else {}),
         **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
     ranks = _lines(map(_texts, schedule.ranks))

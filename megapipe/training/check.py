@@ -29,6 +29,7 @@ from megapipe.models.provider import find_provider
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.table import saved_bytes
+from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
@@ -98,6 +99,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         summary(plan, config),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
+        f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
         graphs_line(as_run, plan.schedule, "cpu" if par.distributed_backend == "gloo" else "cuda"),
     ]
     print("\n".join(line for line in lines if line), flush=True)

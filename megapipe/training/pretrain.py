@@ -48,6 +48,7 @@ from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line, why_not
 from megapipe.plan.logits import most_kept
 from megapipe.plan.table import saved_bytes
+from megapipe.schedule.recipe_line import to_line
 from megapipe.training.check import DatasetsProvider, as_here, check, settled, start_block
 from megapipe.training.driver import Course, Driver
 from megapipe.training.evaluation import Evaluation
@@ -178,6 +179,8 @@ class Training:
             f"{schedule.num_microbatches} microbatches, "
             f"predicted bubble {plan.timeline.bubble / plan.timeline.makespan:.1%}"
         )
+        if plan.recipe is not None:
+            report.say(f"recipe: {to_line(plan.recipe)}")
         if mesh.device.type == "cuda" and (held_up := held_up_messages(config, schedule)):
             report.say(held_up)
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))

@@ -14,6 +14,7 @@ from megapipe.checkpoint.save_load import save_checkpoint
 from megapipe.config import CheckpointConfig
 from megapipe.distributed.meeting.together import on_first
 from megapipe.errors import CheckpointError
+from megapipe.schedule.recipe_line import to_line
 from megapipe.training.report.job_log import JobLog
 from megapipe.training.report.lines import banner
 from megapipe.training.run import Run
@@ -55,7 +56,9 @@ class Saving:
         directory = run.config.checkpoint.save
         assert directory is not None
         run.say(f"saving checkpoint at iteration {n:7d} to {directory} in safetensors format")
-        state = dataclasses.asdict(run.progress) | {"contents": self._contents}
+        recipe = run.plan.recipe
+        made = {"recipe": to_line(recipe)} if recipe else {}
+        state = dataclasses.asdict(run.progress) | {"contents": self._contents} | made
         given = directory, n, run.modules, run.optimizer, state, run.config, run.mesh, run.curve, self._background
         if self._background is not None:
             self._background.keep = self._keep

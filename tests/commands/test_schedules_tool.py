@@ -130,7 +130,7 @@ def test_what_a_table_has_of_its_step_is_not_added_again(tmp_path):
     assert tool("show", "1f1b", *SIZE, "--step", "2,1", "--json", path).returncode == 0
     assert "whole.json has G already" not in tool("show", path).stderr
     refused = tool("show", path, "--step", "2,1", "--post-validation").stderr
-    assert "1f1b has G already, and each stage has one a step" in refused
+    assert "1f1b has U already, and each stage has one a step" in refused
     assert "whole.json has G, U: --step states what they take" in tool("show", path, "--step", "2,1").stdout
 
 
@@ -345,7 +345,7 @@ def test_copies_are_added_to_a_table_of_pairs():
     assert moved[1] < paired[1]
 
 
-def test_pairs_in_a_file_with_copies_say_what_to_leave_out(tmp_path):
+def test_pairs_in_a_file_price_copies_say_what_to_leave_out(tmp_path):
     path = tmp_path / "copied.json"
     assert tool("show", "1f1b", *STEP, "--copy-ratio", "0.5", "--json", path).returncode == 0
     said = tool("show", path, "--pairs", "--comm-share", "0.3").stderr
@@ -363,7 +363,7 @@ def test_a_table_that_verify_lets_through_is_not_said_to_be_over_the_limit():
 
 @pytest.mark.parametrize(
     "given",
-    ["--copy-ratio 0.5", "--shard 0.1,0.1", "--vocabulary 0.5,0.25", "--solve", "--step 2,1", "--chunks 2", "--json a"],
+    ["--placement v", "--objective period", "--option a=1", "--no-pairs", "--curves", "--chunks 2", "--json a"],
 )
 def test_compare_names_the_flag_that_only_show_has(given: str):
     """It said `argument FILE: unknown schedule 0.5`."""
@@ -405,3 +405,12 @@ def test_a_memory_limit_that_is_too_low_is_answered_with_one_that_is_enough(flag
     enough = re.search(r"--memory (\d+) is enough for it", refused)[1]
     more = [enough if text == flags[flags.index("--memory") + 1] else text for text in flags[1:]]
     assert tool("show", flags[0], *STEP, *more).returncode == 0
+
+
+def test_compare_adds_the_parts_that_show_adds():
+    """Copies, a shared vocabulary and the rest of the step: the makespan of a row is that of `show`."""
+    parts = ["--vocabulary", "0.5,0.25", "--copy-ratio", "0.5", "--step", "2,1"]
+    rows = tool("compare", *SIZE, "--only", "zb-h1", *parts).stdout
+    shown = tool("show", "zb-h1", *SIZE, *parts).stdout
+    makespan = re.search(r"makespan ([\d.]+)", shown).group(1)
+    assert re.search(rf"^zb-h1 +{re.escape(makespan)} ", rows, re.M)

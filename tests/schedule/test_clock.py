@@ -18,7 +18,8 @@ from megapipe.schedule import (
     vee,
 )
 from megapipe.schedule.own import placement_problems
-from megapipe.schedule.transforms.optimizer import repeated, with_optimizer
+from megapipe.schedule.passes import repeated
+from megapipe.schedule.transforms.optimizer import with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 
 

@@ -17,10 +17,12 @@ from megapipe.schedule import (
     to_json,
     verify,
 )
+from megapipe.schedule.costs import UNIT
 from megapipe.schedule.dependencies import closed_prefix
+from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.passes import Pass
-from megapipe.schedule.transforms.optimizer import repeated, with_gather, with_optimizer, with_whole_step
+from megapipe.schedule.passes import Pass, repeated
+from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import exposed, with_reduction
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
@@ -186,18 +188,22 @@ def test_nothing_is_put_in_twice(there, options, twice) -> None:
     assert row(with_optimizer(gathered), 0) == f"0A0 2A0 {row(PLAIN, 0)} 0U0 2U0"
 
 
+def whole(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = True) -> Schedule:
+    return StepPasses.whole(costs, barrier=barrier).around(schedule, costs)
+
+
 def test_a_whole_step_gathers_where_that_takes_time() -> None:
     end = f"{REDUCED} 2U0 0U0"
-    assert row(with_whole_step(PLAIN), 0) == f"{FORWARDS} {end}"
+    assert row(whole(PLAIN), 0) == f"{FORWARDS} {end}"
     for costs in (Costs(a=1), Costs(a=(0, 0, 0, 1))):
-        assert row(with_whole_step(PLAIN, costs), 0) == f"0A0 2A0 {FORWARDS} {end}"
-        assert row(with_whole_step(PLAIN, costs, barrier=False), 0) == f"0A0 2A0 {FORWARDS} 0V0 2V0 {end}"
-    assert row(with_whole_step(PLAIN, Costs(a=(0, 0, 0, 0))), 0) == f"{FORWARDS} {end}"
+        assert row(whole(PLAIN, costs), 0) == f"0A0 2A0 {FORWARDS} {end}"
+        assert row(whole(PLAIN, costs, barrier=False), 0) == f"0A0 2A0 {FORWARDS} 0V0 2V0 {end}"
+    assert row(whole(PLAIN, Costs(a=(0, 0, 0, 0))), 0) == f"{FORWARDS} {end}"
     assert row(with_gather(PLAIN), 1).startswith("1A0 3A0 1F0 ")
 
 
 def test_steps_that_follow_are_numbered_on() -> None:
-    table = repeated(with_whole_step(build("1f1b", 2, 2), Costs(a=1)), 3)
+    table = repeated(whole(build("1f1b", 2, 2), Costs(a=1)), 3)
     assert row(table, 1) == " ".join(
         f"1A{n} 1F{2 * n} 1BW{2 * n} 1F{2 * n + 1} 1BW{2 * n + 1} 1G{n} 1U{n}" for n in range(3)
     )

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, build, verify
-from megapipe.schedule.passes import Last
-from megapipe.schedule.transforms.optimizer import repeated, with_gather, with_optimizer
+from megapipe.schedule.passes import Last, repeated
+from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 

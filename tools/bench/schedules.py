@@ -35,9 +35,10 @@ from megapipe.schedule import (
     unpaired,
 )
 from megapipe.schedule.costs import ATTENTION
+from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.transforms.cuts import Cutting
-from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.views.sliced import in_slices
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.bench.emulate import copies, late, paired, reduction
 from tools.bench.emulate.device import times
@@ -252,7 +253,8 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
         jobs.append(Job("megapipe", schedule))
         if flags.slices and not (entry and entry.searched):
             cutting = Cutting(flags.slices)
-            cut, _ = told_slices(name, flags.pp, flags.microbatches, costs, cutting=cutting, chunks=chunks)
+            recipe = in_slices(name, flags.pp, flags.microbatches, costs, cutting=cutting, chunks=chunks)
+            cut = recipe.build(Fixed(costs)).table
             jobs.append(Job("megapipe", replace(cut, name=f"{cut.name} in {flags.slices} slices")))
         for n in (1, 2) if flags.gather_ms or flags.scatter_ms else ():
             whole = with_sharded_weights(unpaired(schedule), costs, Living(n, n))

@@ -9,8 +9,8 @@ from typing import NamedTuple, Self
 from megapipe.config import Config
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.ingredients import SHARDS
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.views.moved import without_shares
 from megapipe.schedule.weights.runs import GATHERS, REDUCES
 from megapipe.schedule.weights.sharded import Living, whole_at_most
 
@@ -95,12 +95,12 @@ def own_of(works: Sequence[Work], *, tp: int, expert_ranks: int) -> tuple[list[f
 
 def whole_line(schedule: Schedule, costs: Costs, sharding: Sharding | None, given: Costs | None) -> str:
     """A line on how long weights live; empty for a table whose weights live for ever. given: of --pipeline-costs."""
-    if sharding is None or schedule.kinds.isdisjoint(GATHERS | REDUCES):
+    if sharding is None or schedule.kinds.isdisjoint(SHARDS):
         return ""
     rows = [[x.kind for step in row for x in step] for row in schedule.ranks]
     gathers, sums = (max(sum(x in kinds for x in row) for row in rows) for kinds in (GATHERS, REDUCES))
     whole = simulate(schedule, replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0))
-    longer = simulate(schedule, costs).makespan / simulate(without_shares(schedule), costs).makespan - 1
+    longer = simulate(schedule, costs).makespan / simulate(schedule.without(SHARDS), costs).makespan - 1
     assumed = "" if given and (given.a or given.g) else f", where a byte takes as long as {sharding.link:g} FLOPs"
     gathered = f"{gathers} gathers of weights and " if gathers else ""
     return (

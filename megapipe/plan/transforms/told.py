@@ -6,7 +6,7 @@ from megapipe.plan.plan import Plan
 from megapipe.plan.state import GIB
 from megapipe.schedule import Timeline
 from megapipe.schedule.ingredients import MOVES
-from megapipe.schedule.views.moved import told_moves
+from megapipe.schedule.views.moved import describe_moves
 
 
 def moved_lines(plan: Plan) -> list[str]:
@@ -22,7 +22,7 @@ def moved_lines(plan: Plan) -> list[str]:
         )
 
     step = plan.timeline.makespan
-    first, *rows = told_moves(
+    first, *rows = describe_moves(
         plan.schedule, plan.costs, held=lambda x: f"{x / GIB:.3g} GiB", takes=lambda x: f"{x / step:.1%}", also=also
     )
     return [f"{plan.copies.flag}: {first}", *rows]

@@ -63,9 +63,15 @@ class Report:
         )
 
 
-def told(report: Report) -> list[str]:
-    """The lines that say how well a search did."""
-    lines = [f"lower bound: {report.bound:.5g}; {report.distance:.1%} above it"]
+def describe_search(
+    table: Schedule, costs: Costs, memory: float | tuple[float, ...] | None, objective: str
+) -> list[str]:
+    """Return lines on how far the table that a search found is above the lower bound."""
+    place = table.placement
+    time = simulate(table, costs)
+    bound = bound_of_any(place, table.num_microbatches, costs, limits(place, costs, memory), objective)
+    took = time.period if objective == "period" else time.makespan
+    lines = [f"lower bound: {bound:.5g}; {took / bound - 1 if bound else 0.0:.1%} above it"]
     if library() is None:
         lines.append("searched in Python: with a C compiler (cc, or $CC) it tries some fifty times as many orders")
     return lines

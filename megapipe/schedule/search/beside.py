@@ -23,7 +23,7 @@ from megapipe.schedule.search.auto import Candidate, search_among
 from megapipe.schedule.search.sliced import searched_slices
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_json, to_json
-from megapipe.schedule.transforms.depths import own_chain, with_depths
+from megapipe.schedule.transforms.depths import with_depths
 
 
 class Better(NamedTuple):
@@ -87,7 +87,7 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
         sliced = searched_slices(*size, effort=effort, progress=stop_alone)
         after = before if sliced is None else simulate(sliced, costs).makespan
         return best if sliced is None or after >= before else Better(to_json(sliced), before, after)
-    own = own_chain(place)
+    own = place.own_chain
     if set(own.rank_of) != set(place.rank_of):  # a rank has depths alone, and a search none to give it
         return best
     tries = range(2 + place.depths if place.depths else 1)

@@ -37,7 +37,7 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
         raise ScheduleError(
             f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, and without depths."
         )
-    further = replace(behind(place, ranks), vocabulary=vocabulary)
+    further = replace(place.with_depths(ranks), vocabulary=vocabulary)
     refuse_apart(schedule.name, further)
 
     def moved(x: Pass) -> Pass:
@@ -53,21 +53,6 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
     ]
     beside = [*_passes(table, split=split), *(all_shared(table) if vocabulary else ())]
     return merged(table, beside, costs, room)
-
-
-def behind(place: Placement, ranks: Sequence[int]) -> Placement:
-    """The placement with depths on these ranks behind each chain."""
-    chains = [place.rank_of[first : first + place.chain] for first in range(0, place.num_stages, place.chain)]
-    mirrored = [place.num_ranks - 1 - rank for rank in ranks]
-    rows = [(*chain, *(mirrored if n else ranks)) for n, chain in enumerate(chains)]
-    return replace(place, rank_of=sum(rows, ()), chain=place.chain + len(ranks), depths=len(ranks))
-
-
-def own_chain(place: Placement) -> Placement:
-    """The placement without depths."""
-    chains = range(0, place.num_stages, place.chain)
-    rank_of = sum((place.rank_of[first : first + place.main] for first in chains), ())
-    return replace(place, rank_of=rank_of, chain=place.main, depths=0)
 
 
 def _by_stage(value: object, place: Placement) -> bool:

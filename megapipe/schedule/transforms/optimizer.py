@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import closed_prefix
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.transforms.reduction import refuse_twice, with_reduction
+from megapipe.schedule.transforms.reduction import refuse_twice
 
 Gather = Literal["none", "behind", "ahead"]
 
@@ -45,25 +44,6 @@ def with_gather(schedule: Schedule) -> Schedule:
     """The table of one step that begins with the gathering of the weights that the step before has updated."""
     rows = zip(_gathers(schedule), schedule.ranks, strict=True)
     return replace(schedule, ranks=tuple((*_steps(gathers), *row) for gathers, row in rows))
-
-
-def with_whole_step(schedule: Schedule, costs: Costs = UNIT, *, barrier: bool = True) -> Schedule:
-    """The table of one step with everything that belongs to it: reduction, update and, if it costs time, gathering."""
-    gathers = costs.a if isinstance(costs.a, tuple) else (costs.a,)
-    return with_optimizer(with_reduction(schedule, costs), barrier=barrier, gather="ahead" if any(gathers) else "none")
-
-
-def repeated(schedule: Schedule, training_steps: int) -> Schedule:
-    """The table of one step, so many times in a row: what follows in the next does not wait for other ranks' ends."""
-    m = schedule.num_microbatches
-
-    def later(step: Step, n: int) -> Step:
-        return tuple(x._replace(microbatch=x.microbatch + n * (1 if x.kind.traits.per_stage else m)) for x in step)
-
-    rows = tuple(tuple(later(step, n) for n in range(training_steps) for step in row) for row in schedule.ranks)
-    lanes = [(lane, [x for n in range(training_steps) for x in later(lane.order, n)]) for lane in schedule.shared]
-    shared = tuple(lane._replace(order=tuple(order)) for lane, order in lanes)
-    return replace(schedule, ranks=rows, training_steps=training_steps, shared=shared)
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import SHARES, UNIT, Costs
+from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.draw import short
-from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.views.sliced import in_slices
 
 _SEARCH = 50
 """Times that a search takes as long as a fixed schedule, for the progress bar."""
@@ -74,6 +76,7 @@ def compare(
     effort: float = 4.0,
     progress: Callable[[float, str], None] = lambda share, doing: None,
     slices: Cutting | None = None,
+    parts: Recipe | None = None,
 ) -> list[Row | Refusal]:
     """One row for each schedule, several for those that leave a choice; 1f1b, the measure of the others, always.
 
@@ -85,6 +88,7 @@ def compare(
         effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
         progress: called with the share that is done and what is next.
         slices: each that is not searched also with its microbatches cut so.
+        parts: a recipe whose parts, such as copies and shards, every schedule gets; its order is not looked at.
     Raises: ScheduleError for a name that is none.
     """
     makers, searches = _makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort)
@@ -100,12 +104,22 @@ def compare(
 
         report(0.0)
         try:
-            rows.append(measure(make(report), costs, label, memory))
+            table = make(report)
+            if parts is not None:
+                table = _with_parts(parts, table, costs, memory)
+            rows.append(measure(table, costs, label, memory))
         except ScheduleError as error:
             rows.append(Refusal(label, str(error)))
         done += weight[label]
     progress(1.0, "")
     return rows
+
+
+def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
+    """Return a schedule's table with the parts of a recipe; where they do not fit the one that needs least."""
+    recipe = replace(parts, order=table.name, table=table, lenient=True)
+    built = recipe.build(Fixed(costs, memory, len(parts.depths)))
+    return recipe.step.around(built.table, costs)
 
 
 def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None) -> Row:
@@ -231,7 +245,8 @@ def _cut(names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutt
     """Makers of the schedules in slices, by label."""
 
     def made(name: str, chunks: int | None) -> _Make:
-        return lambda report: told_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)[0]
+        recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
+        return lambda report: recipe.build(Fixed(costs)).table
 
     makers = dict[str, _Make]()
     for name in names:

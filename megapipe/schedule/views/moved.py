@@ -4,27 +4,23 @@ said of it: what, what it saves, what it costs."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
+from megapipe.schedule.ingredients import MOVES, SHARDS
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import solve
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
-from megapipe.schedule.weights.sharded import sharded_within
+from megapipe.schedule.weights.runs import REDUCES
 
 _HEAD = ("rank", "held", "copied", "again", "peak", "without", "copies take", "again takes")
 _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
-def with_copies(costs: Costs, ratio: float) -> Costs:
+def price_copies(costs: Costs, ratio: float) -> Costs:
     """The costs, a copy of which takes so much of a forward, out and back each."""
 
     def part(f: PerStage) -> PerStage:
@@ -33,47 +29,19 @@ def with_copies(costs: Costs, ratio: float) -> Costs:
     return replace(costs, o=part(costs.f), l=part(costs.f))
 
 
-def told_copies(plain: Schedule, costs: Costs, memory: float | None, switch: int | None) -> tuple[Schedule, list[str]]:
-    """The table with all copies that are back in time. switch: so many neighbouring ranks share the way to the host.
-
-    Raises: ScheduleError if it holds more than `memory`.
-    """
-    ranks = len(plain.ranks)
-    groups = [range(r, min(r + switch, ranks)) for r in range(0, ranks, switch)] if switch else []
-    made = with_offload(plain, costs, switches=groups)
-    verify(made, memory=memory, costs=costs)
-    return made, told_moves(made, costs)
-
-
-def told_choices(plain: Sequence[Schedule], costs: Costs, memory: float) -> tuple[Schedule, list[str]]:
-    """The best of the tables with choices that fit, and what they are."""
-    found = solve(plain, costs, memory)
-    verify(found.schedule, memory=memory, costs=costs)
-    return found.schedule, told_moves(found.schedule, costs)
-
-
-def told_shares(
-    plain: Schedule, costs: Costs, memory: float | None, moved: Callable[[float], Schedule] | None = None
-) -> tuple[Schedule, list[str]]:
-    """Return the table whose weights are gathered for runs of passes, and lines on how often.
-
-    moved: makes the table fit the activation memory that gathered weights leave, as in `sharded_within`.
-    Raises: ScheduleError if none fits.
-    """
-    made = sharded_within(plain, costs, inf if memory is None else memory, moved=moved)
-    verify(made, memory=memory, costs=costs)
-    before, time = simulate(without_shares(made), costs), simulate(made, costs)
+def describe_shards(made: Schedule, costs: Costs) -> list[str]:
+    """Return lines on how often each rank gathers and reduces, what it holds for that, and what it takes."""
+    before, time = simulate(made.without(SHARDS), costs), simulate(made, costs)
     own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
-    whole, duration = simulate(made, own).peak, costs.durations(plain.placement)
+    whole, duration = simulate(made, own).peak, costs.durations(made.placement)
     rows = [_SHARES]
     for rank, row in enumerate(made.ranks):
-        beside = [x for step in row for x in step if x.kind in GATHERS | REDUCES]
+        beside = [x for step in row for x in step if x.kind in SHARDS]
         took = sum(duration[x.kind][x.stage] for x in beside)
         sums = sum(x.kind in REDUCES for x in beside)
         shown = map(short, (whole[rank], time.peak[rank], took))
         rows.append((str(rank), str(len(beside) - sums), str(sums), *shown))  # type: ignore[arg-type]
-    return made, [
-        *(told_moves(made, costs) if moved else ()),
+    return [
         f"weights and gradients are whole for runs of passes: the step takes {short(time.makespan)}, "
         f"where each rank keeps them {short(before.makespan)}",
         *_aligned(rows),
@@ -85,25 +53,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows]
 
 
-MOVES = {Kind.O, Kind.L, Kind.R}
-
-
-def without_moves(schedule: Schedule) -> Schedule:
-    """The table with everything held."""
-    return replace(_without(schedule, MOVES), shared=())
-
-
-def without_shares(schedule: Schedule) -> Schedule:
-    """The table with weights and gradients that are whole for ever."""
-    return _without(schedule, GATHERS | REDUCES)
-
-
-def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
-    rows = (tuple(step for step in row if step[0].kind not in kinds) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(rows))
-
-
-def told_moves(
+def describe_moves(
     made: Schedule,
     costs: Costs,
     *,
@@ -115,7 +65,7 @@ def told_moves(
 
     held, takes: how memory and times are said; also: the end of the first line, given both timelines, without and with.
     """
-    plain = without_moves(made)
+    plain = made.without(MOVES)
     before, now, place = simulate(plain, costs), simulate(made, costs), plain.placement
     duration = {part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)}
     rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.ingredients import Fixed, Pairing
 from megapipe.schedule.passes import Schedule, overlaps, unpaired
+from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.pairs import paired_bound, pairs, refuse_idle
+from megapipe.schedule.transforms.pairs import paired_bound, refuse_idle
 from megapipe.schedule.views.draw import short
 
 CHUNKS = (2, 4, 8)
@@ -46,9 +48,9 @@ def paired_table(
     return "\n".join([*lines, *refused])
 
 
-def told_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> tuple[Schedule, list[str]]:
-    """The table with pairs, and what is said of it beside."""
-    made, alone = pairs(schedule, costs, memory=memory), simulate(unpaired(schedule), costs)
+def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:
+    """Return lines on a table's pairs, on the table without them, and on the lower bound."""
+    alone = simulate(unpaired(made), costs)
     time, steps = simulate(made, costs), [step for row in made.ranks for step in row]
     bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
     lines = [
@@ -57,7 +59,7 @@ def told_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> tuple[
     ]
     if bound:
         lines.append(f"lower bound with pairs: {short(bound)}; {time.makespan / bound - 1:.1%} above it")
-    return made, lines
+    return lines
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
@@ -68,7 +70,7 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
-    made = pairs(table, costs, memory=memory)
+    made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
     alone, time = simulate(unpaired(table), costs), simulate(made, costs)
     both = sum(overlaps(step) for row in made.ranks for step in row)
     forwards = sum(x.kind.is_forward for row in made.ranks for step in row for x in step)

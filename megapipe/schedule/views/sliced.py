@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import SCHEDULES, build, is_file
+from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.ingredients import Fixed, Search
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
-from megapipe.schedule.search.auto import Candidate, placements
-from megapipe.schedule.search.sliced import fastest_slices
-from megapipe.schedule.simulate import run_clock, simulate
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.search.auto import placements
+from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.text import load
 from megapipe.schedule.transforms.cuts import Cutting, shares
-from megapipe.schedule.transforms.slices import in_place, slices
-from megapipe.schedule.verify import verify
 from megapipe.schedule.views.draw import short
 
 _EFFORT = 4.0
@@ -58,10 +56,10 @@ def references(
     that was searched."""
     if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
         return {}
-    size = ranks, microbatches, costs
     one = whole = None
     if cutting.documents > 1:
-        one, _ = told_slices(name, *size, cutting=replace(cutting, documents=1), chunks=chunks)
+        alone = replace(cutting, documents=1)
+        one = in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks).build(Fixed(costs)).table
     if is_file(name):
         whole = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
@@ -69,7 +67,7 @@ def references(
     return {what: table for what, table in (("in one document", one), ("undivided", whole)) if table}
 
 
-def told_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
+def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
     """A line on the keys and values that a table in slices holds, and on those of others, by what they are."""
     alone, both = most_keys(table, costs)
     line = f"keys and values: a rank holds at most {short(alone)} of a microbatch, with their gradients {short(both)}"
@@ -80,7 +78,14 @@ def told_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> 
     return line
 
 
-def told_slices(
+def describe_slices(cutting: Cutting, cuts: Sequence[float]) -> list[str]:
+    """Return a line on the lengths of the slices."""
+    documents = f", {cutting.documents} documents" if cutting.documents > 1 else ""
+    shown = " ".join(f"{cut:.1%}" for cut in cuts)
+    return [f"slices, {cutting.how}: {shown} of the sequence{documents}"]
+
+
+def in_slices(
     name: str,
     ranks: int | None,
     microbatches: int | None,
@@ -89,41 +94,36 @@ def told_slices(
     cutting: Cutting,
     chunks: int | None = None,
     memory: float | None = None,
-) -> tuple[Schedule, list[str]]:
-    """The table, and the lengths of its slices in words.
+) -> Recipe:
+    """Return the recipe of a schedule of the catalogue or of a file, with its microbatches in slices.
 
-    Raises: ScheduleError for a schedule that cannot be cut so, and where none keeps to the memory.
+    Args:
+        memory: most activation of a rank, up to which forwards may come sooner than they must.
+    Raises: ScheduleError for a schedule that cannot be cut so.
     """
-    count, how, documents = cutting.count, cutting.how, cutting.documents
-    begins, cuts = cutting.begins, shares(count, how, costs, documents)
-    said = [f"slices, {how}: {' '.join(f'{cut:.1%}' for cut in cuts)} of the sequence"]
-    said[0] += f", {documents} documents" if documents > 1 else ""
+    begins = cutting.begins
+    cuts = shares(cutting.count, cutting.how, costs, cutting.documents)
     if is_file(name):
-        return in_place(load(name), cuts, begins), said
+        table = load(name)
+        size = table.placement.num_ranks, table.num_microbatches
+        return Recipe(name, *size, cuts=cuts, documents=begins)
     if ranks is None or microbatches is None:
         raise ScheduleError(f"show {name} --slices needs --pp and --microbatches, such as --pp 4 --microbatches 8")
-
-    def made_for(number: int) -> Schedule:
-        return build(name, ranks, number, chunks=chunks, costs=costs)
-
-    if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
-        size = microbatches, cuts
-        room = memory or max(
-            simulate(slices(partial(build, "1f1b", ranks), *size, costs, documents=begins), costs).peak
-        )
-        shapes = placements(ranks, microbatches, None, chunks, costs, "makespan")
-        candidates = [Candidate(place, costs, (room,) * ranks) for place in shapes]
-        return fastest_slices(candidates, *size, documents=begins, effort=_EFFORT), said
+    recipe = Recipe(
+        name,
+        ranks,
+        microbatches,
+        chunks,
+        fitted=costs,
+        cuts=cuts,
+        documents=begins,
+        room_of_slices=memory,
+    )
     if name.lower() in SLICED:
         if begins:
             raise ScheduleError(f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved.")
-        table = replace(build(name, ranks, microbatches, chunks=chunks, slices=count), cuts=cuts)
-        verify(table, memory=memory, costs=costs)
-        return table, said
-    try:
-        return slices(made_for, microbatches, cuts, costs, memory=memory, documents=begins), said
-    except ScheduleError as error:
-        places = f"its {microbatches} microbatches are {count * microbatches} in slices" if count > 1 else ""
-        raise ScheduleError(
-            f"{error} ({places})" if f"got {count * microbatches}" in str(error) else str(error)
-        ) from None
+        return replace(recipe, options=(("slices", cutting.count),))
+    if entry_of(name).searched:
+        places = placements(ranks, microbatches, None, chunks, costs, "makespan")
+        return replace(recipe, search=Search(tuple(places), effort=_EFFORT))
+    return recipe

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Refusal, Row, compare
 from megapipe.schedule.views.draw import short
@@ -71,6 +72,7 @@ def study(
     effort: float,
     progress: Callable[[float, str], None],
     slices: Cutting | None = None,
+    parts: Recipe | None = None,
 ) -> list[Point]:
     """`compare` at every combination. Raises: ScheduleError for a name that is none."""
     places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
@@ -85,7 +87,9 @@ def study(
                 p,
                 m,
                 cost,
-                tuple(compare(p, m, cost, memory, names=names, effort=effort, progress=report, slices=slices)),
+                tuple(
+                    compare(p, m, cost, memory, names=names, effort=effort, progress=report, slices=slices, parts=parts)
+                ),
             )
         )
     return points

@@ -22,11 +22,11 @@ from megapipe.schedule import (
     to_json,
     verify,
 )
+from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.lower import forward_only
-from megapipe.schedule.passes import Shared
+from megapipe.schedule.passes import Shared, repeated
 from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from tools.proofs.tables import memory
@@ -63,7 +63,7 @@ def test_what_is_computed_again_leaves_its_input_alone() -> None:
     assert time.makespan == 8
 
 
-def test_1f1b_with_copies_that_fit_takes_no_longer_and_holds_two() -> None:
+def test_1f1b_price_copies_that_fit_takes_no_longer_and_holds_two() -> None:
     plain = build("1f1b", 8, 16)
     table = with_offload(plain, HALF)
     verify(table, costs=HALF)
@@ -169,7 +169,8 @@ def test_a_shared_lane_in_a_file_is_checked_like_the_rest() -> None:
 
 def test_other_transforms_carry_them_along() -> None:
     table = with_offload(build("1f1b", 2, 4), HALF, switches=[(0, 1)])
-    twice = repeated(with_whole_step(table, replace(HALF, g=1, u=1, a=1), barrier=False), 2)
+    step = replace(HALF, g=1, u=1, a=1)
+    twice = repeated(StepPasses.whole(step, barrier=False).around(table, step), 2)
     verify(twice, costs=HALF)
     assert len(twice.shared[0].order) == 2 * len(table.shared[0].order)
     assert forward_only(table).kinds == {Kind.F}

@@ -47,7 +47,7 @@ def test_show_says_what_keys_and_values_take_beside_one_document_and_the_undivid
     ("more", "said"),
     [
         (["--pairs", "--comm-share", "0.2"], "--slices cuts a table of F, B and W: leave out --pairs"),
-        (["--post-validation"], "leave out --post-validation"),
+        (["--vocabulary", "1,1"], "--slices cuts a table of F, B and W: leave out --vocabulary"),
         (["--memory", "1"], "1f1b in 2 slices holds 2.63849, over the memory limit of 1"),
     ],
 )

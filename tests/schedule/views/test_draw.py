@@ -13,7 +13,9 @@ from itertools import combinations
 import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
-from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
+from megapipe.schedule.costs import UNIT
+from megapipe.schedule.ingredients import StepPasses
+from megapipe.schedule.passes import repeated
 from megapipe.schedule.views.draw import COLOURS, shades, short, to_svg
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
@@ -197,7 +199,7 @@ def test_an_arrow_leaves_inside_its_pass_and_lands_after_the_latency():
 
 def test_two_steps_without_a_barrier_are_a_parallelogram_with_the_rest_of_the_step_on_its_lanes():
     """Each rank works from its first pass to its last, a column later than the rank before; G is beside, U and V in."""
-    table = repeated(with_whole_step(build("zb-h2", 4, 8), barrier=False), 2)
+    table = repeated(StepPasses.whole(UNIT, barrier=False).around(build("zb-h2", 4, 8), UNIT), 2)
     lines = [line.split("|")[1] for line in to_terminal(table).splitlines()[:8]]
     assert [row.strip(".").count(".") for row in lines[::2]] == [0] * 4
     assert [len(row) - len(row.lstrip(".")) for row in lines[::2]] == [0, 1, 2, 3]

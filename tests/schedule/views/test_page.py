@@ -22,12 +22,13 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, simulate, to_csv
 from megapipe.schedule.costs import ATTENTION, SHARES
+from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.transforms.slices import slices
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.page import Case, to_page
-from megapipe.schedule.views.sliced import told_slices
+from megapipe.schedule.views.sliced import in_slices
 
 ROOT = Path(__file__).resolve().parents[3]
 FIXED = [name for name in SCHEDULES if name != "zb-auto"]
@@ -210,7 +211,7 @@ def port(request: pytest.FixtureRequest) -> dict[str, Any]:
 def made(name: str, v: int, p: int, m: int, costs: Costs, n: int) -> Schedule:
     if n == 1:
         return build(name, p, m, chunks=v, costs=costs)
-    return told_slices(name, p, m, costs, cutting=Cutting(n), chunks=v)[0]
+    return in_slices(name, p, m, costs, cutting=Cutting(n), chunks=v).build(Fixed(costs)).table
 
 
 def test_the_page_counts_as_the_library_does(port):

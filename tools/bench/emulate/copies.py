@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megapipe.schedule import Costs, Schedule, ScheduleError, simulate
 from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.views.moved import with_copies
+from megapipe.schedule.views.moved import price_copies
 from tools.bench.emulate.pool import Job, Turns, run_pool
 
 
@@ -22,13 +22,13 @@ def table(own: Sequence[Schedule], costs: Costs, known: Costs, ratio: float, swi
     moved: list[tuple[str, Schedule]] = []
     for plain in own:
         every = {x[1:3] for row in plain.ranks for step in row for x in step}
-        priced = with_copies(known, ratio)
+        priced = price_copies(known, ratio)
         ways = {"in time": None, "all": every}
         try:
             moved += [(way, with_offload(plain, priced, chosen=x, switches=groups)) for way, x in ways.items()]
         except ScheduleError:
             continue
-    costly, free = with_copies(costs, ratio), replace(costs, o=0.0, l=0.0)
+    costly, free = price_copies(costs, ratio), replace(costs, o=0.0, l=0.0)
     jobs = [Job("megapipe", made, cost) for _, made in moved for cost in (costly, free)]
     steps = [statistics.median(max(r[0] for r in step) for step in of_job) for of_job in run_pool(jobs, costs, turns)]
     lines = [
@@ -39,7 +39,7 @@ def table(own: Sequence[Schedule], costs: Costs, known: Costs, ratio: float, swi
         "|---|---|" + "---:|" * 5,
     ]
     for (way, made), step, bare in zip(moved, steps[::2], steps[1::2], strict=True):
-        predicted = simulate(made, with_copies(known, ratio)).makespan
+        predicted = simulate(made, price_copies(known, ratio)).makespan
         shows = predicted - simulate(made, replace(known, o=0.0, l=0.0)).makespan
         lines.append(
             f"| {made.name} | {way} | {1e3 * predicted:.0f} | {1e3 * step:.0f} | {step / predicted:.3f} "

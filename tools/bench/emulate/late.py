@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Sequence
 
 from megapipe.schedule import Costs, Schedule, simulate, unpaired
-from megapipe.schedule.transforms.optimizer import repeated, with_whole_step
+from megapipe.schedule.costs import UNIT
+from megapipe.schedule.ingredients import StepPasses
+from megapipe.schedule.passes import repeated
 
 Measured = Sequence[Sequence[Sequence[float]]]
 """[repeat][rank] -> (seconds of all steps, ...)."""
@@ -14,7 +16,7 @@ Measured = Sequence[Sequence[Sequence[float]]]
 
 def both(schedule: Schedule) -> list[Schedule]:
     """The whole step with a barrier, and without."""
-    return [with_whole_step(unpaired(schedule), barrier=barrier) for barrier in (True, False)]
+    return [StepPasses.whole(UNIT, barrier=barrier).around(unpaired(schedule), UNIT) for barrier in (True, False)]
 
 
 def table(tables: Sequence[Schedule], measured: Sequence[Measured], costs: Costs, steps: int) -> str:

@@ -32,7 +32,7 @@ from megapipe.config import Config
 from megapipe.config.layers import inline
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
-from megapipe.plan import make_plan, whole_step
+from megapipe.plan import Plan, make_plan, whole_step
 from megapipe.plan.make import with_batch
 from megapipe.schedule import SCHEDULES, Costs, Schedule, simulate
 from megapipe.schedule.lower import Exchange, lower
@@ -134,13 +134,21 @@ def tables(way: str, line: str) -> dict[str, dict[str, Any]]:
     return _of_run(line) if way == "run" else _of_show(line)
 
 
-def _of_run(line: str) -> dict[str, dict[str, Any]]:
+def planned(line: str) -> tuple[Config, Plan]:
+    """Return the configuration and the plan of a run.
+
+    Raises: UserError or SystemExit for a line that is refused.
+    """
     processes, *flags = shlex.split(line)
     config = replace(parse(Config, [*shlex.split(_SMALL), *flags]), world_size=int(processes))
     config = as_here(config)
     validate(config, has_cuda=False)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=VOCAB))
-    plan = make_plan(config)
+    return config, make_plan(config)
+
+
+def _of_run(line: str) -> dict[str, dict[str, Any]]:
+    config, plan = planned(line)
     found = {"whole": digest(whole_step(plan.schedule, config, plan.costs), plan.costs)}
     if half := config.num_microbatches // 2:
         smaller = config.with_batch(half * (config.global_batch_size or 1) // config.num_microbatches)

@@ -1,0 +1,68 @@
+"""A recipe as one line: the words after `megapipe schedules show` that make the same table.
+
+The line says how the table is made and not what its passes take: costs and memory stand in a costs file.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from megapipe.schedule.catalogue import is_file
+from megapipe.schedule.ingredients import Offload, Pairing, StepPasses
+from megapipe.schedule.recipe import Recipe
+
+
+def to_line(recipe: Recipe) -> str:
+    """Return the arguments of `show` that make the recipe's table. A searched order is searched again."""
+    return shlex.join(_words(recipe))
+
+
+def _words(recipe: Recipe) -> Iterator[str]:
+    yield recipe.order
+    if not is_file(recipe.order):
+        yield from ("--pp", str(recipe.ranks), "--microbatches", str(recipe.microbatches))
+        if recipe.chunks is not None:
+            yield from ("--chunks", str(recipe.chunks))
+        for name, value in recipe.options:
+            if name != "slices" and value is not None:
+                yield from ("--option", f"{name}={value}")
+        if recipe.fitted is None and recipe.search is None:
+            yield "--as-published"
+    if recipe.cuts:
+        yield from ("--slices", str(len(recipe.cuts)), "--cuts", _numbers(recipe.cuts))
+        if recipe.documents:
+            yield from ("--documents", str(len(recipe.documents[0]) + 1))
+    if recipe.pairs is False:
+        yield "--no-pairs"
+    elif isinstance(recipe.pairs, Pairing):
+        yield from ("--pairs", f"{recipe.pairs.share:g}")
+        if recipe.pairs.split:
+            yield "--split-backwards"
+    if recipe.depths:
+        yield from ("--depths", _numbers(recipe.depths))
+    if recipe.vocabulary:
+        yield "--vocabulary"
+    if recipe.offload is not None:
+        yield from _offload(recipe.offload)
+    if recipe.sharding is not None:
+        yield "--shard" if recipe.sharding.weights else "--shard-gradients"
+    yield from _step(recipe.step)
+
+
+def _offload(offload: Offload) -> Iterator[str]:
+    yield from ("--copies", offload.when)
+    if offload.chunks is not None:
+        yield from ("--copied-chunks", str(offload.chunks))
+    if offload.switch is not None:
+        yield from ("--switch", str(offload.switch))
+
+
+def _step(step: StepPasses) -> Iterator[str]:
+    asked = [name for name, given in vars(step).items() if given]
+    if asked:
+        yield from ("--step", ",".join(asked))
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:.17g}" for value in values)
