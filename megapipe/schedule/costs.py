@@ -65,8 +65,8 @@ class Costs:
         mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input; of a slice also
             the keys, for those behind it.
         mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
-            first to the end of their reduction; what a rank has for ever, its shares of both, is not counted.
-        mem_lent: the first stage's, of one that has some of them: they are whole while either is.
+            first to the end of their reduction. The shards that a rank always has are not counted.
+        mem_lent: those weights of the first stage that a stage uses too; they are gathered while either's are.
     Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 

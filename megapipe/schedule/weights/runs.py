@@ -116,8 +116,11 @@ class Life(NamedTuple):
 
 
 def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
-    """Lives of all that is whole on a rank for a while. What a reduction has read is free when the rank begins the next
-    one, or the next gradient of that stage: both wait for it."""
+    """Yield from when to when a rank has each gathered weight and each unreduced gradient.
+
+    A reduction's memory is free when the rank begins its next reduction or the next gradient of that stage, because
+    both wait for the reduction.
+    """
     at = {item: i for i, step in enumerate(schedule.ranks[rank]) for item in step}
     for run in runs(schedule, rank):
         yield Life(Kind.AF, run.gather.stage, at[run.gather], at[run.dropped])

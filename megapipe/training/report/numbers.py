@@ -24,11 +24,11 @@ class Number:
     """A number, a pair of what was measured and what was predicted, or several by name.
 
     Attributes:
-        of: how it is computed; None where it is not there.
+        of: how it is computed; it returns None where a step has no such number.
         line: its field of Megatron-LM's line, a format.
-        short: its place in the short line, and its text there; below 0 it is never cut off.
+        short: its place in the short line, and its text there. A negative place is never cut off.
         tag: on a board, every --tensorboard-log-interval. line_tag: on a board, with each line.
-        key: in --metrics-file. null: there, even where the number is not.
+        key: in --metrics-file. null: write null there for a step that has no such number.
         asked: do the flags ask for it?
     """
 
