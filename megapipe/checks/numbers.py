@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 
 from megapipe.config import Config
-from megapipe.config.notes import Range, Required, flag, note_of
+from megapipe.config.notes import Range, Required, flag, note_of, typed
 
 
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
@@ -20,7 +20,7 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
             if value is None and name in required:
                 problems.append(f"{flag(name)} is missing, for example {flag(name)} {required[name].example}")
             elif value is not None and name in ranges and (problem := ranges[name].problem(value)):
-                problems.append(f"{flag(name)} {value} {problem}")
+                problems.append(f"{typed(flag(name), value)} {problem}")
                 reset[name] = field.default
         if reset:
             config = replace(config, **{section: replace(part, **reset)})

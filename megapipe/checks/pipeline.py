@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.checks.inputs import ask
-from megapipe.checks.refused import refusals
 from megapipe.checks.slices import slice_problems
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import chunks_of, counts_of, forwards, ranks_of_depths, schedule_name, schedule_of
 from megapipe.schedule import SCHEDULES, Placement, Schedule, build, is_file, load
 
-_STAGES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_costs",
-)
-"""Fields that cut the model in stages, or name those of one cut: where two of them disagree there is no table."""
 FORWARDS = 500_000
 """Most of a step that a table is made of, which takes half a minute."""
 
@@ -32,8 +21,7 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
     Args:
         microbatches: per step and data-parallel rank; None if the batch is not known.
     """
-    unclear = ask(lambda: chunks_of(config))
-    if unclear or any(refusals(config, _STAGES)):
+    if unclear := ask(lambda: chunks_of(config)):
         given = config.parallel.pipeline_schedule
         if given and given.lower() not in SCHEDULES and not is_file(given):
             yield from (_named(given, text) for text in ask(lambda: build(given, 1, 1)))

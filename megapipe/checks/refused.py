@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -17,14 +17,11 @@ _ROWS = tuple(
 )
 
 
-def refusals(config: Config, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the sentence of each note that refuses these flags, in the order of the fields.
-
-    among: fields whose notes are asked, all if there are none.
-    """
+def refusals(config: Config) -> Iterator[str]:
+    """Yield the sentence of each note that refuses these flags, in the order of the fields."""
     given = dict(pair for section in config.sections for pair in _given(section))
     for name, note in _ROWS:
-        if name in given and (not among or name in among) and note.where(config):
+        if name in given and note.where(config):
             others = [given[other] for other in note.others if other in given]
             yield from (note.text.format(given[name], other) for other in others)
             if not note.others:

@@ -26,11 +26,12 @@ class CheckConfig:
     """Settings of --check."""
 
     check: bool = False
-    """Check everything, print the plan and what becomes of each flag, and stop: one process, no GPU, status 0 or 2."""
+    """Check everything, print the plan and what becomes of each flag, and stop: one process, no GPU, status 0 or 2. Not
+    in Megatron-LM."""
     check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
-    """no: files and folders that --check misses are listed, and the check goes on without them."""
+    """no: files and folders that --check misses are listed, and the check goes on without them. Not in Megatron-LM."""
     world_size: Annotated[int | None, LISTED, _LAUNCHED] = None
-    """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1."""
+    """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1. Not in Megatron-LM."""
 
 
 @dataclass(frozen=True)

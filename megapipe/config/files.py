@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.moe import EXPERTS
-from megapipe.config.notes import ABOVE_0, CONTENTS, FREE, NAMED, Idle, Refused, at_least, demands, excludes, needs
+from megapipe.config.notes import ABOVE_0, ANY, CONTENTS, FREE, NAMED, Idle, Refused, at_least, demands, excludes, needs
 
 SAVES, LOADS = needs("save", "nothing is saved"), needs("load", "nothing is loaded")
 EVALUATES = Idle(
@@ -52,13 +52,13 @@ class TokenizerConfig:
         None
     )
     """Ids of the NullTokenizer, or of TikTokenizer with its special ones."""
-    null_tokenizer_eod_id: Annotated[int | None, NAMED, of_tokenizer("it has its own", NULL)] = None
+    null_tokenizer_eod_id: Annotated[int | None, ANY, NAMED, of_tokenizer("it has its own", NULL)] = None
     """Id that ends a document under the NullTokenizer. Default: the last."""
     tokenizer_hf_no_include_special_tokens: Annotated[bool, NAMED, of_tokenizer("a text gets none", HUGGING)] = False
     """HuggingFaceTokenizer: a text gets no ids around it, such as one that begins a sequence."""
     tiktoken_pattern: Annotated[Literal["v1", "v2"], NAMED, of_tokenizer("there is nothing to cut", TIK)] = "v2"
     """How TikTokenizer cuts a text before it merges pairs."""
-    tiktoken_num_special_tokens: Annotated[int, NAMED, of_tokenizer("there is nothing to cut", TIK)] = 1000
+    tiktoken_num_special_tokens: Annotated[int, ANY, NAMED, of_tokenizer("there is nothing to cut", TIK)] = 1000
     """Ids of TikTokenizer before its first byte string."""
 
     @property
@@ -137,13 +137,16 @@ class CheckpointConfig:
     save_retain_interval: Annotated[int | None, at_least(1), SAVES] = None
     """Keep of this run's checkpoints those of every so many steps and the newest; each removal is a line of the log."""
     save_keep_last: Annotated[int | None, at_least(1), SAVES] = None
-    """Keep so many of the newest checkpoints; remove others of this run, but those of --save-retain-interval."""
+    """Keep so many of the newest checkpoints; remove others of this run, but those of --save-retain-interval. Not in
+    Megatron-LM."""
     save_remove_earlier: Annotated[bool, SAVES, needs("save_keep_last save_retain_interval", "nothing is removed")] = (
         False
     )
-    """Let these two remove checkpoints of earlier runs too, not only what this run saved or resumed from."""
+    """Let these two remove checkpoints of earlier runs too, not only what this run saved or resumed from. Not in
+    Megatron-LM."""
     save_failure: Annotated[Literal["stop", "continue"], SAVES] = "stop"
-    """What becomes of the run when a checkpoint cannot be saved; continue: an alarm, and the next save tries again."""
+    """What becomes of the run when a checkpoint cannot be saved; continue: an alarm, and the next save tries again. Not
+    in Megatron-LM."""
     load: str | None = None
     """Folder to resume from; without a checkpoint in it the run starts fresh."""
     exit_on_missing_checkpoint: Annotated[bool, LOADS] = False
@@ -151,7 +154,8 @@ class CheckpointConfig:
     ckpt_step: Annotated[int | None, at_least(0), LOADS] = None
     """Load this iteration instead of the newest."""
     override_on_load: Annotated[tuple[str, ...], LOADS] = ()
-    """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path."""
+    """Settings that may differ from those the checkpoint was trained with, such as: seq-length seed data-path. Not in
+    Megatron-LM."""
     use_checkpoint_args: Annotated[
         bool,
         LOADS,
@@ -189,7 +193,8 @@ class CheckpointConfig:
     ] = False
     """Do not load the optimizer state."""
     trigger_path: str | None = None
-    """Folder looked into every --log-interval steps: a file `save` or `exit` there is removed and obeyed."""
+    """Folder looked into every --log-interval steps: a file `save` or `exit` there is removed and obeyed. Not in
+    Megatron-LM."""
     async_save: Annotated[bool, SAVES] = False
     """Copy a checkpoint into shared memory and let a process beside each rank write it; the run's first waits."""
 
@@ -201,7 +206,8 @@ class LogConfig:
     log_interval: Annotated[int, at_least(1)] = 100
     """Print a line every so many steps."""
     log_format: Literal["auto", "megatron", "short"] = "auto"
-    """megatron: its line, our fields behind. short: for people, as wide as the terminal. auto: short on a terminal."""
+    """megatron: its line, our fields behind. short: for people, as wide as the terminal. auto: short on a terminal. Not
+    in Megatron-LM."""
     log_throughput: bool = False
     """TFLOP/s per device in its field of Megatron's line, and in TensorBoard as `throughput`."""
     log_progress: Annotated[bool, needs("save", "there is no folder for progress.txt")] = False
@@ -222,9 +228,10 @@ class LogConfig:
     log_straggler: bool = False
     """With every line the slowest stage and rank, also while it is not slow enough to be named."""
     device_peak_tflops: Annotated[float | None, ABOVE_0] = None
-    """Of one device, for the MFU. Default: of dense 16-bit products by its data sheet, where the device is known."""
+    """Of one device, for the MFU. Default: of dense 16-bit products by its data sheet, where the device is known. Not
+    in Megatron-LM."""
     metrics_file: str | None = None
-    """Append a JSON object of every step to this file; every step's passes are then collected."""
+    """Append a JSON object of every step to this file; every step's passes are then collected. Not in Megatron-LM."""
     moe_per_layer_logging: Annotated[
         bool, EXPERTS, needs("tensorboard_dir wandb_project metrics_file", "it is shown nowhere")
     ] = False
@@ -263,9 +270,9 @@ class LogConfig:
     """Lines of Python in the trace."""
     profile_step_start: Annotated[int, at_least(0), PROFILER, PROFILE] = 10
     """First step of the window."""
-    profile_step_end: Annotated[int, PROFILER, PROFILE] = 12
+    profile_step_end: Annotated[int, ANY, PROFILER, PROFILE] = 12
     """Step at which the window closes."""
-    profile_ranks: Annotated[tuple[int, ...], PROFILER, PROFILE] = ()
+    profile_ranks: Annotated[tuple[int, ...], ANY, PROFILER, PROFILE] = ()
     """Ranks to profile. Default: all."""
 
     @property

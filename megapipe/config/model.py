@@ -18,8 +18,8 @@ from megapipe.config.notes import (
     MUST,
     NAMED,
     NO_FLAG,
+    UP_TO_1,
     Idle,
-    Range,
     Refused,
     Required,
     at_least,
@@ -72,7 +72,7 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     """How positions enter the model."""
     rotary_base: Annotated[float, ABOVE_0, MUST, ROPE] = 10000.0
     """Base of the rotary frequencies."""
-    rotary_percent: Annotated[float, Range("above 0 and at most 1", lambda v: 0 < v <= 1), MUST, ROPE, STRETCHED] = 1.0
+    rotary_percent: Annotated[float, UP_TO_1, MUST, ROPE, STRETCHED] = 1.0
     """Fraction of each head that is rotated."""
     rotary_interleaved: Annotated[bool, MUST, ROPE, HEADS] = False
     """Rotate neighbouring channels as pairs (GPT-J) instead of the two halves of the head."""
@@ -151,7 +151,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     cross_entropy_loss_fusion: Annotated[bool, FREE] = False
     """Output head and loss in one operation; of more than 64M logits it holds 1M at a time, for one product more."""
     model_provider: Annotated[str | None, FREE] = None
-    """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md."""
+    """Function that builds the model instead of ours: MODULE:NAME or FILE.py:NAME, see docs/model_provider.md. Not in
+    Megatron-LM."""
     transformer_impl: Annotated[Literal["local", "transformer_engine", "auto"], FREE] = "local"
     """Layers of plain torch (local) or Transformer Engine's; auto: the latter in bf16 or fp16 on a GPU, if it works."""
     attention_backend: Annotated[
@@ -205,7 +206,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
             says="{} has no effect where nothing is computed again. Add --recompute-granularity full.",
         ),
     ] = None
-    """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs."""
+    """Of the microbatches that a stage holds at once, so many keep their activations; the others recompute theirs. Not
+    in Megatron-LM."""
     sequence_parallel: Annotated[
         bool, FREE, needs("tensor_model_parallel_size", "there is nothing to share", least=2)
     ] = False
@@ -215,7 +217,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
     ] = False
     """Multiply in pieces of the rows while those of other tensor-parallel ranks travel."""
     per_layer_overrides: Annotated[str | None, MUST] = None
-    """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}."""
+    """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}. Not
+    in Megatron-LM."""
     no_attention: Annotated[bool, NO_FLAG, MUST] = False
     """This layer has no attention. Only as an override."""
     no_mlp: Annotated[bool, NO_FLAG, MUST] = False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, BELOW_1, FREE, MUST, NAMED, Idle, Refused, at_least, excludes, needs
+from megapipe.config.notes import ABOVE_0, BELOW_1, FINITE, FREE, MUST, NAMED, Range, Refused, at_least, excludes, needs
 
 EXPERTS = needs("num_experts", "there are no experts")
+WEIGHTS = Range("at least 0 and finite", lambda v: all(0 <= x < inf for x in v))
 NOT_SINKHORN = excludes(
     "moe_router_load_balancing_type",
     "{} has no part in {}",
@@ -36,7 +38,7 @@ class MoEConfig:
     ] = ("aux_loss",)
     """Means of an even load: losses over a microbatch, over each sequence, over the step so far, several at once; or
     Sinkhorn's choice."""
-    moe_aux_loss_coeff: Annotated[tuple[float, ...], NAMED, EXPERTS, NOT_SINKHORN] = (0.0,)
+    moe_aux_loss_coeff: Annotated[tuple[float, ...], WEIGHTS, NAMED, EXPERTS, NOT_SINKHORN] = (0.0,)
     """Weight of each loss of --moe-router-load-balancing-type; at 0 there is none."""
     moe_z_loss_coeff: Annotated[float | None, at_least(0), NAMED, EXPERTS] = None
     """Weight of the loss on large router logits, for example 1e-3. Default: none."""
@@ -70,7 +72,7 @@ class MoEConfig:
         int | None, at_least(1), MUST, EXPERTS, needs("moe_router_group_topk", "each token may use all experts")
     ] = None
     """Best scores of a group that its sum is of: 1 in DeepSeek-V2. Default: --moe-router-topk / --moe-router-group-topk
-    rounded down, as in Megatron-LM."""
+    rounded down, as in Megatron-LM. Not in Megatron-LM."""
     moe_router_topk_scaling_factor: Annotated[float | None, ABOVE_0, MUST, EXPERTS, NOT_SINKHORN] = None
     """Factor on the weights of a token's experts."""
     moe_router_enable_expert_bias: Annotated[
@@ -92,14 +94,14 @@ class MoEConfig:
     """Random logits in place of the router's, for benchmarks: the model learns nothing."""
     moe_input_jitter_eps: Annotated[float | None, BELOW_1, NAMED, EXPERTS] = None
     """The router sees its input times random factors in 1 - eps .. 1 + eps while it trains."""
-    moe_expert_capacity_factor: Annotated[float | None, NAMED, EXPERTS] = None
+    moe_expert_capacity_factor: Annotated[float | None, FINITE, NAMED, EXPERTS] = None
     """An expert takes at most tokens x k / experts x this of a microbatch, the rest is dropped. Default, and below 0:
     all."""
     moe_token_drop_policy: Annotated[
         Literal["probs", "position"],
         NAMED,
         EXPERTS,
-        Idle(lambda c: c.model.capacity_factor is None, "nothing is dropped, without --moe-expert-capacity-factor"),
+        needs("moe_expert_capacity_factor", "nothing is dropped", least=0),
     ] = "probs"
     """Which tokens an expert keeps: those of the largest weights, or the first."""
     moe_pad_expert_input_to_capacity: Annotated[

@@ -34,7 +34,8 @@ class MTPConfig:
     mtp_loss_scaling_factor: Annotated[float, at_least(0), NAMED, FURTHER] = 0.1
     """Weight of the mean of the depths' losses in what is trained."""
     mtp_within_documents: Annotated[bool, NAMED, FURTHER] = False
-    """Depths learn no token of another document than they stand in. Default: they do, as Megatron-LM's."""
+    """Depths learn no token of another document than they stand in. Default: they do, as Megatron-LM's. Not in
+    Megatron-LM."""
 
     @property
     def depths(self) -> int:

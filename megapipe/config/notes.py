@@ -84,6 +84,9 @@ def at_least(least: int) -> Range:
 ABOVE_0 = Range("above 0", lambda v: v > 0)
 UP_TO_1 = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
+FINITE = Range("finite", lambda v: abs(v) < math.inf)
+ANY = Range("a number", lambda v: True)
+"""What no number breaks, or what another check has to judge."""
 LISTED = Range("at least 1 and at most 100000", lambda v: 1 <= v <= 10**5)
 """The length of what is listed, rank by rank or layer by layer, before anything starts."""
 CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)

@@ -88,7 +88,8 @@ class ParallelConfig:
     use_tp_pp_dp_mapping: Annotated[bool, SEVERAL_RANKS] = False
     """Number ranks along tensor, then pipeline, then data parallel, instead of pipeline last."""
     pipeline_schedule: str | None = None
-    """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages."""
+    """Order of the passes: a name, .json or .csv file, or FILE.py:NAME. Default: 1f1b; interleaved for many stages. Not
+    in Megatron-LM."""
     pipeline_costs: Annotated[
         str | None,
         excludes(
@@ -97,7 +98,8 @@ class ParallelConfig:
             where=lambda c: c.parallel.pipeline_model_parallel_layout == "auto",
         ),
     ] = None
-    """A .json of what passes and messages take, as megapipe plan --save-costs writes it. Default: by FLOPs."""
+    """A .json of what passes and messages take, as megapipe plan --save-costs writes it. Default: by FLOPs. Not in
+    Megatron-LM."""
     overlap_moe_expert_parallel_comm: Annotated[
         bool,
         Idle(
@@ -127,7 +129,8 @@ class ParallelConfig:
             where=_shares_grads,
         ),
     ] = None
-    """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it."""
+    """Time the passes of iterations 2 to N, search a better order for them beside the run, and go on under it. Not in
+    Megatron-LM."""
     num_layers_per_virtual_pipeline_stage: Annotated[
         int | None,
         LISTED,
@@ -172,17 +175,19 @@ class ParallelConfig:
             "account_for_loss_in_pipeline_split"
         ),
     ] = False
-    """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW)."""
+    """Each pipeline rank has an equal share of embedding and output head, in passes of their own (E, S, C, T, EW). Not
+    in Megatron-LM."""
     pipeline_slices: str | None = None
-    """Slices of each microbatch along its sequence: a number, or auto, which takes the one of least simulated time."""
+    """Slices of each microbatch along its sequence: a number, or auto, which takes the one of least simulated time. Not
+    in Megatron-LM."""
     pipeline_slice_cuts: Annotated[
         Literal["work", "equal", "documents"], needs("pipeline_slices", "microbatches are whole")
     ] = "work"
     """work: slices take equally long, later ones are shorter; equal: all are as long; documents: by work, then moved to
-    the nearest end of a document."""
+    the nearest end of a document. Not in Megatron-LM."""
     memory_limit_gib: Annotated[float | None, ABOVE_0] = None
-    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations. Of the
-    activations of a run that does not fit, what has to is copied to the host (O, L) or computed again (R)."""
+    """Most memory that a rank may be predicted to need, for parameters, optimizer and activations. Of the activations
+    of a run that does not fit, what has to is copied to the host (O, L) or computed again (R). Not in Megatron-LM."""
     use_distributed_optimizer: Annotated[
         bool,
         REPLICAS,
@@ -206,7 +211,7 @@ class ParallelConfig:
         float, ABOVE_0, Idle(lambda c: not c.parallel.shards_grads, "gradients are whole: nothing is gathered for runs")
     ] = 8000.0
     """FLOPs of a device while a byte comes over data parallel: how long shares are whole is chosen by it, where
-    --pipeline-costs has no a and g. 400 TFLOP/s over 50 GB/s; 1333 within a node of 300 GB/s."""
+    --pipeline-costs has no a and g. 400 TFLOP/s over 50 GB/s; 1333 within a node of 300 GB/s. Not in Megatron-LM."""
     overlap_grad_reduce: Annotated[bool, REPLICAS] = False
     """Reduce the gradients of a stage while others still compute, as passes G of the table."""
     ddp_bucket_size: Annotated[int | None, at_least(1), REPLICAS, BUCKETS, excludes("ddp_num_buckets", SAME)] = None
@@ -242,11 +247,13 @@ class ParallelConfig:
             where=_shares_grads,
         ),
     ] = False
-    """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier."""
+    """Update before the norm is known, passes U; V in the next step undoes a wrong guess. Same bits, no barrier. Not in
+    Megatron-LM."""
     post_validation_after: Annotated[
         int, at_least(0), needs("enable_optimizer_post_validation", "each update waits for the norm")
     ] = 10
-    """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm."""
+    """Steps in a row that were neither clipped nor skipped, after which no update waits for the norm. Not in
+    Megatron-LM."""
     fine_grained_activation_offloading: Annotated[bool, NOT_SEARCHED] = False
     """Copy what a forward saved to the host until its backward, wherever it is back in time: passes O and L. With
     --memory-limit-gib only what has to leave, or is computed again instead (R), whatever is faster, as without this
@@ -258,11 +265,12 @@ class ParallelConfig:
     ] = ()
     """The parts of a layer whose saved inputs are copied; all that a forward saved where none is named."""
     cpu_offload: Annotated[bool, NOT_SEARCHED] = False
-    """The same, under the name of sail-sg's zero-bubble fork."""
+    """The same, under the name of sail-sg's zero-bubble fork. Not in Megatron-LM."""
     offload_chunk_num: Annotated[int | None, at_least(1), needs("cpu_offload", "all stages copy")] = None
-    """Stages of each rank that copy, the first ones. Default: all."""
+    """Stages of each rank that copy, the first ones. Default: all. Not in Megatron-LM."""
     offload_time: Annotated[float | None, ABOVE_0, COPIES] = None
-    """Time of a copy, each way, over that of a forward and backward. Default: by bytes, 50 GB/s at 400 TFLOP/s."""
+    """Time of a copy, each way, over that of a forward and backward. Default: by bytes, 50 GB/s at 400 TFLOP/s. Not in
+    Megatron-LM."""
     no_overlap_p2p_communication: Annotated[
         bool,
         SEVERAL_RANKS,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from megapipe.config.files import LOADS
 from megapipe.config.notes import (
     ABOVE_0,
+    ANY,
     BELOW_1,
     CURVE,
     FREE,
@@ -51,7 +52,7 @@ class TrainConfig:
     """Sequences per microbatch and data-parallel rank. Required."""
     global_batch_size: Annotated[int | None, at_least(1), NAMED] = None
     """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
-    rampup_batch_size: Annotated[tuple[int, ...], NAMED] = ()
+    rampup_batch_size: Annotated[tuple[int, ...], ANY, NAMED] = ()
     """START INCREMENT SAMPLES: the batch grows from START by INCREMENT, within SAMPLES, to --global-batch-size."""
     step_batch_size_schedule: Annotated[str | None, NAMED] = None
     """Batch sizes from numbers of tokens on, such as "0:16 2.4B:320"; instead of --global-batch-size."""
@@ -101,13 +102,7 @@ class TrainConfig:
     use_precision_aware_optimizer: Annotated[
         bool,
         NAMED,
-        Idle(
-            lambda c: (
-                {c.train.main_grads_dtype, c.train.main_params_dtype, c.train.exp_avg_dtype, c.train.exp_avg_sq_dtype}
-                == {"fp32"}
-            ),
-            "all is kept in float32, without --main-grads-dtype or another type",
-        ),
+        needs("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", "all is kept in float32", "bf16"),
     ] = False
     """Keep what the optimizer has in the types that --main-grads-dtype, --main-params-dtype, --exp-avg-dtype and
     --exp-avg-sq-dtype say. bf16 changes the numbers."""
@@ -120,7 +115,7 @@ class TrainConfig:
     exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"
     """Of Adam's second moment between steps."""
     compile: Annotated[bool, FREE] = False
-    """Compile the element-wise parts of layers with torch.compile; the same results to rounding."""
+    """Compile the element-wise parts of layers with torch.compile; the same results to rounding. Not in Megatron-LM."""
     deterministic_mode: Annotated[bool, FREE] = False
     """Refuse kernels whose results differ from run to run."""
     manual_gc: Annotated[bool, FREE] = False
@@ -248,7 +243,8 @@ class TrainConfig:
     check_for_spiky_loss: Annotated[bool, FREE] = False
     """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
     max_bad_iterations_in_a_row: Annotated[int, at_least(1), FREE] = 10
-    """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls."""
+    """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls. Not in
+    Megatron-LM."""
     override_opt_param_scheduler: Annotated[
         bool,
         Spelled("override-opt_param-scheduler"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.config.notes import Refused
+from megapipe.config.notes import flag as usual
 from megapipe.flags.different import DIFFERENT, Different
 from megapipe.flags.flag import Flag, flags_of
 from megapipe.flags.fork import SWITCHES
@@ -33,10 +34,8 @@ def table() -> str:
     for name, rule in sorted(HOLDS.items()):
         holds[rule.because, _values(rule.values)].append(f"`{name}`")
     idle = [(flag.name, text) for flag, _, text in IDLE]
-    named = {flag.field: name for name, flag in ours.items()}
     together = [
-        (flag.name, " ".join(named[other] for other in note.others), note.text.format("A", "B"))
-        for flag, note in noted(Refused)
+        (flag.name, " ".join(map(usual, note.others)), note.text.format("A", "B")) for flag, note in noted(Refused)
     ]
     refused: dict[str, list[str]] = defaultdict(list)
     for name in sorted(MEGATRON_FLAGS - spelled - set(HOLDS) - set(OLD_NAMES)):

@@ -11,10 +11,12 @@ from tiny import LLAMA
 
 from megapipe.checkpoint.resume import RULES, resume_problems
 from megapipe.config import Config, TrainConfig
+from megapipe.config.notes import flag
 from megapipe.convert.megatron.args import args_of, config_of
+from megapipe.flags.known import MEGATRON_FLAGS
 
 TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
-MEGATRON_HAS_IT_NOT = {"per_layer_overrides", "no_attention", "no_mlp", "mtp_within_documents"}
+MEGATRON_HAS_IT_NOT = {name for name in RULES["model"] if flag(name) not in MEGATRON_FLAGS}
 EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
 OTHER_EXPERTS = {
     "moe_layer_freq": "[0, 1, 1, 1]",

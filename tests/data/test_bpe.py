@@ -104,6 +104,7 @@ def test_a_tokenizer_json_by_itself_and_without_what_it_puts_around_a_text(saved
 
 
 def test_tiktoken_gives_the_ids_of_its_ranks(tmp_path):
+    """With either --tiktoken-pattern."""
     pytest.importorskip("tiktoken")
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b"in", b"ing"]
     entries = [

@@ -97,7 +97,7 @@ def test_cyclic_shuffles_each_epoch_as_megatron_does(total: int, dp: int, sharde
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_an_epoch_of_cyclic_reads_every_sample_once(sharded: bool) -> None:
-    """20 samples, b 2, dp 2: five microbatches on each rank."""
+    """--dataloader-type cyclic, and --no-data-sharding: 20 samples, b 2, dp 2: five microbatches on each rank."""
     ranks = [made(Counting(20), 2, 5, rank, 2, kind="cyclic", sharded=sharded) for rank in range(2)]
     parts = [[i for microbatch in ids(b, 0) for i in microbatch] for b in ranks]
     assert sorted(parts[0] + parts[1]) == list(range(20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,3 +106,13 @@ def test_another_thread_stays_on_the_ranks_device(monkeypatch):
         with entered():
             pass
     assert set(visited) == {3}
+
+
+def test_deterministic_mode_refuses_a_kernel_that_does_not_repeat(tmp_path):
+    """As with --deterministic-mode."""
+    (tmp_path / "main.py").write_text(
+        "import torch; from megapipe.distributed.device import be_deterministic; be_deterministic();"
+        "torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2))"
+    )
+    done = programs.run([tmp_path / "main.py"])
+    assert "does not have a deterministic implementation" in done.stderr

@@ -62,7 +62,7 @@ def test_documents_reach_split_layers_and_layers_that_are_computed_again():
 
 
 def test_depths_within_documents_learn_what_they_learn_of_each_document_alone():
-    """Three documents side by side, the last one cut off; by default a depth learns across, as in Megatron-LM."""
+    """--mtp-within-documents, of three documents of which the last is cut off. By default a depth learns across."""
     model = replace(STYLES["llama"], init_method_std=0.5, mtp_num_layers=2)
     packed = [[3, 4, 5, 6, EOD], [7, 8, 9, EOD], [10, 11, 12, 13]]
     rows = torch.tensor([[token for document in packed for token in document]] * 2)

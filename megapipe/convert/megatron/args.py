@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megapipe.checkpoint.resume import RULES
 from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
 from megapipe.config.mla import MLAConfig
-from megapipe.config.notes import FREE
 from megapipe.config.typed import unfit
 from megapipe.convert.megatron import experts
 from megapipe.convert.megatron.pickles import Named
@@ -19,28 +17,30 @@ Args = Mapping[str, Any]
 _LATENTS, _MLA = "multi_latent_attention", tuple(MLAConfig.__dataclass_fields__)
 
 
-def _alike(section: str, also: str, otherwise: str) -> tuple[str, ...]:
-    """Fields of ours that Megatron-LM calls the same and means the same by: all that decides numbers, and some more.
-
-    otherwise: those that it says in other words, or has not.
-    """
-    free = {name for name, rule in RULES[section].items() if rule == FREE} - {*also.split()}
-    return tuple(name for name in RULES[section] if name not in {*free, *otherwise.split(), *experts.FIELDS, *_MLA})
-
-
-_MODEL = _alike(
-    "model",
-    "init_method_std init_method_xavier_uniform embedding_init_method_std padded_vocab_size "
-    "make_vocab_size_divisible_by",
-    "norm_epsilon apply_layernorm_1p disable_bias_linear no_bias_gelu_fusion window_size per_layer_overrides "
-    "no_attention no_mlp mtp_within_documents",
-)
-_TRAIN = _alike(
-    "train",
-    "train_iters train_samples bf16 fp16 initial_loss_scale",
-    "muon_no_split_qkv use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
-)
-_DATA = _alike("data", "eval_iters eval_interval", "no_data_sharding")
+# Fields that Megatron-LM calls the same and means the same by: all that decides numbers, but what it says in other
+# words (`args_of`) or has not, and some that decide none.
+_MODEL = """
+mtp_num_layers mtp_loss_scaling_factor num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels
+group_query_attention num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent
+rotary_interleaved use_rope_scaling rope_scaling_factor normalization swiglu quick_geglu squared_relu add_qkv_bias
+qk_layernorm untie_embeddings_and_output_weights init_method_std init_method_xavier_uniform embedding_init_method_std
+attention_dropout hidden_dropout padded_vocab_size make_vocab_size_divisible_by
+"""
+_TRAIN = """
+micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule seq_length train_iters train_samples seed
+calculate_per_token_loss bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+grad_reduce_in_bf16 optimizer lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_decay_samples
+lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters
+lr_wsd_decay_samples weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1
+adam_beta2 adam_eps sgd_momentum muon_momentum muon_nesterov muon_num_ns_steps muon_coefficient_type muon_scale_mode
+muon_extra_scale_factor
+"""
+_DATA = """
+tokenizer_type tokenizer_model vocab_file merge_file vocab_size null_tokenizer_eod_id tiktoken_pattern
+tokenizer_hf_no_include_special_tokens tiktoken_num_special_tokens data_path data_args_path train_data_path
+valid_data_path test_data_path per_split_data_args_path split mock_data dataloader_type eod_mask_loss
+reset_position_ids reset_attention_mask eval_iters eval_interval
+"""
 
 # What would be another model here, if it has a value but these.
 _OTHER = (
@@ -66,7 +66,7 @@ def config_of(args: Args, name: str) -> Config:
     problems = [f"--{key.replace('_', '-')} {_shown(args[key])} is not supported" for key in other]
     needed = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
     problems += [f"its arguments have no {key}" for key in needed if not isinstance(args.get(key), int)]
-    model = _taken(args, _MODEL) | experts.taken(args) | _latents(args)
+    model = _taken(args, _MODEL.split()) | experts.taken(args) | _latents(args)
     if args.get("use_rotary_position_embeddings"):
         model["position_embedding_type"] = "rope"
     kinds = ("learned_absolute", "rope", "none")
@@ -85,13 +85,13 @@ def config_of(args: Args, name: str) -> Config:
     }
     if (window := args.get("window_size")) is not None:
         model["window_size"] = ",".join(map(str, window))
-    train = _taken(args, _TRAIN)
+    train = _taken(args, _TRAIN.split())
     if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
         train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
     if train.get("step_batch_size_schedule"):
         train.pop("global_batch_size", None)
     train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
-    data = _taken(args, _DATA) | {"no_data_sharding": not args.get("data_sharding", True)}
+    data = _taken(args, _DATA.split()) | {"no_data_sharding": not args.get("data_sharding", True)}
     for left in left_out(args):
         train.pop(left, None)
         data.pop(left, None)
@@ -106,7 +106,7 @@ def config_of(args: Args, name: str) -> Config:
 def left_out(args: Args) -> list[str]:
     """Arguments of training and data with a choice that is not here; the weights are what they are without them."""
     found = []
-    for kind, names in ((TrainConfig, _TRAIN), (DataConfig, _DATA)):
+    for kind, names in ((TrainConfig, _TRAIN.split()), (DataConfig, _DATA.split())):
         choices = {name: choice for name, hint in get_type_hints(kind).items() if (choice := _choices(hint))}
         found += [name for name in names if name in choices and args.get(name) not in (None, *choices[name])]
     return found
@@ -115,11 +115,11 @@ def left_out(args: Args) -> list[str]:
 def args_of(config: Config) -> dict[str, Any]:
     """Settings that Megatron-LM compares with its flags, and takes with --use-checkpoint-args."""
     model, train = config.model, config.train
-    named = {key: getattr(model, key) for key in _MODEL}
+    named = {key: getattr(model, key) for key in _MODEL.split()}
     window = None if model.window_size is None else tuple(map(int, model.window_size.strip("()").split(",")))
     return named | {
-        **{key: getattr(train, key) for key in _TRAIN},
-        **{key: getattr(config.data, key) for key in _DATA},
+        **{key: getattr(train, key) for key in _TRAIN.split()},
+        **{key: getattr(config.data, key) for key in _DATA.split()},
         "muon_split_qkv": not train.muon_no_split_qkv,
         "data_sharding": not config.data.no_data_sharding,
         "ffn_hidden_size": model.ffn,

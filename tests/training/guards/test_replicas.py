@@ -13,6 +13,8 @@ from megapipe.training.guards.replicas import check_replicas, hashes
 
 @pytest.mark.parametrize("flipped", [False, True])
 def test_one_changed_bit_on_one_data_parallel_rank_is_found(flipped):
+    """As --check-weight-hash-across-dp-replicas-interval asks."""
+
     def body(mesh):
         layer = nn.Linear(3, 3)
         with torch.no_grad():

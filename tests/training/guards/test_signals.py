@@ -96,6 +96,7 @@ def heard(monkeypatch):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_no_signal_of_a_launcher_disturbs_a_run_that_was_told_to_stop(heard, name):
+    """With --exit-signal NAME."""
     listener = ExitSignal(name)
     signal.raise_signal(signal.Signals[name])
     for number in REPEATED:

@@ -35,7 +35,7 @@ def test_a_run_has_the_bits_of_one_with_a_barrier(case, undone):
 
 
 def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
-    """Step 5 is undone; 6 to 8 wait, with 0 to 2 and the last."""
+    """--post-validation-after 3: step 5 is undone; 6 to 8 wait, with 0 to 2 and the last."""
     differences, late, wrong = run_case(Case("zb-h2", 2, 4, clip=100.0, bad=((5, NAN),), after=3, steps=STEPS))
     assert (differences, late, wrong) == ([], STEPS - 7, 1)
 
