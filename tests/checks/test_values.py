@@ -45,12 +45,6 @@ def test_a_window_of_more_digits_than_python_reads_is_refused():
     )
 
 
-def test_one_dash_is_a_flag_that_is_not_known_and_no_value_of_the_one_before():
-    with pytest.raises(ConfigError) as caught:
-        parse(Config, ["--vocab-size", "5", "-lr", "1e-3", "--min-lr", "-1", "--weight-decay", "-inf"])
-    assert caught.value.problems == ("unknown flag -lr; did you mean --lr?",)
-
-
 def test_help_where_a_text_belongs_is_no_call_for_help(capsys):
     with pytest.raises(ConfigError) as caught:
         parse(Config, ["--save", "--help"])

@@ -74,36 +74,6 @@ def test_every_flag_survives_the_round_trip():
     assert to_flags(Config()) == []
 
 
-def test_a_typo_gets_a_suggestion():
-    assert problems("--tensor-model-paralel-size", "2") == (
-        "unknown flag --tensor-model-paralel-size; did you mean --tensor-model-parallel-size?",
-    )
-
-
-def test_underscores_are_a_typo_as_in_megatron():
-    assert problems("--micro_batch_size", "2") == ("unknown flag --micro_batch_size; did you mean --micro-batch-size?",)
-
-
-def test_all_problems_are_named_at_once():
-    assert problems("--qqqqqqq", "--num-layers", "x", "--lr", "--swiglu", "true", "--split", "9,", "1") == (
-        "unknown flag --qqqqqqq",
-        "--lr needs a value: a number",
-        "--swiglu is a switch and takes no value, got true",
-        '--split takes one value, got 2: 9, 1 (quote it: --split "9, 1")',
-        "--num-layers x: expected an integer",
-    )
-
-
-def test_an_empty_value_is_no_default():
-    """`--save "$SAVE"` of a variable that is not set trained without saving."""
-    for words in ["--save", ""], ["--save="]:
-        assert problems(*words) == ("--save '' is empty. Leave it out, or set the variable that it was to be.",)
-
-
-def test_a_choice_names_what_is_allowed():
-    assert problems("--normalization", "BatchNorm") == ("--normalization BatchNorm: expected LayerNorm or RMSNorm",)
-
-
 def test_every_flag_names_what_it_takes_at_a_wrong_value_and_at_none():
     choices = 0
     for flag in flags_of(Config).values():
@@ -117,13 +87,6 @@ def test_every_flag_names_what_it_takes_at_a_wrong_value_and_at_none():
             choices += 1
             assert all(str(choice) in wrong and str(choice) in none for choice in get_args(kind))
     assert choices > 20
-    assert problems("--timing-log-level", "3") == ("--timing-log-level 3: expected 0, 1 or 2",)
-
-
-def test_a_value_without_a_flag():
-    assert problems("train") == ("unexpected train: values follow a flag",)
-    with pytest.raises(ConfigError, match="unexpected '': values follow a flag"):
-        parse(Config, [""])
 
 
 def test_a_tool_with_flags_of_its_own_answers_for_those_alone():
