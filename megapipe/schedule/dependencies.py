@@ -25,7 +25,7 @@ class Dependencies:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._there = {item for row in schedule.ranks for step in row for item in step}
+        self._there = {*schedule.passes()}
         self._of_runs = of_runs(schedule)
         self._before = {item: before for lane in schedule.shared for before, item in pairwise(lane.order)}
 
@@ -115,7 +115,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
     """
     begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
     most, done = [0] * len(begun), [0] * len(begun)
-    for item in (item for row in schedule.ranks for step in row for item in step):
+    for item in schedule.passes():
         kind, stage = item[:2]
         if kind.is_forward:
             begun[stage].append(schedule.number(item))

@@ -6,10 +6,10 @@ independent, so loop, V and DualPipe's mirror are three one-line placements unde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megapipe.schedule.kinds import HANDED, OF_SLICES, Lane, Made, Need, Where
@@ -217,16 +217,29 @@ class Schedule:
     shared: tuple[Shared, ...] = ()
 
     def __repr__(self) -> str:
-        passes = sum(len(step) for row in self.ranks for step in row)
+        passes = sum(len(step) for step in self.steps())
         return (
             f"Schedule({self.name!r}, {len(self.ranks)} ranks, {self.num_microbatches} microbatches, {passes} passes)"
         )
 
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps of all ranks, rank by rank."""
+        return chain.from_iterable(self.ranks)
+
+    def passes(self) -> Iterator[Pass]:
+        """Yield the passes of all ranks, rank by rank."""
+        return chain.from_iterable(self.steps())
+
+    def map(self, change: Callable[[Step], Iterable[Step]]) -> Schedule:
+        """Return the table with other steps, any number, in the place of each."""
+        rows = (chain.from_iterable(map(change, row)) for row in self.ranks)
+        return replace(self, ranks=tuple(map(tuple, rows)))
+
     def without(self, kinds: Collection[Kind]) -> Schedule:
         """Return the table without the passes of these kinds, whose lanes are then of no rank."""
-        rows = (tuple(step for step in row if step[0].kind not in kinds) for row in self.ranks)
         lanes = {kind.traits.lane for kind in self.kinds - set(kinds)}
-        return replace(self, ranks=tuple(rows), shared=tuple(x for x in self.shared if x.lane in lanes))
+        shared = tuple(x for x in self.shared if x.lane in lanes)
+        return replace(self.map(lambda step: () if step[0].kind in kinds else (step,)), shared=shared)
 
     @property
     def slices(self) -> Sequence[int | None]:
@@ -263,7 +276,7 @@ class Schedule:
     @cached_property
     def kinds(self) -> frozenset[Kind]:
         """Kinds of pass that are in the table."""
-        return frozenset([item[0] for row in self.ranks for step in row for item in step])
+        return frozenset([item[0] for item in self.passes()])
 
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
@@ -279,7 +292,7 @@ class Schedule:
     @cached_property
     def links(self) -> dict[tuple[Kind, int], Link]:
         """Links by kind and stage of the table's passes; a result that none of these takes goes nowhere."""
-        place, there = self.placement, {item[:2] for row in self.ranks for step in row for item in step}
+        place, there = self.placement, {item[:2] for item in self.passes()}
         here = {stage for _, stage in there}
         takes = {
             (kind, stage): tuple(
@@ -303,7 +316,7 @@ class Schedule:
     @cached_property
     def last(self) -> dict[int, Last]:
         """The last microbatches by stage, of stages that have one. Rows may have their microbatches in any order."""
-        passes = [item for row in self.ranks for step in row for item in step]
+        passes = [*self.passes()]
         backward = {x.stage: self.number(x) for x in passes if x.kind.is_backward}
         weights = {x.stage: self.number(x) for x in passes if Made.WEIGHT_GRADIENT in x.kind.traits.makes}
         return {stage: Last(backward[stage], weights[stage]) for stage in backward}
@@ -315,11 +328,7 @@ class Schedule:
 
 def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: False) -> Schedule:
     """A table with the two passes of every pair one after the other, but for those pairs that are kept."""
-    rows = (
-        tuple(part for step in row for part in ((step,) if keep(step) else ((x,) for x in step)))
-        for row in schedule.ranks
-    )
-    return replace(schedule, ranks=tuple(rows))
+    return schedule.map(lambda step: (step,) if keep(step) else ((x,) for x in step))
 
 
 def repeated(schedule: Schedule, training_steps: int) -> Schedule:

@@ -60,7 +60,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     if len(schedule.ranks) != place.num_ranks:
         yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
         return
-    passes = sum(len(step) for row in schedule.ranks for step in row)
+    passes = sum(len(step) for step in schedule.steps())
     if not 1 <= m * len(schedule.slices) <= passes:
         # Here already: a file may say a number for which the loops below would run for ever.
         slices = f" of {len(schedule.cuts)} slices" if schedule.cuts else ""

@@ -256,7 +256,7 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
     """The passes and copies of one step, and seconds of all of it. Pairs run one after the other."""
     schedule, costs = training.run.stages.schedule, training.run.plan.costs
-    paired = any(len(step) > 1 for row in schedule.ranks for step in row)
+    paired = any(len(step) > 1 for step in schedule.steps())
     if paired:
         training.run.stages.follow(unpaired(schedule), costs)
     synchronize(training.run.mesh.device)

@@ -240,7 +240,7 @@ def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host:
         return {}
     host.begin()
     host.held, host.sizes = Held(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
-    every = (x for row in table.ranks for step in row for x in step)
+    every = table.passes()
     out = {(x.stage, table.number(x)) for x in every if x.kind.traits.lane is Lane.D2H}
     again = computed_again(table)
     return {

@@ -101,7 +101,7 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     """A function from choices to times and memory of the table with them."""
     code, limits = library(), by_rank(memory, len(plain.ranks))
-    if code is None or not plain.kinds <= set(_KINDS[:4]) or any(len(step) > 1 for row in plain.ranks for step in row):
+    if code is None or not plain.kinds <= set(_KINDS[:4]) or any(len(step) > 1 for step in plain.steps()):
         return partial(_simulated, plain, costs, limits)
     return _compiled(code, plain, costs, limits)
 

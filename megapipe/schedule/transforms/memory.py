@@ -66,8 +66,7 @@ def with_recompute(
         back = (x for x in step if x.kind.is_backward and (x.stage, schedule.number(x)) in wanted)
         return [(x._replace(kind=Kind.R),) for x in back]
 
-    rows = tuple(tuple(part for step in row for part in (*again(step), step)) for row in schedule.ranks)
-    return replace(schedule, ranks=rows)
+    return schedule.map(lambda step: (*again(step), step))
 
 
 def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]]) -> Schedule:
@@ -115,7 +114,7 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
 def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None:
     if twice := sorted(added & schedule.kinds):
         raise ScheduleError(f"{schedule.name} has {' and '.join(twice)} already. Put them into the table without.")
-    every = (x for row in schedule.ranks for step in row for x in step)
+    every = schedule.passes()
     if unknown := sorted(set(chosen or ()) - {(x.stage, schedule.number(x)) for x in every if x.kind.is_forward}):
         stage, number = unknown[0]
         what = "microbatch" if not schedule.cuts else "slice"

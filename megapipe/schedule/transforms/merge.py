@@ -103,7 +103,7 @@ class _Merge:
         self.place, self.costs, self.delay, self.waiting = schedule.placement, costs, delay, waiting
         self.ranks = [_Rank.of(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
-        self.pairs = {step: costs.of_step(step, self.place) for row in schedule.ranks for step in row if len(step) > 1}
+        self.pairs = {step: costs.of_step(step, self.place) for step in schedule.steps() if len(step) > 1}
         orders = _first_forwards(schedule)
         self.lookups = [
             [[Pass(Kind.E, s, x.microbatch) for x in order
@@ -114,7 +114,7 @@ class _Merge:
         self.beside = {x for x in beside if x.kind is not Kind.E}  # lookups have an order of their own
         full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in beside)))
         needs = Dependencies(full)
-        self.needs = {x: needs.of(x) for row in full.ranks for step in row for x in step}
+        self.needs = {x: needs.of(x) for x in full.passes()}
         self.lacks = {x: len(wanted) for x, wanted in self.needs.items()}
         self.takers: dict[Pass, list[Pass]] = {}
         for x, wanted in self.needs.items():
@@ -184,6 +184,6 @@ class _Merge:
 
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
     """The first forwards of each chain, in their order."""
-    passes = [x for row in schedule.ranks for step in row for x in step if x.kind.is_forward]
+    passes = [x for x in schedule.passes() if x.kind.is_forward]
     firsts = range(0, schedule.placement.num_stages, schedule.placement.chain)
     return [[x for x in passes if x.stage == first] for first in firsts]

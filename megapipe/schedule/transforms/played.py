@@ -98,7 +98,7 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
         return [0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own)) for s, t in zip(stages, to, strict=True)]
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
-        return [x.stage * m + x.microbatch for row in schedule.ranks for step in row for x in step if way(x.kind)]
+        return [x.stage * m + x.microbatch for x in schedule.passes() if way(x.kind)]
 
     return _Table(
         *(len(own), len(stages), m, chunks, split or any(kind.is_split for kind in schedule.kinds)),

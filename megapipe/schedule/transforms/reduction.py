@@ -59,5 +59,5 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """The time by which what runs on the links of data parallel makes the step longer."""
-    without = tuple(tuple(step for step in row if step[0].kind.traits.lane is not Lane.DP) for row in schedule.ranks)
-    return simulate(schedule, costs).makespan - simulate(replace(schedule, ranks=without), costs).makespan
+    without = schedule.without({kind for kind in schedule.kinds if kind.traits.lane is Lane.DP})
+    return simulate(schedule, costs).makespan - simulate(without, costs).makespan

@@ -147,7 +147,7 @@ def _legend(schedule: Schedule, names: _Names, memory: float | None) -> Iterator
     """Swatches of the kinds this schedule has, one box for each of a rank's chunks."""
     place = schedule.placement
     own = place.stages_on(0)
-    kinds = {item.kind for row in schedule.ranks for step in row for item in step}
+    kinds = schedule.kinds
     x = float(_LEFT)
     for kind in (kind for kind in Kind if kind in kinds):
         for stage in own:

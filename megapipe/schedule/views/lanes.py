@@ -50,7 +50,7 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
     A step takes its overhead, its arithmetic, and what is exposed of its communication; alone a pass hides nothing.
     """
     alike = dict[tuple[object, ...], list[Step]]()
-    for step in (step for row in schedule.ranks for step in row if _has_lanes(step)):
+    for step in filter(_has_lanes, schedule.steps()):
         # Microbatches may have documents of their own: slices of one number attend to more in one than in another.
         alike.setdefault(tuple((x.kind, x.stage, schedule.part(x)) for x in step), []).append(step)
     total = exposed = 0.0

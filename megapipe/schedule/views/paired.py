@@ -51,7 +51,7 @@ def paired_table(
 def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:
     """Return lines on a table's pairs, on the table without them, and on the lower bound."""
     alone = simulate(unpaired(made), costs)
-    time, steps = simulate(made, costs), [step for row in made.ranks for step in row]
+    time, steps = simulate(made, costs), [*made.steps()]
     bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
     lines = [
         f"pairs: {sum(len(step) > 1 for step in steps)} of {len(steps)} steps run two passes; "
@@ -72,8 +72,8 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
     made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
     alone, time = simulate(unpaired(table), costs), simulate(made, costs)
-    both = sum(overlaps(step) for row in made.ranks for step in row)
-    forwards = sum(x.kind.is_forward for row in made.ranks for step in row for x in step)
+    both = sum(overlaps(step) for step in made.steps())
+    forwards = sum(x.kind.is_forward for x in made.passes())
     bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
     return (
         short(alone.makespan),

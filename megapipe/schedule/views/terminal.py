@@ -113,7 +113,7 @@ class _Pen:
 
 def _key(schedule: Schedule, pen: _Pen) -> str:
     place = schedule.placement
-    kinds = {item.kind for row in schedule.ranks for step in row for item in step}
+    kinds = schedule.kinds
     words = [f"{pen.tint(kind.value, Pass(kind, 0, 0))} {MEANING[kind]}" for kind in Kind if kind in kinds]
     words.append("blank: idle" if pen.fill else ". idle")
     if max(pen.chunk):

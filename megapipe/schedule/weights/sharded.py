@@ -169,7 +169,7 @@ class _Played:
 
     def worth(self, best: float) -> tuple[float, int, bool, float, float]:
         """The less the better, beside a table that takes the time `best`."""
-        sums = sum(x.kind in REDUCES for row in self.table.ranks for step in row for x in step)
+        sums = sum(x.kind in REDUCES for x in self.table.passes())
         slow = self.time.makespan if self.time.makespan > best * _AS_FAST else best
         moves = not self.table.kinds.isdisjoint((Kind.O, Kind.R))
         return slow, sums, moves, max(self.time.peak), self.time.makespan

@@ -56,7 +56,7 @@ def report(found: Search, memory: float) -> str:
 
 def _moved(x: Timed) -> str:
     """Words on what its table moves."""
-    count = Counter(item.kind for row in x.plan.schedule.ranks for step in row for item in step)
+    count = Counter(item.kind for item in x.plan.schedule.passes())
     told = (f"{count[kind]} {what}" for kind, what in ((Kind.O, "copied"), (Kind.R, "computed again")) if count[kind])
     return f"; of {count[Kind.F]} activations {' and '.join(told)}" if x.moves else ""
 
