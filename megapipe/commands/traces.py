@@ -20,7 +20,8 @@ from megapipe.schedule import Placement, Schedule, Timeline
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import RankSummary, RankTrace, merge, pipelines, predict, read, span, summarise
 from megapipe.schedule.views.figure import Files
-from megapipe.schedule.views.timeline import Box, Track, draw, tracks_of
+from megapipe.schedule.views.scene import Box, Track, tracks_of
+from megapipe.schedule.views.timeline import draw
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,13 @@ def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timelin
     lines: list[Track] = []
     for place, trace in enumerate(ranks):
         for lane in dict.fromkeys(item.lane for item in trace.steps[chosen]):
-            boxes = [
-                Box(item.label, (item.start + item.waited - begin) / 1000, (item.end - begin) / 1000)
+            steps = [
+                (Box(item.label, (item.start + item.waited - begin) / 1000, (item.end - begin) / 1000),)
                 for item in trace.steps[chosen]
                 if item.lane is lane
             ]
             name = f"rank {trace.rank}" if lane is Lane.COMPUTE else lane.value
-            lines.append(Track(name, boxes, first=lane is Lane.COMPUTE))
-        lines += [replace(line, name="predicted" if not n else line.name) for n, line in enumerate(below[place])]
+            lines.append(Track(name, steps, apart=lane is Lane.COMPUTE))
+        own = (line for line in below if line.rank == place)
+        lines += [replace(line, name="predicted") if line.lane == Lane.COMPUTE.value else line for line in own]
     return lines

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from megapipe.errors import ScheduleError  # noqa: E402
 from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
 from megapipe.schedule.views.compare import measure  # noqa: E402
-from megapipe.schedule.views.draw import short  # noqa: E402
+from megapipe.schedule.views.scene import short  # noqa: E402
 
 if TYPE_CHECKING:
     from mkdocs.structure.files import File, Files

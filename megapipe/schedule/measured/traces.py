@@ -21,7 +21,7 @@ from typing import Any
 from megapipe.errors import DataError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.views.draw import tracks
+from megapipe.schedule.views.scene import tracks
 
 Event = dict[str, Any]
 _PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)(?:\.(\d+))?$")

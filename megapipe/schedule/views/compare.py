@@ -14,7 +14,7 @@ from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.cuts import Cutting
-from megapipe.schedule.views.draw import short
+from megapipe.schedule.views.scene import short
 from megapipe.schedule.views.sliced import in_slices
 
 _SEARCH = 50

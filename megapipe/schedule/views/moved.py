@@ -13,7 +13,7 @@ from megapipe.schedule.ingredients import MOVES, SHARDS
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import short
+from megapipe.schedule.views.scene import short
 from megapipe.schedule.weights.runs import REDUCES
 
 _HEAD = ("rank", "held", "copied", "again", "peak", "without", "copies take", "again takes")

@@ -21,7 +21,7 @@ from megapipe.schedule.generators.blocks import v_half_patterns, v_min_patterns
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.views.draw import chunks
+from megapipe.schedule.views.scene import chunks
 
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)

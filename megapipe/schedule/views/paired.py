@@ -12,7 +12,7 @@ from megapipe.schedule.passes import Schedule, overlaps, unpaired
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.pairs import paired_bound, refuse_idle
-from megapipe.schedule.views.draw import short
+from megapipe.schedule.views.scene import short
 
 CHUNKS = (2, 4, 8)
 _HEAD = ("schedule", "alone", "memory", "pairs", "memory", "of alone", "F in pairs", "bound", "above")

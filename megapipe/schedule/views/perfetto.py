@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.kinds import Lane
-from megapipe.schedule.passes import Schedule
-from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import chunks, tracks
-from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
+from megapipe.schedule.passes import Pass, Schedule
+from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.views.scene import LANES, Scene, scene_of
 
 _MICROSECONDS = 1000.0
 """Microseconds of one unit of cost: it reads as a millisecond."""
@@ -27,63 +25,35 @@ def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
     Returns: JSON in Chrome's trace event format, events "M", "X", "s"/"f" and "C".
     Raises: ScheduleError if the schedule cannot proceed.
     """
-    time = simulate(schedule, costs)
-    events = [*_tracks(schedule), *_slices(schedule, time), *_arrows(schedule, time), *_counters(time)]
-    if communicates(costs):
-        events += _lanes(schedule, costs, time)
+    scene = scene_of(schedule, costs)
+    events = [*_tracks(scene), *_arrows(schedule, scene.time), *_counters(scene)]
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
-def _tracks(schedule: Schedule) -> Iterator[Event]:
-    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
-    for index, (rank, lane) in enumerate(tracks(schedule)):
-        name = f"rank {rank}" if lane is Lane.COMPUTE else f"rank {rank} {lane.value}"
-        thread = _thread(schedule, rank, lane)
+def _tracks(scene: Scene) -> Iterator[Event]:
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": scene.schedule.name}}
+    for index, track in enumerate(scene.tracks):
+        thread = track.rank + LANES.index(track.lane) * len(scene.schedule.ranks)
+        name = track.name if track.lane == LANES[0] else f"rank {track.rank} {track.lane}"
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": index}}
-
-
-def _lanes(schedule: Schedule, costs: Costs, time: Timeline) -> Iterator[Event]:
-    ranks = len(schedule.ranks)
-    threads = {lane: (len(Lane) + n) * ranks for n, lane in enumerate((ARITHMETIC, LINK))}
-    for rank in range(ranks):
-        for lane, first in threads.items():
+        for box in track.boxes:
+            item = box.item
+            about = {"pass": str(item)} if track.within else _about(item, scene.chunk[item.stage])
             yield {
-                "ph": "M",
-                "pid": 0,
-                "tid": first + rank,
-                "name": "thread_name",
-                "args": {"name": f"rank {rank} {lane}"},
-            }
-            yield {"ph": "M", "pid": 0, "tid": first + rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-        for item, lane, start, end in stretches(schedule, costs, time, rank):
-            event = {**_at(threads[lane] + rank, start), "ph": "X", "dur": (end - start) * _MICROSECONDS}
-            yield {**event, "name": f"{item.kind.value}{item.of}", "cat": lane, "args": {"pass": str(item)}}
-
-
-def _thread(schedule: Schedule, rank: int, lane: Lane) -> int:
-    return rank + list(Lane).index(lane) * len(schedule.ranks)
-
-
-def _slices(schedule: Schedule, time: Timeline) -> Iterator[Event]:
-    chunk = chunks(schedule.placement)
-    for rank, row in enumerate(schedule.ranks):
-        for item in (item for step in row for item in step):
-            yield {
-                **_at(_thread(schedule, rank, item.kind.traits.lane), time.start[item]),
+                **_at(thread, box.start),
                 "ph": "X",
-                "dur": (time.end[item] - time.start[item]) * _MICROSECONDS,
+                "dur": (box.end - box.start) * _MICROSECONDS,
                 "name": f"{item.kind.value}{item.of}",
-                "cat": item.kind.value,
-                "args": {
-                    "pass": str(item),
-                    "stage": item.stage,
-                    "microbatch": item.microbatch,
-                    **({} if item.slice is None else {"slice": item.slice}),
-                    "chunk": chunk[item.stage],
-                },
+                "cat": track.lane if track.within else item.kind.value,
+                "args": about,
             }
+
+
+def _about(item: Pass, chunk: int) -> Event:
+    piece = {} if item.slice is None else {"slice": item.slice}
+    return {"pass": str(item), "stage": item.stage, "microbatch": item.microbatch, **piece, "chunk": chunk}
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
@@ -100,9 +70,9 @@ def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
         yield {**_at(dst, time.start[taker]), **common, "ph": "f", "bp": "e"}
 
 
-def _counters(time: Timeline) -> Iterator[Event]:
-    for rank, curve in enumerate(time.curves):
-        for at, held in dict(curve).items():
+def _counters(scene: Scene) -> Iterator[Event]:
+    for rank, curve in enumerate(scene.curves):
+        for at, held in curve.items():
             yield {**_at(rank, at), "ph": "C", "name": f"activation of rank {rank}", "args": {"held": held}}
 
 

@@ -17,7 +17,7 @@ from megapipe.schedule.search.auto import placements
 from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.text import load
 from megapipe.schedule.transforms.cuts import Cutting, shares
-from megapipe.schedule.views.draw import short
+from megapipe.schedule.views.scene import short
 
 _EFFORT = 4.0
 """The effort of a search, about seconds of a core."""

@@ -16,8 +16,8 @@ from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Refusal, Row, compare
-from megapipe.schedule.views.draw import short
 from megapipe.schedule.views.figure import Files, legend, plain
+from megapipe.schedule.views.scene import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
-from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.compare import measure
-from megapipe.schedule.views.draw import MEANING, chunks, is_dark, on_track, shades, short, tracks
 from megapipe.schedule.views.lanes import communicates, communication
+from megapipe.schedule.views.scene import Scene, is_dark, scene_of, short
 
 _MOST_PER_PASS = 4
 """Columns of the shortest pass; more would only spread a small schedule out."""
@@ -27,31 +28,31 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
-    time = simulate(schedule, costs)
+    scene = scene_of(schedule, costs)
+    time = scene.time
     margin = len(f"rank {len(schedule.ranks) - 1}")
     columns = _columns(time, width - margin - 3)
     scale = columns / time.makespan if time.makespan else 0.0
     roomy = (
         scale * min((time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage), default=0) >= 3
     )
-    pen = _Pen(chunks(schedule.placement), shades(schedule.placement) if colour else {})
+    pen = _Pen(scene.chunk, scene.fill if colour else {})
     lines = []
-    for rank, lane in tracks(schedule):
+    for track in (track for track in scene.tracks if not track.within):
         text, at = "", 0
-        for step in on_track(schedule, rank, lane):
-            first, last = round(time.start[step[0]] * scale), round(time.end[step[0]] * scale)
-            if step[0].kind.traits.per_stage and (roomy or lane is not Lane.COMPUTE):
+        for step in track.steps:
+            first, last = round(step[0].start * scale), round(step[0].end * scale)
+            if step[0].item.kind.traits.per_stage and (roomy or track.lane != Lane.COMPUTE.value):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
-            elif lane is not Lane.COMPUTE and time.end[step[0]] > time.start[step[0]] and at < columns:
+            elif track.lane != Lane.COMPUTE.value and step[0].end > step[0].start and at < columns:
                 first = min(first, columns - 1)
                 last = max(last, first + (at <= first))  # shorter than a column, it is seen where there is room
             first, last = max(first, at), min(max(last, at), columns)
-            text += pen.idle * (first - at) + pen.step(step, last - first)
+            text += pen.idle * (first - at) + pen.step([box.item for box in step], last - first)
             at = last
-        label = f"rank {rank}" if lane is Lane.COMPUTE else lane.value
-        lines.append(f"{label:>{margin}} |{text}{pen.idle * (columns - at)}|")
-    return "\n".join([*lines, _key(schedule, pen)])
+        lines.append(f"{track.name:>{margin}} |{text}{pen.idle * (columns - at)}|")
+    return "\n".join([*lines, _key(scene, pen)])
 
 
 def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
@@ -88,7 +89,7 @@ class _Pen:
     def idle(self) -> str:
         return " " if self.fill else "."
 
-    def step(self, step: Step, columns: int) -> str:
+    def step(self, step: Sequence[Pass], columns: int) -> str:
         """A step in so many columns. A pair shares them: its forward, an ampersand, its backward."""
         if len(step) == 1:
             return self.cell(step[0], columns)
@@ -111,11 +112,10 @@ class _Pen:
         return f"\033[38;5;{letters};48;5;{16 + 36 * red + 6 * green + blue}m{text}\033[0m"
 
 
-def _key(schedule: Schedule, pen: _Pen) -> str:
-    place = schedule.placement
-    kinds = schedule.kinds
-    words = [f"{pen.tint(kind.value, Pass(kind, 0, 0))} {MEANING[kind]}" for kind in Kind if kind in kinds]
+def _key(scene: Scene, pen: _Pen) -> str:
+    words = [f"{pen.tint(kind.value, Pass(kind, 0, 0))} {kind.traits.meaning}" for kind in scene.kinds]
     words.append("blank: idle" if pen.fill else ". idle")
     if max(pen.chunk):
-        words.append("lower case: the other direction" if place.num_chains > 1 else "lower case: later chunks")
+        chains = scene.schedule.placement.num_chains
+        words.append("lower case: the other direction" if chains > 1 else "lower case: later chunks")
     return "; ".join(words)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
-from megapipe.schedule.passes import Pass, Placement, Schedule
-from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.views.draw import MEANING, is_dark, lighter, on_track, shades, short, tracks
+from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.views.figure import Files, fitted_legend
+from megapipe.schedule.views.scene import Track, is_dark, lighter, scene_of, shades, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,43 +22,10 @@ _ROW = 0.17
 """Inches of a line of passes."""
 
 
-@dataclass(frozen=True)
-class Box:
-    """A pass from one time to another. part: which of how many that share its height, (0, 1) for one alone."""
-
-    label: Pass
-    start: float
-    end: float
-    part: tuple[int, int] = (0, 1)
-
-
-@dataclass(frozen=True)
-class Track:
-    """One line of a figure. first: of a group, which stands a little apart from the one before."""
-
-    name: str
-    boxes: Sequence[Box]
-    first: bool = False
-
-
-def tracks_of(schedule: Schedule, time: Timeline) -> list[list[Track]]:
-    """The lines of each rank, as the clock has them."""
-    lines: list[list[Track]] = [[] for _ in schedule.ranks]
-    for rank, lane in tracks(schedule):
-        boxes = [
-            Box(item, time.start[item], time.end[item], (n, len(step)))
-            for step in on_track(schedule, rank, lane)
-            for n, item in enumerate(step)
-        ]
-        name = f"rank {rank}" if lane is Lane.COMPUTE else lane.value
-        lines[rank].append(Track(name, boxes))
-    return lines
-
-
 def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict[Path, bytes]:
     """A schedule as the clock runs it."""
-    time = simulate(schedule, costs)
-    lines = [track for rank in tracks_of(schedule, time) for track in rank]
+    scene = scene_of(schedule, costs)
+    time, lines = scene.time, [track for track in scene.tracks if not track.within]
     about = (
         f"{schedule.name} on {len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: makespan "
         f"{short(time.makespan)}, bubble {short(time.bubble)} "
@@ -81,12 +46,10 @@ def draw(
         for axes, (lines, placement) in zip(panels, figures, strict=True):
             _passes(axes, lines, placement, files.width)
         panels[-1].set_xlabel(unit)
-        kinds = sorted(
-            {box.label.kind for lines, _ in figures for line in lines for box in line.boxes}, key=list(Kind).index
-        )
-        colour = shades(figures[0][1])
+        there = {box.item.kind for lines, _ in figures for line in lines for box in line.boxes}
+        kinds, colour = [kind for kind in Kind if kind in there], shades(figures[0][1])
         for kind in kinds:
-            panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {MEANING[kind]}")
+            panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {kind.traits.meaning}")
         if said := lighter(figures[0][1]):
             panels[0].barh([0], [0], color=colour[kinds[0], figures[0][1].stages_on(0)[-1]], label=said)
         has_lanes = any(kind.traits.lane is not Lane.COMPUTE for kind in kinds)
@@ -101,15 +64,14 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
     ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0
     places, y = list[float](), 0.0
     for line in lines:
-        y -= 1.0 + 0.35 * (line.first and bool(places))
+        y -= 1.0 + 0.35 * (line.apart and bool(places))
         places.append(y + 0.45)
         axes.broken_barh([(0, ends)], (y, 0.9), facecolors=_IDLE)
         of: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
-        for box in line.boxes:
-            n, parts = box.part
-            where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.label.kind, box.label.stage])
+        for n, parts, box in ((n, len(step), box) for step in line.steps for n, box in enumerate(step)):
+            where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.item.kind, box.item.stage])
             of[where].append((box.start, box.end - box.start))
-            letters = box.label.of
+            letters = box.item.of
             inches = (box.end - box.start) / ends * (width - 0.7)
             size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # of a letter: points
             if parts == 1 and size >= 3.2:
@@ -128,7 +90,8 @@ def draw_memory(
     schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None
 ) -> dict[Path, bytes]:
     """Draw the memory that each rank holds over time, all to one scale."""
-    time = simulate(schedule, costs)
+    scene = scene_of(schedule, costs)
+    time = scene.time
     about = (
         f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_microbatches} "
         f"microbatches, most {short(max(time.peak))}{'' if memory is None else f' of {short(memory)}'}."
@@ -136,8 +99,7 @@ def draw_memory(
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
-        for rank, curve in enumerate(time.curves):
-            at = dict(curve)  # the last value of an instant: B frees what the next F takes
+        for rank, at in enumerate(scene.curves):
             axes.plot(
                 [0.0, *at, time.makespan],
                 [0.0, *at.values(), 0.0],

@@ -167,7 +167,7 @@ def test_the_figure_has_each_rank_over_its_prediction(tmp_path):
     assert [line.name for line in lines] == ["rank 0", "predicted", "rank 1", "predicted"]
     for measured, predicted in (lines[:2], lines[2:]):  # a perfect run: waits are left open, passes lie where predicted
         for a, b in zip(measured.boxes, predicted.boxes, strict=True):
-            assert (a.label, a.start, a.end) == (b.label, pytest.approx(b.start), pytest.approx(b.end))
+            assert (a.item, a.start, a.end) == (b.item, pytest.approx(b.start), pytest.approx(b.end))
     said = (tmp_path / "a.svg").read_text().replace("\xa0", " ")
     assert "Pipeline 0, 4 microbatches: a step of median length, 15 ms, rank 0 idle 20.0%" in said
 

@@ -16,9 +16,10 @@ from megapipe.schedule import Costs, build, simulate, to_csv
 from megapipe.schedule.transforms.memory import with_offload
 from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from megapipe.schedule.views.figure import Files
+from megapipe.schedule.views.scene import scene_of
 from megapipe.schedule.views.study import draw, study, told
 from megapipe.schedule.views.study import to_csv as study_to_csv
-from megapipe.schedule.views.timeline import draw_memory, draw_schedule, tracks_of
+from megapipe.schedule.views.timeline import draw_memory, draw_schedule
 
 needs_matplotlib = pytest.mark.skipif(util.find_spec("matplotlib") is None, reason="the extra `plot` is not installed")
 COSTS = [Costs(10, 11, 8), Costs(10, 11, 8, comm=1)]
@@ -97,10 +98,10 @@ def test_one_point_is_a_bar_for_each_schedule_with_its_makespan():
 @needs_matplotlib
 def test_a_schedule_and_what_its_ranks_hold_are_figures_of_the_clock():
     table = build("dualpipe", 4, 8)
-    time = simulate(table)
-    boxes = [box for rank in tracks_of(table, time) for track in rank for box in track.boxes]
-    assert {box.label: (box.start, box.end) for box in boxes} == {x: (time.start[x], time.end[x]) for x in time.start}
-    assert {box.part for box in boxes} == {(0, 1), (0, 2), (1, 2)}  # a pair shares its height
+    time, tracks = simulate(table), scene_of(table).tracks
+    boxes = [box for track in tracks for box in track.boxes]
+    assert {box.item: (box.start, box.end) for box in boxes} == {x: (time.start[x], time.end[x]) for x in time.start}
+    assert {len(step) for track in tracks for step in track.steps} == {1, 2}  # a pair shares its height
     said = words(draw_schedule(table, Files(svg="a.svg")))
     assert "dualpipe on 4 ranks, 8 microbatches: makespan" in said
     said = words(draw_memory(build("1f1b", 4, 8), Files(svg="b.svg"), memory=5))
