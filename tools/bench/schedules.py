@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megapipe.schedule import (
     SCHEDULES,
     Costs,
     Kind,
+    Schedule,
     build,
     entry_of,
     is_file,
@@ -40,7 +42,7 @@ from megapipe.schedule.measured.costs import measured_costs
 from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.sliced import in_slices
 from megapipe.schedule.weights.sharded import Living, with_sharded_weights
-from tools.bench.emulate import copies, late, paired, reduction
+from tools.bench.emulate import ways
 from tools.bench.emulate.device import times
 from tools.bench.emulate.pool import Job, Turns, run_pool
 from tools.bench.emulate.runs import PEERS
@@ -139,6 +141,19 @@ class Flags:
     """Write all numbers to this file."""
 
     @property
+    def modes(self) -> list[str]:
+        """The fields given that choose another comparison than that with the prediction and torch."""
+        names = ("pairs", "post_validation", "copy_ratio", "reduction", "reduction_mib")
+        return [name for name in names if getattr(self, name) != getattr(Flags, name)]
+
+    @cached_property
+    def link(self) -> float:
+        """Seconds of a reduction: a part of the compute, or what gloo takes here."""
+        if self.reduction_mib:
+            return ways.link_of(self.turns)
+        return (self.reduction or 0.0) * sum(times(self.ms)) / 1000 * self.microbatches
+
+    @property
     def turns(self) -> Turns:
         steps = self.steps if self.post_validation else 1
         return Turns(self.pp, self.dp, self.message_kib, self.repeats, steps, self.reduction_mib)
@@ -158,25 +173,10 @@ def main(argv: Sequence[str]) -> None:
         print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms")
     jobs = _jobs(flags, known)
     own = [job.schedule for job in jobs if job.runtime == "megapipe"]
-    if flags.pairs:
-        alone, known = (paired.with_link(x, flags.comm_share, flags.comm_pieces) for x in (costs, known))
-        tables = [x for schedule in own for x in paired.both(schedule, known, flags.memory)]
-        print(paired.table(tables, run_pool([Job("megapipe", x) for x in tables], alone, flags.turns), known))
+    if groups := [group for schedule in own for group in _ways(flags, schedule, costs, known)]:
+        print(ways.compared(groups, flags.turns))
         return
-    if flags.copy_ratio is not None:
-        print(copies.table(own, costs, known, flags.copy_ratio, flags.switch, flags.turns))
-        return
-    if flags.post_validation:
-        tables = [x for schedule in own for x in late.both(schedule)]
-        measured = run_pool([Job("megapipe", x) for x in tables], costs, flags.turns)
-        print(late.table(tables, measured, known, flags.steps))
-        return
-    if flags.reduction is not None or flags.reduction_mib:
-        tables = [x for schedule in own for x in reduction.three(schedule)]
-        part = flags.reduction or 0.0
-        link = reduction.link_of(flags.turns) if flags.reduction_mib else part * (f + b + w) * flags.microbatches
-        measured = run_pool([Job("megapipe", x) for x in tables], replace(costs, g=link), flags.turns)
-        print(reduction.table(tables, measured, replace(known, g=link)))
+    if flags.modes:
         return
     measured = run_pool(jobs, costs, flags.turns)
     rows = [_row(job, known, steps) for job, steps in zip(jobs, measured, strict=True)]
@@ -187,8 +187,20 @@ def main(argv: Sequence[str]) -> None:
         write_complete(flags.json, json.dumps(written, indent=1))
 
 
-_MODES = ("pairs", "post_validation", "copy_ratio", "reduction", "reduction_mib")
-"""Fields that choose another comparison than that with the prediction and torch."""
+def _ways(flags: Flags, schedule: Schedule, costs: Costs, known: Costs) -> list[list[ways.Way]]:
+    """The ways of running a schedule that a flag asks to compare, in groups; none for the plain comparison."""
+    if flags.pairs:
+        alone, told = (ways.with_link(x, flags.comm_share, flags.comm_pieces) for x in (costs, known))
+        return ways.of_pairs(schedule, alone, told, flags.memory)
+    if flags.copy_ratio is not None:
+        return ways.of_copies(schedule, costs, known, flags.copy_ratio, flags.switch)
+    if flags.post_validation:
+        return ways.of_steps(schedule, costs, known)
+    if flags.reduction is not None or flags.reduction_mib:
+        return ways.of_reductions(schedule, costs, known, flags.link)
+    return []
+
+
 _ONLY_WITH = {
     "comm_share": "pairs",
     "memory": "pairs",
@@ -206,7 +218,7 @@ _ADDED = {"pairs": "", "post_validation": "", "copy_ratio": " 0.5", "reduction_m
 def _wrong(flags: Flags) -> Iterator[str]:
     yield from _out_of_range(flags)
     given = {field.name for field in fields(Flags) if getattr(flags, field.name) != field.default}
-    modes = [flag(name) for name in _MODES if name in given]
+    modes = [flag(name) for name in flags.modes]
     if len(modes) > 1:
         yield f"{' and '.join(modes)} are comparisons of their own. Leave all but one out."
     for name, other in _ONLY_WITH.items():
