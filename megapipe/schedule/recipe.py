@@ -212,10 +212,14 @@ class Recipe:
             empty = Schedule(self.order, place, self.microbatches, ((),) * place.num_ranks, cuts=self.cuts)
             costs = terms.costs(empty)
             candidates.append(Candidate(place, costs, limits(place, costs, self._left(empty, costs, terms))))
-        chosen: dict[str, Any] = {"effort": search.effort, "portable": search.portable}
+        chosen: dict[str, Any] = {
+            "effort": search.effort,
+            "portable": search.portable,
+            "progress": search.progress,
+        }
         if self.cuts:
             return fastest_slices(candidates, self.microbatches, self.cuts, documents=self.documents, **chosen)
-        chosen |= {"objective": search.objective, "seconds": search.seconds, "progress": search.progress}
+        chosen |= {"objective": search.objective, "seconds": search.seconds}
         return search_among(candidates, self.microbatches, **chosen).schedule
 
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:

@@ -18,12 +18,11 @@ from weakref import finalize
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.costs_file import dump_costs, read_costs
+from megapipe.schedule.ingredients import Fixed, Search
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.search.auto import Candidate, search_among
-from megapipe.schedule.search.sliced import searched_slices
+from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import from_json, to_json
-from megapipe.schedule.transforms.depths import with_depths
 
 
 class Better(NamedTuple):
@@ -80,30 +79,31 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
         if caller and os.getppid() != caller:
             sys.exit(1)
 
-    place, before = schedule.placement, simulate(schedule, costs).makespan
-    best, held = Better(to_json(schedule), before, before), costs.memory(place)[0]
-    if cuts := schedule.cuts:  # and no depths, which do not go with them
-        size = place, schedule.num_microbatches, cuts, costs, memory
-        sliced = searched_slices(*size, effort=effort, progress=stop_alone)
-        after = before if sliced is None else simulate(sliced, costs).makespan
-        return best if sliced is None or after >= before else Better(to_json(sliced), before, after)
+    place = schedule.placement
+    before = simulate(schedule, costs).makespan
+    best = Better(to_json(schedule), before, before)
     own = place.own_chain
     if set(own.rank_of) != set(place.rank_of):  # a rank has depths alone, and a search none to give it
         return best
-    tries = range(2 + place.depths if place.depths else 1)
-    for spared in tries:  # microbatches that may come to a rank with its depths
-        limits = [
-            most - spared * sum(held[s] for s in place.stages_on(rank)) * (place.depths > 0)
+    held = costs.memory(place)[0]
+    tries = 2 + place.depths if place.depths else 1
+    recipe = Recipe(
+        schedule.name,
+        place.num_ranks,
+        schedule.num_microbatches,
+        search=Search((own,), effort=effort / tries, progress=stop_alone),
+        cuts=schedule.cuts,
+        depths=place.rank_of[place.main : place.chain],
+    )
+    for spared in range(tries):  # microbatches that may come to a rank with its depths
+        room = [
+            most - spared * sum(held[stage] for stage in place.stages_on(rank)) * (place.depths > 0)
             for rank, most in enumerate(memory)
         ]
-        candidate = Candidate(own, costs.of_positions(place.main), tuple(limits))
         try:
-            found = search_among(
-                [candidate], schedule.num_microbatches, effort=effort / len(tries), progress=stop_alone
-            )
+            made = recipe.build(Fixed(costs, tuple(room), place.depths)).table
         except ScheduleError:  # no room for a microbatch
             break
-        made = with_depths(found.schedule, place.rank_of[place.main : place.chain], costs)
         time = simulate(made, costs)
         fits = all(now <= most * (1 + 1e-9) for now, most in zip(time.peak, memory, strict=True))
         if time.makespan < best.after and (fits or not place.depths):

@@ -74,12 +74,13 @@ def fastest_slices(
     documents: Documents = (),
     effort: float,
     portable: bool = False,
+    progress: Callable[[float], None] | None = None,
 ) -> Schedule:
     """The fastest table for any of these placements. Raises: ScheduleError if none is found within their memory."""
     found: list[tuple[float, int, Schedule]] = []
     for i, one in enumerate(candidates):
         size, part = (one.placement, microbatches, cuts, one.costs, one.memory), effort / len(candidates)
-        made = searched_slices(*size, documents=documents, effort=part, portable=portable)
+        made = searched_slices(*size, documents=documents, effort=part, portable=portable, progress=progress)
         found += [] if made is None else [(simulate(made, one.costs).makespan, i, made)]
     if not found:
         most = max(max(one.memory) for one in candidates)
