@@ -15,7 +15,7 @@ RUN = (
 CHAOS = "-- torchrun pretrain_gpt.py --save-interval 5"
 REFUSED = {
     "schedules show 1f1b --pp 2 --microbatches 4 --shard 0.3,0.3 --step 2,0.5": (
-        "--shard sums gradients after runs of passes, --step and --post-validation once a step"
+        "--shard sums gradients after runs of passes, --step once a step"
     ),
     "check --check": "--check: the command check checks, with or without it. Leave it out.",
     "check --no-check": "--no-check: the command check checks, with or without it. Leave it out.",

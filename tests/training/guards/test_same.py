@@ -50,9 +50,6 @@ def write(lengths: list[int], token: int = 1) -> None:
 
 def now(config: Config) -> dict[str, str]:
     make_plan.cache_clear()  # another process would read the file
-    from megapipe.plan.split import _build
-
-    _build.cache_clear()
     return facts(config, make_plan(config), [gpt_provider, find_provider("model.py:provider")])
 
 
