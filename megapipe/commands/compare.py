@@ -129,7 +129,8 @@ class Flags(Files):
 def main(argv: Sequence[str]) -> None:
     """Train, print, write."""
     flags = parse(Flags, argv)
-    wrong = [f"{name} must be at least 1" for name, n in _counts(flags) if n < 1]
+    wrong = [f"--pp {n} must be at least 1" for n in flags.pp if n < 1]
+    wrong += [f"--steps {flags.steps} must be at least 1"] if flags.steps < 1 else []
     if wrong := [*wrong, *folder_problems({"--out": flags.out}), *file_problems(flags.by_flag)]:
         raise ConfigError(wrong)
     flags.check()
@@ -153,10 +154,6 @@ def main(argv: Sequence[str]) -> None:
             writer.writerows(map(asdict, rows))
     for path, content in (draw(rows, flags) if flags.named else {}).items():
         write_complete(path, content)
-
-
-def _counts(flags: Flags) -> list[tuple[str, int]]:
-    return [*((f"--pp {n}", n) for n in flags.pp), (f"--steps {flags.steps}", flags.steps)]
 
 
 def _config(name: str, pp: int, flags: Flags) -> Config:

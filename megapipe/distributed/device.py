@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -292,6 +293,19 @@ def versions(device: torch.device) -> str:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return f"torch {torch.__version__}, CUDA {cuda}, cuDNN {cudnn}, NCCL {nccl}"
+
+
+@dataclass(eq=False)
+class Gauge:
+    """Bytes of one use of memory, of all stages of a rank, and the most that they were."""
+
+    bytes: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        """Count more bytes, or fewer."""
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import ALONE, CPU, Axis
+from megapipe.distributed.device import Gauge
 from megapipe.distributed.layout import layout_of
 from megapipe.optim.rule import Group, Groups, usual_groups
-from megapipe.optim.sharded.passing import Live, Passing, apart, start_filling
+from megapipe.optim.sharded.passing import Passing, apart, start_filling
 
 ALIGN = 64
 
@@ -118,7 +119,7 @@ class FlatBuffers:
         grads_as: torch.dtype | None = None,
         main_as: torch.dtype | None = None,
         drops: bool = False,
-        live: Live | None = None,
+        live: Gauge | None = None,
     ) -> None:
         dtypes = {p.dtype for p in params.values()}
         assert len(dtypes) <= 1, f"one dtype per stage, got {sorted(map(str, dtypes))}"
@@ -143,7 +144,7 @@ class FlatBuffers:
             view.copy_(params[name].data)
             params[name].data = view
         self.shard = self.model if shares.size == 1 else self.model[self.share]
-        self._passing = Passing(self.model, live or Live()) if drops else None
+        self._passing = Passing(self.model, live or Gauge()) if drops else None
         if drops:
             self.shard = self.shard.clone()
         self.rounds = has_main and dtype != main_dtype

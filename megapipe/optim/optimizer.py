@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.device import Gauge
 from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
@@ -27,7 +28,6 @@ from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Factors, Groups, Part, Rates, multiply, usual_groups
 from megapipe.optim.rules import find_rule, split_problem, wide_of
 from megapipe.optim.sharded.gathers import Gathers
-from megapipe.optim.sharded.passing import Live
 from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
 from megapipe.optim.ties import Ties
 
@@ -100,7 +100,7 @@ class Optimizer:
         self._frozen = frozen(stages, census.owners, mesh)
         self.params = dict(pair for stage in stages for pair in trained(stage))
         self.ties = ties = Ties(census, self.params, mesh)
-        self.live = Live()
+        self.live = Gauge()
         self.steps = 0
         eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
         shards = self.distributed, shards_grads, shards_weights

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis, Pending
+from megapipe.distributed.device import Gauge
 from megapipe.optim.buffers import ALIGN, FlatBuffers
-from megapipe.optim.sharded.passing import Live, Passing
+from megapipe.optim.sharded.passing import Passing
 
 
 class ShardedBuffers(FlatBuffers):
@@ -38,7 +39,7 @@ class ShardedBuffers(FlatBuffers):
         borrowed: Collection[str] = (),
         *,
         tied: Collection[str],
-        live: Live,
+        live: Gauge,
         **given: Any,
     ) -> None:
         super().__init__(params, borrowed, live=live, **given)

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.distributed.device import Gauge
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.sharded.buffers import ShardedBuffers
-from megapipe.optim.sharded.passing import Live, Passing, apart, start_filling
+from megapipe.optim.sharded.passing import Passing, apart, start_filling
 from megapipe.tensor_parallel.fp8.products import WEIGHT, Scaled
 from megapipe.tensor_parallel.fp8.quantise import (
     Quantised,
@@ -123,7 +124,7 @@ class InEightBits(FlatBuffers):
         borrowed: Collection[str] = (),
         *,
         products: Mapping[str, Scaled],
-        live: Live,
+        live: Gauge,
         **given: Any,
     ) -> None:
         super().__init__(params, borrowed, drops=True, live=live, **given)

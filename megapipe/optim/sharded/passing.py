@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-
-
-@dataclass(eq=False)
-class Live:
-    """Bytes of gathered weights and gradients in memory, over all stages of a rank."""
-
-    bytes: int = 0
-    peak: int = 0
-
-    def add(self, size: int) -> None:
-        """Count `size` bytes more."""
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
+from megapipe.distributed.device import Gauge
 
 
 class Passing:
     """A flat tensor, alone in its storage, whose memory comes and goes."""
 
-    def __init__(self, flat: Tensor, live: Live) -> None:
+    def __init__(self, flat: Tensor, live: Gauge) -> None:
         self.flat, self._live, self._bytes = flat, live, flat.nbytes
         self.there = True
         live.add(self._bytes)

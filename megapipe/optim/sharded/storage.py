@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megapipe.config import TrainConfig
+from megapipe.distributed.device import Gauge
 from megapipe.distributed.layout import layout_of
 from megapipe.optim.buckets import Bucket, buckets_of
 from megapipe.optim.buffers import FlatBuffers
@@ -18,7 +19,6 @@ from megapipe.optim.census import trained
 from megapipe.optim.rule import Groups
 from megapipe.optim.sharded.buffers import ShardedBuffers
 from megapipe.optim.sharded.eight_bits import InEightBits, ShardedInEightBits
-from megapipe.optim.sharded.passing import Live
 from megapipe.optim.ties import Ties
 from megapipe.tensor_parallel.fp8.products import Scaled
 
@@ -64,7 +64,7 @@ class Storage:
     train: TrainConfig
     groups: Groups
     ties: Ties
-    live: Live
+    live: Gauge
     distributed: bool
     grads: bool
     weights: bool

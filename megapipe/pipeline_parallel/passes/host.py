@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.distributed.device import CopyLane
+from megapipe.distributed.device import CopyLane, Gauge
 
 _ALIGNED = 512
 """Buffers on the host have sizes that are multiples of this."""
@@ -21,19 +21,6 @@ def size_class(size: int) -> int:
     """Return the size of the buffer for so many bytes: at most an eighth more, or up to a multiple of _ALIGNED."""
     step = max(_ALIGNED, (1 << max(size - 1, 0).bit_length()) // (2 * _PARTS))
     return -(-size // step) * step
-
-
-@dataclass(eq=False)
-class Held:
-    """Bytes of activations on the device, of all stages of a rank."""
-
-    bytes: int = 0
-    peak: int = 0
-
-    def add(self, size: int) -> None:
-        """Count so many more."""
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
 
 
 @dataclass(eq=False)
@@ -91,7 +78,7 @@ class Host:
         self.out, self.back = CopyLane(device), CopyLane(device)
         self._free: dict[int, list[Buffer]] = {}
         self._unused: dict[int, int] = {}  # by size: as many buffers were free all the time since the step began
-        self.bytes, self.held, self.share = 0, Held(), 1.0
+        self.bytes, self.held, self.share = 0, Gauge(), 1.0
         self.modules: Collection[str] = ()
         self.sizes: dict[int, list[Sizes]] = {}
 

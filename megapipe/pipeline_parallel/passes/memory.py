@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapipe.pipeline_parallel.passes.host import Buffer, Copy, Held, Host, Sizes
+from megapipe.distributed.device import Gauge
+from megapipe.pipeline_parallel.passes.host import Buffer, Copy, Host, Sizes
 from megapipe.schedule import Schedule
 from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.memory.held import computed_again
@@ -33,7 +34,7 @@ class _Slot:
 
     storage: torch.UntypedStorage | None
     size: int
-    held: Held
+    held: Gauge
     goes: bool = True
     stays: bool = False
     buffer: Buffer | None = None
@@ -239,7 +240,7 @@ def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host:
     if not any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
         return {}
     host.begin()
-    host.held, host.sizes = Held(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
+    host.held, host.sizes = Gauge(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
     every = table.passes()
     out = {(x.stage, table.number(x)) for x in every if x.kind.traits.lane is Lane.D2H}
     again = computed_again(table)

@@ -10,9 +10,9 @@ from tiny import LLAMA
 from megapipe.commands.plan.links import Device, sums
 from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.device import Gauge
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.sharded.eight_bits import InEightBits
-from megapipe.optim.sharded.passing import Live
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
 from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
@@ -53,7 +53,7 @@ def test_ranks_that_quantise_their_shares_make_what_one_makes_of_the_whole(kind,
 
     def rank(mesh):
         products, weights = products_and_weights(kind)
-        flat = InEightBits(weights, products=products, live=Live(), replicas=mesh.dp_cp, distributed=True)
+        flat = InEightBits(weights, products=products, live=Gauge(), replicas=mesh.dp_cp, distributed=True)
         flat.end_whole()
         assert all(weight.isnan().all() for weight in weights.values()), "nobody takes them for numbers"
         flat.start_gather()()

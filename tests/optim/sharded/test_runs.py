@@ -10,10 +10,10 @@ from short_run import config, datasets, run_of
 from tiny import STYLES
 
 from megapipe.config import ParallelConfig
+from megapipe.distributed.device import Gauge
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.sharded.buffers import ShardedBuffers
-from megapipe.optim.sharded.passing import Live
 from megapipe.pipeline_parallel.passes.begin import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
@@ -58,9 +58,9 @@ def test_a_rank_has_no_more_whole_than_the_clock_says(schedule, living, monkeypa
     of its own rank, and the first stage is whole with the last, once: the clock had both, 16% too much."""
     counted: dict[int, list[int]] = {}
     tied = schedule == "zb-v"
-    add = Live.add
+    add = Gauge.add
 
-    def counting(live: Live, size: int) -> None:
+    def counting(live: Gauge, size: int) -> None:
         add(live, size)
         if id(live) in counted:
             held = [x.untyped_storage().nbytes() for b in buffers[id(live)] for x in (b.model, b.grads)]
@@ -85,7 +85,7 @@ def test_a_rank_has_no_more_whole_than_the_clock_says(schedule, living, monkeypa
         training.driver.whole()
         return max(counted[id(optimizer.live)]), simulate(table, free).peak[mesh.pp.rank]
 
-    monkeypatch.setattr(Live, "add", counting)
+    monkeypatch.setattr(Gauge, "add", counting)
     model = replace(STYLES["gpt2"], num_layers=8 if tied else 6, untie_embeddings_and_output_weights=not tied)
     plain = config(model, dp=2, pp=2, schedule=schedule, bf16=True)
     parallel = replace(plain.parallel, num_virtual_stages_per_pipeline_rank=None if tied else 3, **FSDP)

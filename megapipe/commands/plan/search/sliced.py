@@ -7,7 +7,7 @@ from itertools import product
 from megapipe.commands.plan.links import Device
 from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.search import Search
-from megapipe.commands.plan.search.timed import Timed, timed
+from megapipe.commands.plan.search.timed import timed
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import pieces_of, plan_of
@@ -31,11 +31,7 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
         for count, (name, chunks) in product(counts, dict.fromkeys((own, *MADE_OF))):
             # Slices shorten what ranks wait for alone.
             if x.layout[2] > 1 and not x.plan.sharding and x.step - x.parts["bubble"] < found.limit(x.layout):
-                _take(found, _cut(x, name, chunks, count), memory, device)
-
-
-def _cut(x: Timed, name: str, chunks: int | None, count: int) -> Config:
-    return chosen(under(x.config, name, chunks), count, always=True)
+                _take(found, chosen(under(x.config, name, chunks), count, always=True), memory, device)
 
 
 def _take(found: Search, config: Config, memory: float, device: Device) -> None:
