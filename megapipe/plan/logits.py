@@ -24,7 +24,7 @@ def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
     if memory is None or logits <= KEPT_ELEMENTS or place.vocabulary or not model.cross_entropy_loss_fusion:
         return KEPT_ELEMENTS
     costs, more = plan.costs, logits * (2.0 if train.half else 4.0)
-    held, owed = ([*costs.memory(place)[n][: place.chain]] for n in (0, 1))
+    held, owed = (of_stages[: place.chain] for of_stages in costs.memory(place)[:2])
     held[-1], owed[-1] = held[-1] + more, owed[-1] + more
     peaks = simulate(plan.schedule, replace(costs, mem_b=tuple(held), mem_w=tuple(owed))).peak
     needed = [state + peak for state, peak in zip(plan.state_bytes, peaks, strict=True)]

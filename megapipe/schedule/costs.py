@@ -30,6 +30,18 @@ _AS_THEY_ARE = {"s", "t", "e", "mem_s", *ATTENTION}
 _TURNS = 256  # of finer pieces the sums alone count
 
 
+class Memory(NamedTuple):
+    """The fields of Costs that begin with mem_, by stage."""
+
+    b: list[float]
+    w: list[float]
+    s: list[float]
+    o: list[float]
+    r: list[float]
+    a: list[float]
+    g: list[float]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Durations in any time unit, memory in any unit; the defaults are the papers' F = B = W.
@@ -165,10 +177,10 @@ class Costs:
         fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end, first)
         return replace(self, **parts, **moved, fb=fb)
 
-    def memory(self, placement: Placement) -> list[list[float]]:
-        """mem_b, mem_w, mem_s, mem_o, mem_r, mem_a and mem_g by stage."""
-        names = "mem_b", "mem_w", "mem_s", "mem_b" if self.mem_o is None else "mem_o", "mem_r", "mem_a", "mem_g"
-        return [self._by_stage(name, placement) for name in names]
+    def memory(self, placement: Placement) -> Memory:
+        """Return the memory of each stage. All that B frees is copied where mem_o does not say how much."""
+        copied = "b" if self.mem_o is None else "o"
+        return Memory(*(self._by_stage(f"mem_{name}", placement) for name in ("b", "w", "s", copied, "r", "a", "g")))
 
     def gradients_of_keys(self, stage: int, placement: Placement) -> float:
         """The gradients of mem_k of a stage."""

@@ -169,7 +169,10 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
         ints([x + (plain.document(f)[-1] - (f.slice or 0) if plain.cuts else 0) for x, f in enumerate(forwards)]),
         doubles([duration[part][kind][f.stage] for kind in _KINDS for part, f in zip(parts, forwards, strict=True)]),
         *map(doubles, (lags(after), lags(before))),
-        *(doubles([memory[part][i][f.stage] for part, f in zip(parts, forwards, strict=True)]) for i in (0, 1, 3, 4)),
+        *(
+            doubles([getattr(memory[part], name)[f.stage] for part, f in zip(parts, forwards, strict=True)])
+            for name in "bwor"
+        ),
         *(doubles([abs(gradients(f, way)) if gradients else 0.0 for f in forwards]) for way in (True, False)),
         doubles([limit * HAIR for limit in limits]),
     )

@@ -223,7 +223,7 @@ def limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | N
             )
         return memory
     if memory is None:
-        mem_b, *_ = costs.memory(place)
+        mem_b = costs.memory(place).b
         memory = place.num_ranks * max(sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks))
     return (memory,) * place.num_ranks
 

@@ -39,7 +39,7 @@ def searched_slices(
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
-    held, *_ = mean.memory(place)
+    held = mean.memory(place).b
     own = [max(held[s] for s in place.stages_on(rank)) for rank in range(place.num_ranks)]
     room = tuple(most - (n - 1) * one for most, one in zip(memory, own, strict=True))
     best: tuple[float, Schedule] | None = None

@@ -46,7 +46,7 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
     rows = tuple(tuple(tuple(map(moved, step)) for step in row) for row in schedule.ranks)
     table, split = replace(schedule, placement=further, ranks=rows), Kind.W in schedule.kinds
     own = replace(costs, **{name: x[: place.chain] for name, x in vars(costs).items() if _by_stage(x, further)})
-    held = costs.memory(further)[0]
+    held = costs.memory(further).b
     room = [
         peak + (1 + len(ranks) + vocabulary) * sum(held[s] for s in further.stages_on(r))
         for r, peak in enumerate(simulate(schedule, own).peak)

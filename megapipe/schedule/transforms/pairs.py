@@ -69,7 +69,7 @@ def pairs(
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     """Activation of each rank in a steady state of pairs: a microbatch passes a stage in each pair, down and up
     again, and a rank has a pair for each of its stages and microbatch."""
-    place, held = schedule.placement, costs.memory(schedule.placement)[0]
+    place, held = schedule.placement, costs.memory(schedule.placement).b
     most = schedule.num_microbatches // place.num_chains
     rows = []
     for rank in range(place.num_ranks):
@@ -118,7 +118,7 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
         "to run each F with a BW, warm-ups of neighbouring ranks must differ by two passes, which takes a memory of "
         f"{max(asked):g}"
     )
-    step, low, found = min(costs.memory(schedule.placement)[0]), max(limits), None
+    step, low, found = min(costs.memory(schedule.placement).b), max(limits), None
     steps = int((max(asked) - low) / step + 1 - _SMALL) if step else 0
     few, enough = 0, steps
     while few < enough:  # the least that gains, of those between

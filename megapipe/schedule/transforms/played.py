@@ -46,7 +46,7 @@ def compiled_play(
     if code is None or schedule.cuts:
         return None
     place, m = schedule.placement, schedule.all_microbatches
-    held = costs.memory(place)[0]
+    held = costs.memory(place).b
     largest = [max(held[s] for s in place.stages_on(r)) for r in range(place.num_ranks)]
     table, begin = _table(schedule, costs, limits, split), [0, *accumulate(_count(row) for row in schedule.ranks)]
     steps, made = ints([0] * (12 * begin[-1])), ints([0] * place.num_ranks)

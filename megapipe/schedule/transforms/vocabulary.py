@@ -33,7 +33,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW of whole microbatches alone."
         )
     refuse_apart(schedule.name, place)
-    before, held = simulate(schedule, costs), costs.memory(place)[0]
+    before, held = simulate(schedule, costs), costs.memory(place).b
     room = [peak + sum(held[s] for s in place.stages_on(r)) for r, peak in enumerate(before.peak)]
     table = replace(schedule, placement=place)
     return merged(table, list(all_shared(table)), costs, room)

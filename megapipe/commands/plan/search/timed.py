@@ -99,7 +99,7 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
         costs = with_messages(in_seconds(plan, config, device), plan, config, device)
     living = whole_at_most(schedule, costs, AHEAD) if plan.sharding else [0.0] * len(schedule.ranks)
     rooms = tuple(room.memory / HAIR - state - whole for state, whole in zip(plan.state_bytes, living, strict=True))
-    held, place = costs.memory(schedule.placement)[0], schedule.placement
+    held, place = costs.memory(schedule.placement).b, schedule.placement
     if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
         raise ScheduleError("a rank has no room for one microbatch of a stage")
     recipe = Recipe(schedule.name, offload=Offload("fits", tries=0, most=room.most))
