@@ -29,7 +29,7 @@ from megapipe.models.build import build_stage
 from megapipe.models.provider import Provider, stage_provider
 from megapipe.partition.spans import nearly_even, spans
 from megapipe.pipeline_parallel.engine import ForwardBackward
-from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Schedule, build
 

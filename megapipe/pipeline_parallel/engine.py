@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import Chunks, chunks_of, config_of
 from megapipe.pipeline_parallel.execute import execute
@@ -22,20 +19,18 @@ from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
-from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.host import Host
-from megapipe.pipeline_parallel.passes.memory import Activations, moves_of
+from megapipe.pipeline_parallel.passes.memory import moves_of
 from megapipe.pipeline_parallel.passes.vocabulary import check_shares, ends_of, shape_of, shares_of
+from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks_of_tokens, shape_of_slice
-from megapipe.pipeline_parallel.stage import ForwardStep, PipelineStage
-from megapipe.pipeline_parallel.stopwatch import Stopwatch
+from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import Costs, Pass, Placement, Program, Schedule, build, forward_only, unpaired, verify
+from megapipe.schedule import Costs, Placement, Program, Schedule, build, forward_only, unpaired, verify
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
-from megapipe.tensor_parallel.rng import Stream
 
 SLACK = 2
 """Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
@@ -56,57 +51,6 @@ def _programs(
 
 _built = lru_cache(maxsize=16)(build)
 _kept = lru_cache(maxsize=16)(share_of_window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A step: Megatron's keywords, and ours.
-
-    Attributes:
-        forward_step_func: (data_iterator, model) -> (output, loss_func).
-        data_iterator, model: one, or a list of one per chunk of this rank in ascending stage order. A stage with
-            neither embedding nor loss may have None as its iterator.
-        num_microbatches: per step and data-parallel rank.
-        seq_length, micro_batch_size: s and b of the hidden states [s/c, b, h] on c context-parallel ranks, of which a
-            model whose config.sequence_parallel is on takes and gives [s/(c t), b, h]. One pipeline rank reads neither.
-        decoder_seq_length: seq_length of the decoder where it differs.
-        forward_only: evaluation; the same order of forwards, no gradients.
-        collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
-        calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-        averaged_over_cp: whoever synchronises gradients averages them over context-parallel ranks, see `Loss.share`.
-        loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
-        stream: the randomness of a microbatch.
-        variable_seq_lengths: for this step, as for all of an engine.
-        documents: of a microbatch, with which its slices end where one is near a cut.
-        around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
-        on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is taken; waits for the samples that it needs.
-        weights: what the table's passes of a stage as a whole do, of each chunk; None if it has none.
-        on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
-        stopwatch: takes the time of every pass.
-    """
-
-    forward_step_func: ForwardStep
-    data_iterator: Any
-    model: nn.Module | Sequence[nn.Module]
-    num_microbatches: int
-    seq_length: int | None
-    micro_batch_size: int | None
-    decoder_seq_length: int | None = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    calculate_per_token_loss: bool = False
-    averaged_over_cp: bool = False
-    loss_scale: Callable[[], float] = lambda: 1.0
-    stream: Callable[[int], Stream] = lambda microbatch: Stream(0, microbatch)
-    variable_seq_lengths: bool = False
-    documents: Callable[[int], Documents | None] | None = None
-    around_last_backward: Callable[[int], AbstractContextManager[None]] | None = None
-    on_stage_done: Callable[[int], None] | None = None
-    read: Callable[[Pass], None] | None = None
-    weights: Sequence[Weights] | None = None
-    on_loss: Callable[[Loss], None] | None = None
-    stopwatch: Stopwatch | None = None
 
 
 @dataclass(eq=False)
@@ -222,58 +166,29 @@ class ForwardBackward:
 
 
 def _stages(
-    step: Request,
-    table: Schedule,
-    chunks: Chunks,
-    config: Any,
-    mesh: ProcessMesh,
-    host: Host,
-    lengths: Lengths,
+    step: Request, table: Schedule, chunks: Chunks, config: Any, mesh: ProcessMesh, host: Host, lengths: Lengths
 ) -> dict[int, PipelineStage]:
     kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-    around, place = step.around_last_backward, table.placement
+    place = table.placement
     moves = {} if step.forward_only else moves_of(table, chunks, host)
     shares, own = shares_of(place, chunks, step.forward_step_func)
     return {
         number: PipelineStage(
+            step,
             module,
-            step.forward_step_func,
             own[number],
-            holds_loss=place.is_last(number) or place.depth(number) > 0,
-            goes_on=place.next(number) is not None,
-            of_depth=(place.depth(number), config.depth_weight) if place.depth(number) else (0, 1.0),
-            loss_divisor=step.num_microbatches,
-            loss_scale=step.loss_scale,
-            per_token=step.calculate_per_token_loss,
-            averaged_over_cp=step.averaged_over_cp,
-            collect_non_loss_data=step.collect_non_loss_data,
-            stream=partial(_drawn, step, mesh, kept[number], slices := Slices(lengths), moves.get(number)),
-            slices=slices,
+            number=number,
+            mesh=mesh,
+            ends=ends_of(place, number, config, evaluates=step.forward_only),
             share=shares.get(number),
-            **ends_of(place, number, evaluates=step.forward_only),
             last=table.last.get(number),
+            kept=kept[number],
+            slices=Slices(lengths),
             weights=step.weights[n] if step.weights else None,
             moves=moves.get(number),
-            around_last_backward=around and partial(around, number),
         )
         for n, (number, (module, _)) in enumerate(chunks.items())
     }
-
-
-def _drawn(
-    step: Request, mesh: ProcessMesh, kept: frozenset[int], slices: Slices, moves: Activations | None, number: int
-) -> Stream:
-    """The stream that layers draw from for a microbatch or a slice; those of `kept` are not computed again."""
-    scale, per_token = step.loss_scale(), step.calculate_per_token_loss  # as Loss.share
-    share = slices.share(number)
-    ranks = mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
-
-    def weigh(tokens: int, part: float = share) -> float:
-        return scale * tokens if per_token else scale * part * ranks / step.num_microbatches
-
-    stream, recomputes = slices.stream(step.stream(slices.microbatch(number)), number), number not in kept
-    stream = replace(stream, cp=mesh.cp, dp=mesh.dp, recomputes=recomputes, weigh=weigh)
-    return replace(stream, keep=slices.keeping(number, moves.keep)) if moves and slices.cuts else stream
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

@@ -264,7 +264,7 @@ class _Runs(NamedTuple):
         else:
             run = partial(PASSES[f.kind], stage, one.number, given[0])
             beside = partial(PASSES[b.kind], back, other.number, given[1])
-            synchronises = any(getattr(x, "around_last_backward", None) is not None for x in (stage, back))
+            synchronises = any(getattr(x, "synchronises", False) for x in (stage, back))
             way = how(f, b, lambda: back.alike(one.number, other.number), synchronises=synchronises)
             made = self.together.run(run, beside, way, self.watch)
         self.watch.note(begin, passes=2)

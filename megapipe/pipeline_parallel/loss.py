@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.errors import ConfigError
 
 LossFunc = Callable[..., Any]
 """loss_func(output) -> (loss, dict) or (sum of token losses, number of tokens, dict)."""
+
+ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
+"""Megatron's: (data_iterator, model) -> (output, loss_func)."""
 
 _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of tokens, dict)"
 

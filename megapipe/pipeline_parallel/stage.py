@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from megapipe.distributed.axis import Axis
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Noting, Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
-from megapipe.pipeline_parallel.passes.begin import Weights, sum_of
+from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
+from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.beside import beside
@@ -28,9 +30,6 @@ from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.vocabulary import combine, packed_loss
 from megapipe.tensor_parallel.weight_grad import WeightGrads
-
-ForwardStep = Callable[[Iterator[Any] | None, nn.Module], tuple[Tensor, LossFunc]]
-"""Megatron's: (data_iterator, model) -> (output, loss_func); see pipeline_parallel.loss."""
 
 
 class _Saved(NamedTuple):
@@ -60,46 +59,33 @@ class PipelineStage:
     """Runs Megatron's forward_step_func for one stage and differentiates it.
 
     Args:
+        request: the step. What is reported of its losses knows nothing of how they are scaled and divided.
         module: has `set_input_tensor`; its forward is called by forward_step.
-        holds_loss: its forward ends in loss_func. goes_on: so that hidden states are the output of a loss's stage too.
-        of_depth: which depth of multi-token prediction it is, from 1, and what its loss counts.
-        loss_divisor, per_token, loss_scale, averaged_over_cp: number of microbatches and the rest of `Loss.share`. What
-            is reported knows nothing of them. collect_non_loss_data asks loss_func for other data instead.
-        stream: randomness of each microbatch.
+        number: of the stage.
         share: of the vocabulary, if this stage has one.
-        combines: the ranks share the vocabulary, and this stage puts a loss together in a pass of its own: the k-th of
-            n that shares compute of a microbatch. joins: what its forward is given, to its input.
         last: the microbatches that the table has last, for those that follow; None without a table.
+        kept: microbatches of which the model computes nothing again.
         slices: of a microbatch; each is to a stage what a whole one is, by its number among all.
         weights: what is done to the stage as a whole.
         moves: activations that the table moves out of the way; None where it has no O, L or R.
-        around_last_backward: makes what is entered while the last backward runs.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data, or in an evaluation without loss_func the outputs.
     """
 
+    request: Request
     module: nn.Module
-    forward_step: ForwardStep
     data_iterator: Iterator[Any] | None
     _: KW_ONLY
-    holds_loss: bool
-    goes_on: bool = False
-    of_depth: tuple[int, float] = (0, 1.0)
-    loss_divisor: int
-    loss_scale: Callable[[], float] = lambda: 1.0
-    per_token: bool
-    averaged_over_cp: bool = False
-    collect_non_loss_data: bool
-    stream: Callable[[int], Stream]
+    mesh: ProcessMesh
+    number: int = 0
+    ends: Ends = field(default_factory=Ends)
     share: VocabularyShare | None = None
-    combines: tuple[int, int] | None = None
-    joins: Callable[[list[Tensor]], Tensor | None] = sum_of
     last: Last | None = None
+    kept: Collection[int] = ()
     slices: Slices = field(default_factory=Slices)
     weights: Weights | None = None
     moves: Activations | None = None
-    around_last_backward: Callable[[], AbstractContextManager[None]] | None = None
 
     def __post_init__(self) -> None:
         module = self.module
@@ -119,6 +105,28 @@ class PipelineStage:
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
         self._combined: dict[int, Tensor] = {}
         self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
+
+    @property
+    def synchronises(self) -> bool:
+        """Return whether the last backward has other work to do."""
+        return self.request.around_last_backward is not None
+
+    def stream(self, number: int) -> Stream:
+        """Return what layers draw from for a microbatch or a slice."""
+        step, slices, moves = self.request, self.slices, self.moves
+        scale = step.loss_scale()  # as Loss.share
+        share = slices.share(number)
+        ranks = self.mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
+
+        def weigh(tokens: int, part: float = share) -> float:
+            if step.calculate_per_token_loss:
+                return scale * tokens
+            return scale * part * ranks / step.num_microbatches
+
+        stream = slices.stream(step.stream(slices.microbatch(number)), number)
+        again = number not in self.kept
+        stream = replace(stream, cp=self.mesh.cp, dp=self.mesh.dp, recomputes=again, weigh=weigh)
+        return replace(stream, keep=slices.keeping(number, moves.keep)) if moves and slices.cuts else stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
@@ -152,10 +160,10 @@ class PipelineStage:
         grad = own if grad is None else grad if own is None else grad[: len(own)] + own
         assert grad is not None, f"no gradient for microbatch {microbatch}"
         is_last = self.last is not None and microbatch == self.last.backward
-        around = self.around_last_backward if is_last else None
+        around = self.request.around_last_backward if is_last else None
         # B without W: products for weights are noted, with the tensors they need, until this microbatch's W.
         kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
-        with around() if around else nullcontext(), kept:
+        with around(self.number) if around else nullcontext(), kept:
             if saved.output is not None:
                 _differentiate(saved.output, grad)
         return _grad_of(saved.x)
@@ -163,7 +171,7 @@ class PipelineStage:
     def alike(self, microbatch: int, other: int) -> bool:
         """Do backwards of these microbatches wait in the same places?"""
         of_one_place = (microbatch - other) % self.slices.count == 0
-        return of_one_place and self.stream(microbatch).recomputes == self.stream(other).recomputes
+        return of_one_place and (microbatch in self.kept) == (other in self.kept)
 
     def _forward(
         self, microbatch: int, x: Tensor | None, data: Iterator[Any] | None = None, stream: Stream | None = None
@@ -178,15 +186,15 @@ class PipelineStage:
         moves = self.moves if torch.is_grad_enabled() else None
         # When the leaf's values leave it is let go of; whoever else keeps the input keeps them here.
         self._set_input(x.view_as(x) if moves and x is not None else x)
-        grad = None
+        ends, grad = self.ends, None
         with self._between_layers(microbatch), moves.saving(microbatch) if moves else nullcontext():
-            output, loss_func = output_of(self.forward_step(data or self.data_iterator, self.module))
+            output, loss_func = output_of(self.request.forward_step_func(data or self.data_iterator, self.module))
             # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
-            if self.combines and not second:
+            if ends.combines and not second:
                 self._ends[microbatch] = output.detach(), loss_func, stream.cp
-            elif self.holds_loss and not self.combines:
+            elif ends.holds_loss and not ends.combines:
                 output, grad = self._loss(microbatch, output, loss_func, stream.cp)
-        if self.holds_loss and self.goes_on and not self.combines:
+        if ends.holds_loss and ends.goes_on and not ends.combines:
             hidden = attribute_of(self.module, "take_hidden_states")()
             output, grad = hidden if grad is None else beside(hidden, output, grad), None
         if torch.is_grad_enabled():
@@ -196,7 +204,7 @@ class PipelineStage:
         if moves:
             self._set_input(None)
             moves.saved(microbatch, output, x)
-        return None if self.holds_loss and not (self.combines or self.goes_on) else output.detach()
+        return None if ends.holds_loss and not (ends.combines or ends.goes_on) else output.detach()
 
     def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
         """A context for a forward: lets the gradients of the last microbatch report their layers."""
@@ -228,8 +236,8 @@ class PipelineStage:
         the gradient of its output."""
         x, loss_func, cp = self._ends.pop(microbatch)
         tp = attribute_of(self.module, "tp")
-        assert self.combines is not None
-        of_loss = combine(shares, x.shape[-1], tp, self.combines)
+        assert self.ends.combines is not None
+        of_loss = combine(shares, x.shape[-1], tp, self.ends.combines)
         losses = of_loss.losses.view(-1, x.shape[1]).requires_grad_(torch.is_grad_enabled())
         value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
         assert not callable(grad), "shares of the vocabulary are of whole microbatches"
@@ -267,21 +275,22 @@ class PipelineStage:
 
     def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
         """The tensor that is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
-        self.slices.refuse_lossless(loss_func, self.collect_non_loss_data)
+        step, ends = self.request, self.ends
+        self.slices.refuse_lossless(loss_func, step.collect_non_loss_data)
         if loss_func is None:
             if torch.is_grad_enabled():
                 raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
             self.results[microbatch] = output
             return output, None
-        if self.collect_non_loss_data:
+        if step.collect_non_loss_data:
             self.results[microbatch] = loss_func(output, non_loss_data=True)
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss.kept()
-        counts = self.loss_divisor, self.per_token, self.loss_scale() * self.of_depth[1], cp
-        weigh = partial(Loss.share, averaged=self.averaged_over_cp)
+        counts = step.num_microbatches, step.calculate_per_token_loss, step.loss_scale() * ends.counts, cp
+        weigh = partial(Loss.share, averaged=step.averaged_over_cp)
         share = self.slices.share_of(microbatch, self.losses, lambda loss: weigh(loss, *counts))
-        self.losses[microbatch] = loss.kept(self.of_depth[0], cp)
+        self.losses[microbatch] = loss.kept(ends.depth, cp)
         return loss.value, share
 
 

@@ -42,7 +42,7 @@ from megapipe.optim.lr import LRSchedule
 from megapipe.optim.optimizer import Optimizer
 from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
-from megapipe.pipeline_parallel.stage import ForwardStep
+from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line, why_not

@@ -16,18 +16,19 @@ from torch.profiler import profile
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.meeting.position import Position
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.contracts.forward_backward import get_forward_backward_func
 from megapipe.pipeline_parallel.engine import SLACK
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
 from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
 from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.tensor_parallel.rng import Stream
 
 from .relay import Done, Void
 
@@ -234,16 +235,15 @@ def test_an_output_is_gone_once_it_is_sent_while_its_graph_stays(monkeypatch):
     schedule, module = build("gpipe", 2, 8), Linear()
     axis = Axis(0, 2, (0, 1))
     comm = Messenger(axis, (2, 1, 4), torch.float32, transport=Void(axis), sends_in_flight=0)
-    stage = PipelineStage(
-        module,
-        lambda _, model: (model(), None),
-        None,
-        holds_loss=False,
-        loss_divisor=8,
-        per_token=False,
-        collect_non_loss_data=False,
-        stream=lambda microbatch: Stream(0, microbatch),
+    asked = Request(
+        forward_step_func=lambda _, model: (model(), None),
+        data_iterator=None,
+        model=module,
+        num_microbatches=8,
+        seq_length=None,
+        micro_batch_size=None,
     )
+    stage = PipelineStage(asked, module, None, mesh=ProcessMesh.single())
     monkeypatch.setattr(Void, "one", lambda self, op: Done())  # keeps no operation
     monkeypatch.setattr(torch, "empty", torch.ones)  # what the void delivers: gradients of ones
     execute(lower(schedule)[0], schedule.placement, {0: stage}, comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.distributed.axis import CPU
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of, config_of
-from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.passes.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.memory import Activations
+from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.schedule.passes import Last
-from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 
@@ -41,8 +43,12 @@ class Square(nn.Module):
 
 
 def stage(module: nn.Module, forward_step: Any = lambda _, model: (model(), None), **given: Any) -> PipelineStage:
-    usual = {"holds_loss": False, "loss_divisor": 2, "per_token": False, "collect_non_loss_data": False}
-    return PipelineStage(module, forward_step, given.pop("data", None), stream=lambda n: Stream(0, n), **usual | given)
+    """A stage of a step of two microbatches. given: fields of a Request, or of the stage."""
+    data, own = given.pop("data", None), {field.name for field in fields(PipelineStage)}
+    asked = {name: given.pop(name) for name in given.keys() - own}
+    usual = {"num_microbatches": 2, "seq_length": None, "micro_batch_size": None}
+    step = Request(forward_step_func=forward_step, data_iterator=data, model=module, **usual | asked)
+    return PipelineStage(step, module, data, mesh=ProcessMesh.single(), **given)
 
 
 X = torch.tensor([[[2.0]], [[-1.0]]])
@@ -166,7 +172,7 @@ def test_the_last_stage_divides_its_loss_by_microbatches_and_tokens_and_reports_
         own = stage(
             module := Square(),
             lambda _, model: (model(), lambda out: (out.sum(), 4, {"sum": out.sum().detach()})),
-            holds_loss=True,
+            ends=Ends(holds_loss=True),
             loss_scale=lambda: 8.0,
             **given,
         )
@@ -178,7 +184,7 @@ def test_the_last_stage_divides_its_loss_by_microbatches_and_tokens_and_reports_
     torch.testing.assert_close(grad, torch.tensor(5.0 * 8 / 2 / 4))
     assert own.losses[0].reported == {"sum": 15.0}
     assert not own.losses[0].value.requires_grad
-    torch.testing.assert_close(train(per_token=True)[1], torch.tensor(5.0 * 8))
+    torch.testing.assert_close(train(calculate_per_token_loss=True)[1], torch.tensor(5.0 * 8))
 
 
 def test_other_data_than_a_loss_is_collected_as_it_is() -> None:
@@ -186,7 +192,7 @@ def test_other_data_than_a_loss_is_collected_as_it_is() -> None:
         assert non_loss_data
         return {"largest": out.max().item()}
 
-    given = {"holds_loss": True, "collect_non_loss_data": True}
+    given = {"ends": Ends(holds_loss=True), "collect_non_loss_data": True}
     own = stage(Square(), lambda _, model: (model(), loss_func), **given)
     with torch.no_grad():
         assert own.forward(1, X) is None
@@ -196,7 +202,7 @@ def test_other_data_than_a_loss_is_collected_as_it_is() -> None:
 
 def test_a_last_stage_without_a_loss_is_told_what_to_return() -> None:
     with pytest.raises(ConfigError) as caught:
-        stage(Square(), holds_loss=True).forward(0, X)
+        stage(Square(), ends=Ends(holds_loss=True)).forward(0, X)
     assert str(caught.value) == "forward_step must return (output, loss_func) on the stage with the loss, got None."
 
 

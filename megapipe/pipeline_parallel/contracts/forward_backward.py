@@ -18,10 +18,9 @@ from megapipe.pipeline_parallel.attributes import config_of
 from megapipe.pipeline_parallel.contracts.grad_sync import GradSync, check_config
 from megapipe.pipeline_parallel.contracts.p2p import P2PCommunicator, axis_of
 from megapipe.pipeline_parallel.engine import ForwardBackward
-from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.loss import ForwardStep, Loss
 from megapipe.pipeline_parallel.messages.agreed import size_of
 from megapipe.pipeline_parallel.messages.transport import P2PMode
-from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.schedule import Schedule
 from megapipe.schedule.catalogue import entry_of, is_file, usual
 from megapipe.schedule.patterns import GROUP_SIZE, Entry
@@ -76,7 +75,7 @@ class _Engine(NamedTuple):
 @dataclass(eq=False)
 class Step:
     """One rank's step, called as Megatron's train_step and evaluate call theirs. What is not named here is as in
-    engine.Request.
+    request.Request.
 
     Keywords:
         first_val_step: is it the first of an evaluation? Then, and in training, a chunk that has

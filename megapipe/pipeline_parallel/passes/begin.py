@@ -75,12 +75,32 @@ def weights_of(stage: Any) -> Weights:
 
 def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
     """The input of a forward: what it is given added up, if the stage does not say otherwise."""
-    return getattr(stage, "joins", sum_of)(given)
+    ends: Ends | None = getattr(stage, "ends", None)
+    return sum_of(given) if ends is None else ends.joins(given)
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
     """The sum in their order, so that it has the same bits whatever arrives first."""
     return reduce(torch.add, given) if given else None
+
+
+class Ends(NamedTuple):
+    """What a stage has of the ends of the model.
+
+    Attributes:
+        holds_loss: its forward ends in loss_func. goes_on: and gives hidden states to a next stage too.
+        depth: which one of multi-token prediction it is, from 1; 0: none. counts: what its loss does.
+        combines: the ranks share the vocabulary, and this stage puts a loss together in a pass of its own: the k-th of
+            n that shares compute of a microbatch.
+        joins: what a forward is given, to its input.
+    """
+
+    holds_loss: bool = False
+    goes_on: bool = False
+    depth: int = 0
+    counts: float = 1.0
+    combines: tuple[int, int] | None = None
+    joins: Callable[[list[Tensor]], Tensor | None] = sum_of
 
 
 def _copying(wait: Copy | Callable[[], None]) -> Begun:

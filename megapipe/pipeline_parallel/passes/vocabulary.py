@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megapipe.distributed.tokens import ahead
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.loss import LossFunc, output_of
-from megapipe.pipeline_parallel.passes.begin import sum_of
+from megapipe.pipeline_parallel.loss import ForwardStep, output_of
+from megapipe.pipeline_parallel.passes.begin import Ends, sum_of
 from megapipe.schedule import Kind, Pass, Placement
 from megapipe.schedule.kinds import Where
 from megapipe.tensor_parallel.collectives import opening
@@ -29,7 +29,6 @@ from megapipe.tensor_parallel.vocabulary import (
 )
 
 Data = Iterator[Any] | None
-ForwardStep = Callable[[Data, nn.Module], tuple[Tensor, LossFunc]]
 FLAG = "--vocab-parallel-pipeline"
 
 
@@ -131,13 +130,19 @@ def shares_of(
     return shares, stages
 
 
-def ends_of(place: Placement, stage: int, *, evaluates: bool) -> dict[str, Any]:
-    """The fields of PipelineStage that a shared vocabulary sets: `combines` and `joins`.
+def ends_of(place: Placement, stage: int, config: Any, *, evaluates: bool) -> Ends:
+    """What a stage has of the ends of the model.
 
-    A stage that embeds takes the sum of what all shares looked up, from its own first token on; a depth behind its
-    hidden states, as [s + s, b, h].
+    With a shared vocabulary a stage that embeds takes the sum of what all shares looked up, from its own first token
+    on; a depth after its hidden states, as [s + s, b, h].
     """
-    depth, losses, found = place.depth(stage), _losses(place, evaluates=evaluates), dict[str, Any]()
+    depth = place.depth(stage)
+    ends = Ends(
+        holds_loss=place.is_last(stage) or depth > 0,
+        goes_on=place.next(stage) is not None,
+        depth=depth,
+        counts=config.depth_weight if depth else 1.0,
+    )
 
     def joined(given: list[Tensor]) -> Tensor:
         looked_up = sum_of(given[depth > 0 :])
@@ -146,10 +151,10 @@ def ends_of(place: Placement, stage: int, *, evaluates: bool) -> dict[str, Any]:
         return torch.cat((given[0], own)) if depth else own
 
     if place.vocabulary and stage in place.meant(stage, Where.LOSSES):
-        found["combines"] = depth, losses
+        ends = ends._replace(combines=(depth, _losses(place, evaluates=evaluates)))
     if place.vocabulary and stage in place.meant(stage, Where.EMBEDS):
-        found["joins"] = joined
-    return found
+        ends = ends._replace(joins=joined)
+    return ends
 
 
 def _losses(place: Placement, *, evaluates: bool) -> int:

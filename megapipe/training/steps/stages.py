@@ -18,12 +18,11 @@ from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
-from megapipe.pipeline_parallel.loss import Loss
+from megapipe.pipeline_parallel.loss import ForwardStep, Loss
 from megapipe.pipeline_parallel.messages.transport import Transport
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.passes.host import Host
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
-from megapipe.pipeline_parallel.stage import ForwardStep
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, Pass, Schedule

@@ -18,7 +18,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import Op, Transport
-from megapipe.pipeline_parallel.passes.begin import Weights
+from megapipe.pipeline_parallel.passes.begin import Ends, Weights
+from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together
@@ -26,7 +27,6 @@ from megapipe.schedule import Costs, Kind, Pass, Schedule, lower, unpaired
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import overlaps
-from megapipe.tensor_parallel.rng import Stream
 from tools.bench.emulate.device import Device, Layers, Moves, Part, Share, Shared
 from tools.bench.emulate.lanes import Lanes
 
@@ -135,6 +135,14 @@ class Ours(Runner):
         self.table = self.schedule if hides else unpaired(self.schedule)
         self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], Together(CPU)
         self.modules = self.layers(split_by_autograd=False)
+        self.request = Request(
+            forward_step_func=self.forward,
+            data_iterator=None,
+            model=[*self.modules.values()],
+            num_microbatches=self.schedule.num_microbatches,
+            seq_length=None,
+            micro_batch_size=None,
+        )
         self.x = torch.zeros(self.shape)
         copies = Kind.O in self.schedule.kinds
         self.lanes = Lanes(self.mesh, self.schedule, self.costs, self.device) if copies else None
@@ -162,14 +170,11 @@ class Ours(Runner):
             if place.vocabulary or self.schedule.cuts or self.lanes
             else {
                 number: PipelineStage(
+                    self.request,
                     module,
-                    self.forward,
                     None,
-                    holds_loss=place.is_last(number),
-                    loss_divisor=self.schedule.num_microbatches,
-                    per_token=False,
-                    collect_non_loss_data=False,
-                    stream=lambda microbatch: Stream(0, microbatch),
+                    mesh=self.mesh,
+                    ends=Ends(holds_loss=place.is_last(number)),
                     weights=weights[number],
                 )
                 for number, module in self.modules.items()

@@ -216,7 +216,7 @@ DEFECTS = {
     "shares of the vocabulary count tokens without loss": Planted(
         "pipeline_parallel/stage.py",
         "        scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)\n",
-        "        scale = scale.flatten() * 2.0 if self.per_token else scale.flatten()\n",
+        "        scale = scale.flatten() * 2.0 if self.request.calculate_per_token_loss else scale.flatten()\n",
         {"vocabulary": ["shared"], "loss": ["per-token"]},
     ),
     "histories of largest values are not shared by data-parallel ranks": Planted(
