@@ -185,7 +185,12 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
     training = Training(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
     training.driver.whole()
-    sent, took, ran, loss = _count_sent(training.run.stages.transport), list[float](), list[list[list[Ran]]](), 0.0
+    sent, took, ran, loss = (
+        _count_sent(training.run.stages.engine.transport),
+        list[float](),
+        list[list[list[Ran]]](),
+        0.0,
+    )
     for _ in range(steps):
         mesh.world.barrier()
         began = time.perf_counter()

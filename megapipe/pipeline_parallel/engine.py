@@ -27,7 +27,6 @@ from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import Costs, Placement, Program, Schedule, build, forward_only, unpaired, verify
-from megapipe.schedule.costs import UNIT
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
@@ -66,7 +65,6 @@ class ForwardBackward:
             num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths and pipeline_dtype, the type of
             messages; None for the model's own `.config`, which Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
-        costs: what the stages take; messages are posted in the order that these give.
         options: of `schedule.build`, for a name.
     """
 
@@ -77,7 +75,6 @@ class ForwardBackward:
     p2p_mode: str = P2PMode.PLAIN
     config: Any = None
     variable_seq_lengths: bool = False
-    costs: Costs = UNIT
     options: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +92,7 @@ class ForwardBackward:
         Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
         """
         step = Request(**given)
-        table, rank = self.table(step.num_microbatches), self.mesh.pp.rank
+        table, rank = step.schedule or self.table(step.num_microbatches), self.mesh.pp.rank
         chunks = chunks_of(table, rank, step.model, step.data_iterator)
         if self.graphs is not None and not step.forward_only:
             chunks = self.graphs.over(chunks, table)
@@ -106,8 +103,8 @@ class ForwardBackward:
         variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
         length = None if variable else step.decoder_seq_length or step.seq_length
         lengths = lengths_of(table, length, self.mesh, config, step.documents)
-        stages = _stages(step, table, chunks, config, self.mesh, self.host, lengths)
-        programs, in_flight = _programs(table, self.costs, step.forward_only, self.mesh.hides)
+        stages = self._stages(step, table, chunks, config, lengths)
+        programs, in_flight = _programs(table, step.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
         comm = self._messenger(step, config, table.placement, in_flight[rank] + SLACK, lengths, variable)
         # At the first step of each placement: steps may be of several.
@@ -127,6 +124,31 @@ class ForwardBackward:
                 together=self._together,
             )
         return _reported(stages.values(), step.on_loss)
+
+    def _stages(
+        self, step: Request, table: Schedule, chunks: Chunks, config: Any, lengths: Lengths
+    ) -> dict[int, PipelineStage]:
+        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
+        place = table.placement
+        moves = {} if step.forward_only else moves_of(table, chunks, self.host)
+        shares, own = shares_of(place, chunks, step.forward_step_func)
+        return {
+            number: PipelineStage(
+                step,
+                module,
+                own[number],
+                number=number,
+                mesh=self.mesh,
+                ends=ends_of(place, number, config, evaluates=step.forward_only),
+                share=shares.get(number),
+                last=table.last.get(number),
+                kept=kept[number],
+                slices=Slices(lengths),
+                weights=step.weights[n] if step.weights else None,
+                moves=moves.get(number),
+            )
+            for n, (number, (module, _)) in enumerate(chunks.items())
+        }
 
     def _messenger(
         self, step: Request, config: Any, place: Placement, in_flight: int, lengths: Lengths, variable: bool
@@ -163,32 +185,6 @@ class ForwardBackward:
                 "Build the table for these, or give get_forward_backward_func the schedule's name."
             )
         return table
-
-
-def _stages(
-    step: Request, table: Schedule, chunks: Chunks, config: Any, mesh: ProcessMesh, host: Host, lengths: Lengths
-) -> dict[int, PipelineStage]:
-    kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-    place = table.placement
-    moves = {} if step.forward_only else moves_of(table, chunks, host)
-    shares, own = shares_of(place, chunks, step.forward_step_func)
-    return {
-        number: PipelineStage(
-            step,
-            module,
-            own[number],
-            number=number,
-            mesh=mesh,
-            ends=ends_of(place, number, config, evaluates=step.forward_only),
-            share=shares.get(number),
-            last=table.last.get(number),
-            kept=kept[number],
-            slices=Slices(lengths),
-            weights=step.weights[n] if step.weights else None,
-            moves=moves.get(number),
-        )
-        for n, (number, (module, _)) in enumerate(chunks.items())
-    }
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

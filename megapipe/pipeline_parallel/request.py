@@ -13,7 +13,8 @@ from megapipe.distributed.tokens import Documents
 from megapipe.pipeline_parallel.loss import ForwardStep, Loss
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.schedule import Pass
+from megapipe.schedule import Costs, Pass, Schedule
+from megapipe.schedule.costs import UNIT
 from megapipe.tensor_parallel.rng import Stream
 
 
@@ -28,6 +29,8 @@ class Request:
         num_microbatches: per step and data-parallel rank.
         seq_length, micro_batch_size: s and b of the hidden states [s/c, b, h] on c context-parallel ranks, of which a
             model whose config.sequence_parallel is on takes and gives [s/(c t), b, h]. One pipeline rank reads neither.
+        schedule: the step's table, in place of the engine's.
+        costs: what the stages take; messages are posted in the order that these give.
         decoder_seq_length: seq_length of the decoder where it differs.
         forward_only: evaluation; the same order of forwards, no gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
@@ -51,6 +54,8 @@ class Request:
     num_microbatches: int
     seq_length: int | None
     micro_batch_size: int | None
+    schedule: Schedule | None = None
+    costs: Costs = UNIT
     decoder_seq_length: int | None = None
     forward_only: bool = False
     collect_non_loss_data: bool = False

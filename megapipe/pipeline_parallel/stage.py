@@ -287,11 +287,17 @@ class PipelineStage:
             return output, None
         loss = Loss.of(loss_func(output))
         self.losses[microbatch] = loss.kept()
-        counts = step.num_microbatches, step.calculate_per_token_loss, step.loss_scale() * ends.counts, cp
-        weigh = partial(Loss.share, averaged=step.averaged_over_cp)
-        share = self.slices.share_of(microbatch, self.losses, lambda loss: weigh(loss, *counts))
+        share = partial(
+            Loss.share,
+            microbatches=step.num_microbatches,
+            per_token=step.calculate_per_token_loss,
+            scale=step.loss_scale() * ends.counts,
+            cp=cp,
+            averaged=step.averaged_over_cp,
+        )
+        counts = self.slices.share_of(microbatch, self.losses, share)
         self.losses[microbatch] = loss.kept(ends.depth, cp)
-        return loss.value, share
+        return loss.value, counts
 
 
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_s
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
-from megapipe.checks.run import flag_problems, tokenizer_problems
+from megapipe.checks.run import flag_problems, tokenizer_problems, validate
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.convert.upcycle import refuse_upcycling
@@ -25,7 +25,8 @@ from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
 from megapipe.flags.parse import to_flags
-from megapipe.models.provider import find_provider
+from megapipe.models.provider import Provider, find_provider
+from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.table import saved_bytes
@@ -56,6 +57,39 @@ def settled(config: Config, model: ModelConfig) -> Config:
     still = idle(made)
     gone = tuple(row for row in idle(config) if row not in still)
     return replace(made, holding=(*made.holding, *gone))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a run is made of, checked.
+
+    Attributes:
+        eod: end-of-document id of the tokenizer.
+        layers: whose layers the model has, in words.
+    """
+
+    config: Config
+    plan: Plan
+    provider: Provider
+    data: Datasets
+    eod: int
+    layers: str
+
+
+def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> Launch:
+    """Check everything that can be known before ranks meet. Raises: UserError."""
+    config = replace(as_here(config), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    look = cache(find_checkpoint)
+    config = with_checkpoint_args(config, look)
+    tokenizer = validate(config, has_cuda=has_cuda(), own_data=datasets is not build_datasets)
+    if config.model.model_provider is not None:
+        provider = find_provider(config.model.model_provider)
+    vocab = config.model.padded_vocab(tokenizer.vocab_size)
+    impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
+    config = settled(config, replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl))
+    plan = make_plan(config)
+    refuse_save(config.checkpoint, look(config.checkpoint))
+    return Launch(config, plan, provider, datasets(config, tokenizer), tokenizer.eod, layers)
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 
 from megapipe.data.build import Datasets
+from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.plan import with_batch
 from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.run import Run
 from megapipe.training.seams import Seams
-from megapipe.training.steps.stages import evaluate
+from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import weights_of
+
+
+def evaluate(
+    stages: Stages, batches_at: BatchesAt, consumed: int, iters: int, weights: Sequence[Weights] | None = None
+) -> dict[str, float]:
+    """Means of what loss_func reports in `iters` global batches: all sums over all counts, as in Megatron-LM.
+
+    weights: as of `Stages.run`.
+    """
+    size = stages.config.global_batch_size
+    starts = range(consumed, consumed + iters * size, size)
+    totals = (stages.run(batches_at(start), start, evaluate=True, weights=weights)() for start in starts)
+    return reduce(add, totals).means
 
 
 class Evaluation:

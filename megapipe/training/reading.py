@@ -14,6 +14,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import DataError
 from megapipe.schedule import Placement
 from megapipe.training.progress import Progress
+from megapipe.training.steps.batches import gets_batches
 
 BatchesAt = Callable[[int], Sequence[Microbatch]]
 """(samples consumed) -> the microbatches of a step, none on a rank that looks at no tokens."""
@@ -81,8 +82,7 @@ class Reading:
         where documents are apart."""
         data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
         apart = data.reset_attention_mask or data.reset_position_ids
-        ends = any(map(self.place.reads, own))
-        return apart or ends or self.place.vocabulary or any(stage in self.also_read for stage in own)
+        return apart or any(gets_batches(self.place, stage, self.also_read) for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
         # Ranks between the ends of a pipeline read nothing, and start no threads.

@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.slices import Lengths, Slices, joined
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.steps import stages
+from megapipe.training.steps import batches
 from tools.proofs.equivalence import alone, differences, train
 from tools.proofs.equivalence_case import Case, table
 
@@ -102,8 +102,8 @@ def test_ranks_share_the_tokens_of_each_slice(settings):
 def test_the_documents_of_a_microbatch_are_found_once_a_step(monkeypatch):
     """They were found anew for every stage, slice and pass."""
     calls = []
-    found = partial(stages.find_documents)
-    monkeypatch.setattr(stages, "find_documents", lambda *given, **also: calls.append(0) or found(*given, **also))
+    found = partial(batches.find_documents)
+    monkeypatch.setattr(batches, "find_documents", lambda *given, **also: calls.append(0) or found(*given, **also))
     case = case_of("interleaved", 1, chunks=2, documents="attention", follows=True, steps=3)
     train(ProcessMesh.single(), case)
     evaluation = 1

@@ -26,8 +26,9 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rule import Rates
 from megapipe.partition.spans import spans
 from megapipe.tensor_parallel.rng import initialize
+from megapipe.training.evaluation import evaluate
 from megapipe.training.forward_step import forward_step
-from megapipe.training.steps.stages import Stages, evaluate
+from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import StepResult, train_step, weights_of
 from tools.proofs.equivalence_case import EOD, LR, Case, table
 
@@ -81,7 +82,7 @@ class Training:
                 compile_layers(stage)
         step = case.reporting(forward_step)
         self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD)
-        self.pipeline._forward_backward.variable_seq_lengths = case.variable
+        self.pipeline.engine.variable_seq_lengths = case.variable
         self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.of_optimizer)
         self.scale = LossScale.start(self.config.train)
 

@@ -226,7 +226,7 @@ def training(
     modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in table.placement.stages_on(0)]
     pipeline, optimizer = Stages(config, table, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
     if by is not None:
-        pipeline.capture(by)
+        pipeline.engine.graphs = by
     draw = torch.Generator().manual_seed(1)
     data = torch.randint(0, size.vocab, (microbatches, 2, size.seq + 1), generator=draw)
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))

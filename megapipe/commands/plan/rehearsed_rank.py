@@ -215,7 +215,7 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
         room(mesh, plan),
     ):
         training = run_on(mesh, config, plan)
-    training.run.stages.transport.post = delivered  # type: ignore[method-assign]
+    training.run.stages.engine.transport.post = delivered  # type: ignore[method-assign]
     return training
 
 

@@ -85,15 +85,11 @@ class Routers:
         losses = {name: sum(of_layers) / len(layers) for name, of_layers in per_layer.items()}
         return Routed(losses, per_layer, {layer: tuple(map(int, rows[layer][n:])) for layer in layers})
 
-    @property
-    def biases(self) -> list[Tensor]:
-        """The tensors that change after a step."""
-        return [router.expert_bias for router in self.own if router.expert_bias is not None]
-
-    def moved(self) -> list[Tensor]:
-        """The biases after this step: each a step of --moe-router-bias-update-rate towards the load's mean
-        over all ranks and microbatches. Collective over the ranks with these layers."""
-        if not self.biases:
+    def moved(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each bias and what it is after this step: a step of --moe-router-bias-update-rate towards the load's
+        mean over all ranks and microbatches. Collective over the ranks with these layers."""
+        biases = [(router.layer, bias) for router in self.own if (bias := router.expert_bias) is not None]
+        if not biases:
             return []
         layers = sorted({router.layer for router in self.own})
         counts = torch.zeros(len(layers), self.model.experts, dtype=torch.int64, device=self.mesh.device)
@@ -107,4 +103,4 @@ class Routers:
             self._twins.all_reduce(counts)
         towards = torch.sign(counts.sum(-1, keepdim=True) - counts * self.model.experts).float()
         steps = dict(zip(layers, towards * self.model.moe_router_bias_update_rate, strict=True))
-        return [bias + steps[router.layer] for router in self.own if (bias := router.expert_bias) is not None]
+        return [(bias, bias + steps[layer]) for layer, bias in biases]

@@ -42,16 +42,12 @@ class Scales:
             for part in self._own:
                 part.keeping(False)
 
-    @property
-    def histories(self) -> list[Tensor]:
-        """The tensors that change after a step."""
-        return [part.amax_history for part in self._delayed]
-
-    def moved(self) -> list[Tensor]:
-        """The histories after this step. Collective over the ranks with these layers: one value of each tensor."""
+    def moved(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each history and what it is after this step. Collective over the ranks with these layers: one value
+        of each tensor."""
         if not self._delayed:
             return []
         seen = torch.stack([part.seen for part in self._delayed])
         for axis in self._axes:
             axis.all_reduce(seen, "max")
-        return [part.after(row) for part, row in zip(self._delayed, seen, strict=True)]
+        return [(part.amax_history, part.after(row)) for part, row in zip(self._delayed, seen, strict=True)]

@@ -65,22 +65,16 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """All that an update changes, as it was before: 12 bytes per owned parameter."""
-
-    tensors: Sequence[Tensor]
-    steps: int
-
-
-@dataclass(frozen=True)
 class Update:
     """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
 
     Attributes:
         config: of this step; the stages may have another batch when it ends.
         gradients: as `begin` has left them.
-        moved: `Stages.moving` after the step.
-        kept: to go back to; None if the update waits for the norm.
+        moved: as `Stages.moved` has them.
+        steps: updates made before this one.
+        kept: all that the update changes, as it was before, 12 bytes per owned parameter; None if the update waits for
+            the norm.
     """
 
     stages: Stages
@@ -88,8 +82,9 @@ class Update:
     optimizer: Optimizer
     rates: Rates
     gradients: Gradients
-    moved: Sequence[Tensor]
-    kept: Kept | None = None
+    moved: Sequence[tuple[Tensor, Tensor]]
+    steps: int
+    kept: Sequence[Tensor] | None = None
 
     @staticmethod
     def begin(
@@ -99,10 +94,10 @@ class Update:
         gradients, frozen = optimizer.reduce(scale, sums), stages.config.train.freeze_all_layers
         # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
         moved = () if frozen else stages.moved()
-        update = Update(stages, stages.config, optimizer, rates, gradients, moved)
+        update = Update(stages, stages.config, optimizer, rates, gradients, moved, optimizer.steps)
         if not late:
             return update
-        update = replace(update, kept=Kept([x.clone() for x in update._changes], optimizer.steps))
+        update = replace(update, kept=[x.clone() for x in update._changes])
         return replace(update, gradients=update._apply())
 
     def end(self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False) -> StepResult:
@@ -137,22 +132,21 @@ class Update:
     def _apply(self, shrink: float = 1.0) -> Gradients:
         """Update, and return the gradients as that leaves them."""
         # Before the update, which may have to quantise weights by them.
-        for x, after in zip(self.stages.moving if self.moved else (), self.moved, strict=True):
+        for x, after in self.moved:
             x.copy_(after)
         return self.optimizer.update(self.gradients, self.rates, shrink, keeps_grads=self.kept is not None)
 
     def _restore(self) -> None:
-        assert self.kept is not None
-        for x, before in zip(self._changes, self.kept.tensors, strict=True):
+        for x, before in zip(self._changes, self.kept or (), strict=True):
             x.copy_(before)
-        self.optimizer.steps = self.kept.steps
+        self.optimizer.steps = self.steps
         self.stages.scales.begin()  # the next step's forwards so far have seen the wrong weights, and come again
 
     @property
     def _changes(self) -> list[Tensor]:
         """All tensors that an update changes."""
         moments = [x for flats in self.optimizer.moments.values() for x in flats]
-        return [*(b.main for b in self.optimizer.owned), *moments, *self.stages.moving]
+        return [*(b.main for b in self.optimizer.owned), *moments, *(x for x, _ in self.moved)]
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:

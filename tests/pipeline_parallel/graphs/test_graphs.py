@@ -38,7 +38,7 @@ def alone(change=lambda training: None, graphs: bool = True, case=ALONE):
     def ready(training: Training) -> None:
         change(training)
         if graphs:
-            training.pipeline.capture(Graphs(Pool, 1, said.append))
+            training.pipeline.engine.graphs = Graphs(Pool, 1, said.append)
 
     return [train(ProcessMesh.single(), case, ready)], said
 
@@ -53,7 +53,8 @@ def test_passes_by_graphs_have_the_bits_of_passes_launched_one_by_one(schedule):
 
 
 def test_the_last_microbatch_reports_its_layers_and_is_launched():
-    case = case_of("zb-h1", 2, steps=2, dp=2, overlap=True, buckets=2, distributed=True, recompute="full", tied=False)
+    how = {"overlap": True, "buckets": 2, "distributed": True, "recompute": "full", "tied": False}
+    case = replace(case_of("zb-h1", 2, steps=2, dp=2, **how), layers=(2, 2))
     ranks, replays = with_graphs(case, [])
     assert replays == 2 * passes(replace(case, microbatches=3))
     assert differing_bits(ranks, without(case)) == []

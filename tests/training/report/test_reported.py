@@ -22,8 +22,9 @@ from megapipe.optim.rule import Rates
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
+from megapipe.training.evaluation import evaluate
 from megapipe.training.report.moment import Window
-from megapipe.training.steps.stages import Stages, evaluate
+from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import StepResult, train_step
 from megapipe.training.steps.totals import Adder
 

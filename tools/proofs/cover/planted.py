@@ -47,13 +47,13 @@ _EXPERTS = ("softmax", "sigmoid", "shared", "jitter", "capacity")
 DEFECTS = {
     "an undone update still counts as a step of Adam": Planted(
         "training/steps/step.py",
-        "        self.optimizer.steps = self.kept.steps\n",
+        "        self.optimizer.steps = self.steps\n",
         "",
         {"update": ["validated"], "spoiled": ["large"]},
     ),
     "an undone update leaves the biases of routers moved": Planted(
         "training/steps/step.py",
-        "return [*(b.main for b in self.optimizer.owned), *moments, *self.stages.moving]",
+        "return [*(b.main for b in self.optimizer.owned), *moments, *(x for x, _ in self.moved)]",
         "return [*(b.main for b in self.optimizer.owned), *moments]",
         {"update": ["validated"], "router": ["sigmoid"], "spoiled": ["large", "infinite"]},
     ),

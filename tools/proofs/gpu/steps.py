@@ -22,8 +22,8 @@ from megapipe.flags.parse import parse
 from megapipe.plan import Plan, with_batch
 from megapipe.training.check import as_here
 from megapipe.training.driver import Course
+from megapipe.training.evaluation import evaluate
 from megapipe.training.pretrain import Training
-from megapipe.training.steps.stages import evaluate
 from megapipe.training.steps.step import weights_of
 from tools.proofs.gpu import fake_cuda
 from tools.proofs.gpu.record import Group, Recorded, Recorder, recording, seen_from

@@ -114,7 +114,7 @@ def _costs(stages: Sequence[Sizes], *, last: bool) -> Costs:
 def _counted(mesh: ProcessMesh, case: Case) -> Counted:
     training = Training(mesh, case)
     training.step(0)
-    host = training.pipeline.host
+    host = training.pipeline.engine.host
     return host.held.peak, host.sizes, host.bytes
 
 
