@@ -34,7 +34,7 @@ python -m tools.proofs.gpu orders
 python -m tools.proofs.gpu.graphs
 python -m tools.proofs.inputs.commands --lines "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/inputs/fuzz.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
-python tools/proofs/mutants.py --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"
+python -m tools.proofs.mutants --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"
 python tools/proofs/drawn_starts.py --seed "${SEED:-$(date +%j)}"
 python tools/proofs/soak.py
 bash scripts/versions.sh

@@ -1,39 +1,44 @@
 """Change one line of the core at a time, and see whether the tests notice.
 
-    python tools/proofs/mutants.py --draw 400 --seed 0 --results mutants.jsonl
+    python -m tools.proofs.mutants --draw 400 --seed 0 --results mutants.jsonl
 
 The tests of its room judge a mutant. Rooms that many tests run are judged faster, and by all of them, with a record of
 which test runs which line, of the same code:
 
-    python -m pytest -n 2 --cov=megapipe --cov-context=test --cov-report= --junitxml=times.xml
-    python tools/proofs/mutants.py --draw 400 --rooms models data --lines .coverage --times times.xml
+    python -m pytest -n 2 -p tools.proofs.mutants_record --cov=megapipe --cov-context=test --cov-report= \\
+        --junitxml=times.xml
+    python -m tools.proofs.mutants --draw 400 --rooms models data --lines .coverage --times times.xml
 
 A mutant has one operator, comparison, constant or condition changed, or one statement of one line left out. It is made
 in a copy of the repository, where a fork of this process, which has imported torch already, runs the room's tests until
 the first fails. What takes a minute, and four times what the tests take without a change, was killed too: it hangs.
-Results are appended to a file, so a run that was cut off goes on where it stood.
+With a record the fork has imported the package and collected the tests too (mutants_warm.py), unless an import runs the
+line. Tests near the line and fast ones go first, until they take --seconds of CPU; --again judges what survived once
+more, from the imports on. Results are appended to a file, so a run that was cut off goes on where it stood.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
-from xml.etree import ElementTree
+from typing import NamedTuple, NoReturn
+
+from tools.proofs.mutants_lines import Lines
+from tools.proofs.mutants_warm import Task, Warm, forked
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("megapipe", "tests", "tools", "examples", "docs", "scripts", "README.md", "pretrain_gpt.py", "pyproject.toml")
@@ -68,9 +73,6 @@ ROOMS = {
 WHOLE = ("models", "convert", "plan", "training", "tensor_parallel", "distributed", "data")
 """Folders of the package whose mutants are judged by the tests that run the changed line."""
 
-SECONDS_OF_TESTS = 90.0
-"""The fastest tests that run a line are taken until they take so long together; at least one."""
-
 
 class Mutant(NamedTuple):
     """One line of one file, as it is and as it becomes."""
@@ -102,39 +104,6 @@ def _files(room: str) -> list[str]:
         return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megapipe" / room).rglob("*.py"))
     folder, _, names = ROOMS[room][0].partition(": ")
     return [f"megapipe/{folder}/{name}.py" for name in names.split()]
-
-
-class Lines:
-    """Which tests run which line, fast ones first, as coverage and a JUnit report have recorded it."""
-
-    def __init__(self, lines: Path, times: Path) -> None:
-        self._data = import_module("coverage").CoverageData(str(lines))
-        self._data.read()
-        self._files = {str(Path(path)): path for path in self._data.measured_files()}
-        self._seconds: dict[str, float] = {}
-        for case in ElementTree.parse(times).iter("testcase"):
-            test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-            self._seconds[test] = float(case.get("time", 0))
-
-    def tests(self, mutant: Mutant) -> tuple[list[str], float]:
-        """Return the tests that run a mutant's line, or of a line that imports run those of its file; and seconds."""
-        path = next((whole for whole in self._files if whole.endswith("/" + mutant.path)), None)
-        of_lines = self._data.contexts_by_lineno(self._files[path]) if path else {}
-        found = _named(of_lines.get(mutant.line, ()))
-        if not found:
-            found = set().union(*map(_named, of_lines.values())) if of_lines else set()
-        chosen: list[str] = []
-        seconds = 0.0
-        for test in sorted(found & self._seconds.keys(), key=self._seconds.__getitem__):
-            if chosen and seconds + self._seconds[test] > SECONDS_OF_TESTS:
-                break
-            chosen.append(test)
-            seconds += self._seconds[test]
-        return chosen, seconds
-
-
-def _named(contexts: Iterable[str]) -> set[str]:
-    return {context.rpartition("|")[0] for context in contexts if "|" in context}
 
 
 Change = tuple[int, int, int, str]
@@ -233,14 +202,31 @@ def copy_repository(folder: Path) -> None:
             shutil.copy(ROOT / name, folder)
 
 
+class Judging(NamedTuple):
+    """How a mutant is judged by the tests that run its line.
+
+    Attributes:
+        lines: the record; None for rooms with tests of their own.
+        warm: a process that has imported everything.
+        seconds: tests are taken until they take so long; at least one.
+        patience: on what hangs, as a multiple of a minute.
+    """
+
+    lines: Lines | None
+    warm: Connection | None
+    seconds: float
+    patience: float
+
+
 class Copy:
     """The repository where it may be changed, and forks of this process that run tests there."""
 
-    def __init__(self, folder: Path, lines: Lines | None) -> None:
+    def __init__(self, folder: Path, judges: Judging) -> None:
         self.folder, self.output = folder / "copy", folder / "output"
-        self.lines = lines
+        self.judges = judges
         self.limits = dict.fromkeys(ROOMS, 600.0)  # seconds
-        self.folder.mkdir()
+        self.changes = 0
+        self.folder.mkdir(parents=True)
         copy_repository(self.folder)
         others = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
         sys.path[:] = [str(self.folder), *others]
@@ -249,8 +235,9 @@ class Copy:
             import_module(name)
 
     def check(self, mutants: Sequence[Mutant]) -> None:
-        """Run the tests on what is not changed yet, which compiles everything; then forget it of what will be changed:
-        a line as long within the same second would pass for the old one. Raises: SystemExit if they fail.
+        """Run the tests of rooms on what is not changed yet, which compiles everything.
+
+        Raises: SystemExit if they fail.
         """
         for room in dict.fromkeys(mutant.room for mutant in mutants if mutant.room in ROOMS):
             result, by, seconds = self.run(self.tests_of(room), self.limits[room])
@@ -258,27 +245,39 @@ class Copy:
             self.limits[room] = max(60.0, 4 * seconds)
             if result != "survived":
                 raise SystemExit(f"{self.output.read_text()}\nThe tests of {room} fail without a change: {result} {by}")
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        for path in {self.folder / mutant.path for mutant in mutants}:
-            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-                compiled.unlink()
 
     def judge(self, mutant: Mutant) -> dict[str, object]:
         """What becomes of a mutant: it is killed, hangs, or has survived."""
         path = self.folder / mutant.path
-        source = path.read_text()
+        source, stat = path.read_text(), path.stat()
         lines = source.splitlines()
         lines[mutant.line - 1] = mutant.after
-        path.write_text("\n".join(lines) + "\n")
+        changed = "\n".join(lines) + "\n"
+        path.write_text(changed)
+        # A source of another second is compiled anew; what was compiled of the old one holds again afterwards.
+        self.changes += 1
+        os.utime(path, (stat.st_atime, int(stat.st_mtime) + self.changes))
         if mutant.room in ROOMS:
             result, by, seconds = self.run(self.tests_of(mutant.room), self.limits[mutant.room])
         else:
-            assert self.lines is not None
-            tests, expected = self.lines.tests(mutant)
-            result, by, seconds = self.run(tests, max(60.0, 6 * expected)) if tests else ("survived", "no test", 0.0)
+            result, by, seconds = self._of_lines(mutant, source, changed)
         path.write_text(source)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return {**mutant._asdict(), "result": result, "by": by, "seconds": round(seconds, 1)}
+
+    def _of_lines(self, mutant: Mutant, source: str, changed: str) -> tuple[str, str, float]:
+        lines, warm, most, patience = self.judges
+        assert lines is not None
+        tests, expected, imports = lines.judges(mutant.path, source, mutant.line, most)
+        if not tests:
+            return "survived", "no test", 0.0
+        limit = max(60.0, 4 * expected) * patience
+        if warm and not imports:
+            warm.send(Task(str(self.folder), mutant.path, changed, tests, limit))
+            result, by, seconds = warm.recv()
+            if result != "cold":
+                return result, by, seconds
+        return self.run(tests, 60 * patience + limit)
 
     def tests_of(self, room: str) -> list[str]:
         """Return the files with a room's tests."""
@@ -288,38 +287,31 @@ class Copy:
 
     def run(self, tests: Sequence[str], limit: float) -> tuple[str, str, float]:
         """Run tests until the first fails. Returns the result, the test that failed, and seconds."""
-        begun, ended = time.monotonic(), 0
-        child = os.fork()
-        if not child:
-            self._tests(tests)
-        while not ended and time.monotonic() < begun + limit:
-            time.sleep(0.02)
-            ended, status = os.waitpid(child, os.WNOHANG)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # with the ranks that it has started
-        seconds = time.monotonic() - begun
-        if not ended:
-            os.waitpid(child, 0)
-            return "hangs", "", seconds
+        result, seconds = forked(lambda: self._pytest(["-x", *tests]), limit)
         failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", self.output.read_text(errors="replace"), re.M)
-        return "killed" if status else "survived", failed[1] if failed else "", seconds
+        return result, failed[1] if failed else "", seconds
 
-    def _tests(self, tests: Sequence[str]) -> None:
-        """The process that runs them; it never returns."""
-        status = 1
-        try:
-            os.setsid()
-            output = os.open(self.output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            os.chdir(self.folder)
-            sys.modules["__main__"] = type(sys)("__main__")  # what multiprocessing starts would import this file
-            options = ["-x", "-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
-            status = import_module("pytest").main([*options, *tests])
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+    def serve(self, jobs: int) -> list[Connection]:
+        """Start a process with everything imported and collected, and return connections to `jobs` forks of it."""
+        assert self.judges.lines is not None
+        pairs = [Pipe() for _ in range(jobs)]
+        if not os.fork():
+            self._pytest(self.judges.lines.files(), [Warm([there for _, there in pairs], self.folder)])
+            os._exit(0)
+        here = [here for here, _ in pairs]
+        for connection in here:
+            connection.recv()
+        return here
+
+    def _pytest(self, arguments: Sequence[str], plugins: Sequence[object] = ()) -> int:
+        output = os.open(self.output, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.chdir(self.folder)
+        sys.modules["__main__"] = type(sys)("__main__")  # what multiprocessing starts would import this file
+        options = ["-q", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+        status: int = import_module("pytest").main([*options, *arguments], plugins)
+        return status
 
 
 def report(judged: Sequence[dict[str, object]]) -> str:
@@ -336,6 +328,37 @@ def report(judged: Sequence[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def read(results: Path) -> dict[Mutant, dict[str, object]]:
+    """What became of each mutant: the last that was written."""
+    known = {}
+    for line in results.read_text().splitlines() if results.exists() else ():
+        found = json.loads(line)
+        known[Mutant(*(found[name] for name in Mutant._fields))] = found
+    return known
+
+
+def _work(folder: Path, results: Path, judges: Judging, left: Sequence[Mutant]) -> NoReturn:
+    """The process that judges some of them."""
+    status = 1
+    try:
+        copy = Copy(folder, judges)
+        copy.check(left)
+        with results.open("a") as file:
+            for mutant in left:
+                found = copy.judge(mutant)
+                print(json.dumps(found), file=file, flush=True)
+                print("{result:8} {seconds:5} s {path}:{line} {by}".format(**found), flush=True)
+        if judges.warm:
+            judges.warm.send(None)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def main() -> int:
     """The exit status: 1 if fewer than 95% are killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -344,23 +367,30 @@ def main() -> int:
     parser.add_argument("--rooms", nargs="+", choices=[*ROOMS, *WHOLE], default=list(ROOMS))
     parser.add_argument("--lines", type=Path, help="coverage's data: which test runs which line")
     parser.add_argument("--times", type=Path, help="a JUnit report: how long each test takes")
+    parser.add_argument("--seconds", type=float, default=60, help="tests of a line are taken until they take so long")
+    parser.add_argument("--patience", type=float, default=1, help="what hangs has so many times a minute")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that judge")
     parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="one line each, appended")
-    parser.add_argument("--again", action="store_true", help="run those that have survived again")
+    parser.add_argument("--again", action="store_true", help="again those that survived or hang, imports too")
     args = parser.parse_args()
     if not args.lines and set(args.rooms) & set(WHOLE):
         parser.error(f"--rooms {' '.join(WHOLE)} need --lines and --times")
-    drawn, known = draw(args.rooms, args.seed)[: args.draw], {}
-    for line in args.results.read_text().splitlines() if args.results.exists() else ():
-        found = json.loads(line)
-        known[Mutant(*(found[name] for name in Mutant._fields))] = found
-    left = [m for m in drawn if m not in known or (args.again and known[m]["result"] == "survived")]
-    with tempfile.TemporaryDirectory() as folder, args.results.open("a") as results:
-        copy = Copy(Path(folder), Lines(args.lines, args.times) if args.lines else None)
-        copy.check(left)
-        for mutant in left:
-            known[mutant] = found = copy.judge(mutant)
-            print(json.dumps(found), file=results, flush=True)
-            print(f"{found['result']:8} {found['seconds']:5} s {mutant.path}:{mutant.line} {found['by']}", flush=True)
+    drawn, known = draw(args.rooms, args.seed)[: args.draw], read(args.results)
+    left = [m for m in drawn if m not in known or (args.again and known[m]["result"] != "killed")]
+    lines = Lines(args.lines, args.times) if args.lines else None
+    judging = Judging(lines, None, args.seconds, args.patience)
+    with tempfile.TemporaryDirectory() as folder:
+        warm: list[Connection | None] = [None] * args.jobs
+        if lines and not args.again:
+            warm[:] = Copy(Path(folder, "warm"), judging).serve(args.jobs)
+        workers = [
+            os.fork() or _work(Path(folder, str(n)), args.results, judging._replace(warm=end), left[n :: args.jobs])
+            for n, end in enumerate(warm)
+        ]
+        failed = [os.waitpid(worker, 0)[1] for worker in workers]
+    if any(failed):
+        return 2
+    known = read(args.results)
     judged = [known[mutant] for mutant in drawn]
     print(report(judged))
     return int(sum(x["result"] != "survived" for x in judged) < 0.95 * len(judged))

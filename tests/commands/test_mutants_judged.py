@@ -1,0 +1,105 @@
+"""The tests that judge a mutant, and the functions that get its code."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+
+import pytest
+from coverage import CoverageData
+
+from tools.proofs.mutants_lines import Lines
+from tools.proofs.mutants_warm import COLD, change, forked
+
+SOURCE = """\
+NUMBER = 1
+
+class Counter:
+    step = 2
+
+    def after(
+        self, n,
+    ):
+        if n:
+            return (n +
+                    self.step)
+        return 0
+
+def scaled(by):
+    return [lambda x: by * x][0]
+"""
+TIMES = """\
+<testsuites><testsuite>
+<testcase classname="tests.room.test_a" name="test_slow" time="1"><properties><property name="cpu_seconds" value="30"/>
+</properties></testcase>
+<testcase classname="tests.room.test_a" name="test_near" time="4"/>
+<testcase classname="tests.other.test_b" name="test_fast" time="1"/>
+<testcase classname="tests.other.test_b" name="test_that_fails" time="1"><failure/></testcase>
+</testsuite></testsuites>
+"""
+SLOW, NEAR = "tests/room/test_a.py::test_slow", "tests/room/test_a.py::test_near"
+FAST, FAILS = "tests/other/test_b.py::test_fast", "tests/other/test_b.py::test_that_fails"
+
+
+@pytest.fixture
+def lines(tmp_path):
+    data = CoverageData(str(tmp_path / "lines"))
+    for context, found in ((SLOW, [12]), (NEAR, [10, 15]), (FAST, [9, 10, 12]), (FAILS, [9]), ("", [1, 3, 4, 6, 14])):
+        data.set_context(f"{context}|run" if context else "")
+        data.add_lines({"/elsewhere/megapipe/room/file.py": found})
+    data.write()
+    (tmp_path / "times.xml").write_text(TIMES)
+    return Lines(tmp_path / "lines", tmp_path / "times.xml")
+
+
+@pytest.mark.parametrize(
+    "line, limit, tests, seconds, imports",
+    [
+        (9, 99, [FAST], 1, False),
+        (10, 99, [NEAR, FAST], 5, False),
+        (11, 99, [NEAR, FAST], 5, False),  # of the statement that goes on there
+        (12, 99, [FAST, SLOW], 31, False),
+        (12, 20, [FAST], 1, False),
+        (12, 0, [FAST], 1, False),  # at least one
+        (4, 99, [NEAR, FAST, SLOW], 35, True),
+        (7, 99, [NEAR, FAST, SLOW], 35, True),
+    ],
+)
+def test_the_tests_that_run_a_line_judge_it_near_and_fast_ones_first(lines, line, limit, tests, seconds, imports):
+    assert lines.judges("megapipe/room/file.py", SOURCE, line, limit) == (tests, seconds, imports)
+
+
+def test_a_file_that_nobody_was_seen_to_run_is_judged_by_the_tests_of_its_name(lines):
+    assert lines.judges("megapipe/room/other.py", SOURCE, 9, 99).tests == []
+    assert lines.judges("megapipe/room/a.py", SOURCE, 9, 99).tests == [NEAR, SLOW]
+
+
+@pytest.fixture
+def module(tmp_path):
+    path = tmp_path / "changed.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("changed", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_was_imported_does_as_the_changed_source(module):
+    counter, double = module.Counter(), module.scaled(2)
+    functions = [module.Counter.after, module.scaled, double]
+    change(functions, SOURCE.replace("(n +", "(n -").replace("by * x", "by + x"))
+    assert (counter.after(7), counter.after(0), double(5), module.scaled(3)(5)) == (5, 0, 7, 8)
+
+
+def test_a_function_that_cannot_take_the_change_is_judged_elsewhere(module):
+    with pytest.raises(ValueError, match="free vars"):
+        change([module.scaled(2)], SOURCE.replace("by * x", "x"))
+
+
+@pytest.mark.parametrize("status, result", [(0, "survived"), (1, "killed"), (COLD, "cold")])
+def test_a_fork_ends_with_what_became_of_the_mutant(status, result):
+    assert forked(lambda: status, 60)[0] == result
+
+
+def test_a_fork_that_does_not_end_hangs():
+    assert forked(lambda: time.sleep(60) or 0, 0.1)[0] == "hangs"
