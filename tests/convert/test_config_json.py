@@ -10,7 +10,7 @@ import pytest
 from random_models import refused, saved, transformers
 
 from megapipe.convert import import_checkpoint
-from megapipe.convert.huggingface.families import FAMILIES, from_huggingface
+from megapipe.convert.huggingface.families import FAMILIES, from_huggingface, to_huggingface
 from megapipe.errors import CheckpointError
 
 _NO_MODEL = (
@@ -84,6 +84,31 @@ def test_an_epsilon_that_norms_of_latents_do_not_have_is_refused(family):
     assert refused(lambda: from_huggingface(content)) == (
         "config.json: rms_norm_eps is 1e-05; only 1e-06 can be converted",
     )
+
+
+@pytest.mark.parametrize(
+    "family, given",
+    [
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"activation_function": "gelu_new"}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+    ],
+)
+def test_a_setting_goes_out_in_the_words_in_which_it_came_in(family, given):
+    content = transformers.AutoConfig.for_model(family).to_dict() | given
+    written = to_huggingface(from_huggingface(content), 64)
+    assert {name: written[name] for name in given} == given
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_deepseeks_own_program_finds_a_rope_scaling_only_where_there_is_one(family):
+    """It takes plain rope for null, and reads the factor of anything else."""
+    content = transformers.AutoConfig.for_model(family, num_experts_per_tok=6).to_dict()
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    written = to_huggingface(from_huggingface(content | {"rope_parameters": plain}), 64)
+    assert (written["rope_scaling"], written["rope_parameters"], written["rope_theta"]) == (None, plain, 1e4)
+    yarn = plain | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    assert to_huggingface(from_huggingface(content | {"rope_parameters": yarn}), 64)["rope_scaling"]["factor"] == 8.0
 
 
 def test_the_groups_of_deepseek_v2_count_by_their_best_expert():

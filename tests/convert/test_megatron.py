@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,11 @@ def test_a_damaged_pickle_gets_no_more_memory_than_its_bytes_can_need(tmp_path):
     assert said == f"{tmp_path}/pickle is damaged or no pickle: it asks for 2147483647 places at byte 3"
 
 
+def test_a_pickle_that_refers_to_something_outside_itself_is_refused(tmp_path):
+    (tmp_path / "pickle").write_bytes(pickle.PROTO + b"\x02" + pickle.NONE + pickle.BINPERSID + pickle.STOP)
+    assert "persistent" in refused(lambda: read_pickle(tmp_path / "pickle"))[0]
+
+
 @pytest.mark.parametrize(
     "other, text",
     [
@@ -246,6 +252,20 @@ def test_a_missing_rank_and_a_file_that_is_cut_off_are_named(tmp_path):
     path.parent.rmdir()
     text = f"{theirs}/iter_0000005 lacks mp_rank_01_000"
     assert refused(lambda: import_megatron(theirs, tmp_path / "ours")) == (text,)
+
+
+def test_a_missing_rank_of_no_pipeline_has_megatrons_short_name(tmp_path):
+    folder = megatrons(tmp_path / "theirs", pipeline_model_parallel_size=1) / "iter_0000005"
+    for t, name in enumerate(("mp_rank_00", "mp_rank_02")):
+        shutil.rmtree(folder / f"mp_rank_{t:02d}_001")
+        (folder / f"mp_rank_{t:02d}_000").rename(folder / name)
+    assert refused(lambda: import_megatron(folder.parent, tmp_path / "ours")) == (f"{folder} lacks mp_rank_01",)
+
+
+def test_a_pointer_that_is_no_text_is_shown_and_refused(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff5")
+    text = f"{tmp_path}/latest_checkpointed_iteration.txt holds '\ufffd5', neither an iteration nor release"
+    assert refused(lambda: import_megatron(tmp_path, tmp_path / "ours")) == (text,)
 
 
 def test_a_choice_of_training_that_is_not_here_is_left_out_with_a_note(tmp_path):

@@ -181,6 +181,7 @@ def test_torch_reads_depths_under_the_keys_that_megatron_asks_for(tmp_path):
     load(empty, storage_reader=FileSystemReader(theirs), no_dist=True)
     assert all(torch.equal(empty[key], x) for key, x in asked.items())
     states = FileSystemReader(theirs).read_metadata().state_dict_metadata
+    assert {key.split(".")[0] for key in states if "_extra_state" in key} == {"decoder", "mtp"}
     assert {"mtp.layers.1.eh_proj._extra_state/shard_0_1", f"{there}mlp.linear_fc2._extra_state/shard_0_1"} <= {*states}
 
 

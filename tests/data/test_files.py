@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megapipe.data.files import complete_file
+import pytest
+
+from megapipe.data.files import complete_file, file_problems, folder_problems
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
@@ -33,3 +36,11 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
         assert target.read_bytes() == b"old"
     assert link.is_symlink()
     assert target.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("problems", [file_problems, folder_problems])
+def test_what_would_lie_below_a_file_is_refused(tmp_path: Path, problems: Callable[..., Iterator[str]]) -> None:
+    (tmp_path / "file").touch()
+    (text,) = problems({"--save": tmp_path / "file" / "below" / "it"})
+    assert f"{tmp_path}/file" in text
+    assert not list(problems({"--save": tmp_path / "below" / "it", "--load": None}))

@@ -105,6 +105,7 @@ DAMAGE = {  # 5 sequences: lengths from byte 34, pointers from 54, documents fro
     "pointer past the end": (_idx(54 + 32, struct.pack("<q", 1 << 40)), "sequence 4 at byte 1099511627776 of .bin"),
     "first document": (_idx(94, struct.pack("<q", 1)), "document array that does not rise from 0 to its 5"),
     "falling document": (_idx(94 + 8, struct.pack("<q", 4)), "document array that does not rise"),
+    "document below 0": (_idx(94 + 8, struct.pack("<q", -1)), "document array that does not rise"),
     "last document": (_idx(94 + 40, struct.pack("<q", 6)), "document array that does not rise"),
     "short .idx": (_truncate("idx", 100), "has 100 bytes, but its 5 sequences and 6 document entries take 142"),
     "no header": (_truncate("idx", 20), "has 20 bytes, a header alone has 34"),
@@ -187,3 +188,11 @@ def test_a_glance_reads_no_more_than_the_ends_of_an_index_and_finds_a_pair_cut_o
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"golden\.bin has 53 bytes, but .*golden\.idx ends at 54"):
         indexed.glance(golden)
+
+
+def test_what_is_asked_to_be_on_disk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+    monkeypatch.setattr("os.fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    with IndexedWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+    assert sizes == [(tmp_path / f"x.{end}").stat().st_size for end in ("idx", "bin")]

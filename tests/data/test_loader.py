@@ -221,7 +221,7 @@ def test_a_depth_reads_so_many_tokens_further_with_zeros_at_the_end() -> None:
     assert batch.ahead(9).loss_mask.sum() == 0
 
 
-@pytest.mark.parametrize(("depth", "mask"), [(1, [1, 0, 0, 1, 1, 0]), (2, [0, 0, 0, 1, 0, 0])])
+@pytest.mark.parametrize(("depth", "mask"), [(0, [1] * 6), (1, [1, 0, 0, 1, 1, 0]), (2, [0, 0, 0, 1, 0, 0])])
 def test_between_a_token_and_what_a_depth_learns_from_it_no_document_ends(depth: int, mask: list[int]) -> None:
     batch = make_batch(torch.tensor([[1, 2, 9, 3, 4, 5, 6]]), 9)
     assert batch.ahead(depth, ends=9).loss_mask.tolist() == [mask]

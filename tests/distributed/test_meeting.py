@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.meeting.meeting import call_the_roll
+from megapipe.distributed.meeting.meeting import _listens, call_the_roll
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 
@@ -114,3 +114,22 @@ def test_a_mesh_is_there_when_every_rank_has_made_its_groups(world, tmp_path):
     program = Path(__file__).parents[1] / "support/late_groups.py"
     said = run_ranks(2, [program, tmp_path / "made", world])
     assert said.splitlines().count("all groups are made: True") == 2
+
+
+def test_a_store_that_opens_while_it_is_asked_is_heard(monkeypatch):
+    port, opened = free_port(), list[socket.socket]()
+
+    def sleep(seconds: float) -> None:
+        opened.append(socket.create_server(("127.0.0.1", port)))
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert _listens("127.0.0.1", port)
+    opened.pop().close()
+    assert not opened
+
+
+def test_nobody_listens_after_three_refusals(monkeypatch):
+    slept = list[float]()
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert not _listens("127.0.0.1", free_port())
+    assert len(slept) == 3

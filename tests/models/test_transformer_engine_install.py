@@ -145,6 +145,23 @@ def test_auto_takes_what_works_and_says_why_not(tmp_path):
     assert run(CHOOSE, folder) == ["transformer_engine: layers of Transformer Engine 2.20.2"]
 
 
+def test_in_fp8_it_multiplies_what_its_recipes_say_and_torch_the_rest(tmp_path):
+    """Scales of earlier steps, and products of which one is not in FP8, are beyond te.Linear."""
+    folder = package(tmp_path, "transformer_engine", "2.20.2", "")
+    (folder / "transformer_engine" / "pytorch.py").touch()
+    cases = [("delayed", False), ("tensorwise", False), ("blockwise", False), ("tensorwise", True), ("blockwise", True)]
+    asked = "ModelConfig(transformer_impl='auto', fp8_format='hybrid', fp8_recipe=recipe, no_fp8_wgrad=wide)"
+    chosen = f"choose_layers(Config(model={asked}, train=TrainConfig(bf16=True)), True)[1]"
+    code = f"{CHOOSE}\nfor recipe, wide in {cases}:\n    print({chosen}.partition(' in FP8 ')[2])"
+    assert run(code, folder)[1:] == [
+        "(hybrid, delayed), by torch's scaled products",
+        "(hybrid, tensorwise)",
+        "(hybrid, blockwise)",
+        "(hybrid, tensorwise), by torch's scaled products",
+        "(hybrid, blockwise: rounded to it and multiplied in bf16, without its speed)",
+    ]
+
+
 def test_auto_is_local_where_it_must_be():
     def chosen(on_gpu, **precision):
         return choose_layers(Config(model=ModelConfig(transformer_impl="auto"), train=TrainConfig(**precision)), on_gpu)

@@ -6,7 +6,9 @@ import pytest
 
 from megapipe.config import Config
 from megapipe.flags.parse import parse
+from megapipe.partition.spans import LayerSpan
 from megapipe.plan import Plan, make_plan
+from megapipe.plan.plan import lent
 from megapipe.schedule import simulate
 from megapipe.schedule.costs_file import dump_costs
 
@@ -46,6 +48,17 @@ def test_a_shared_head_is_taken_from_the_depths_and_dealt_to_all_ranks():
     hidden = 4 * 64 * 256  # a share sees all hidden states, of each head, and keeps a p-th of the logits
     assert shared.costs.mem_s == pytest.approx(3 * (hidden + (head.held - 2 * hidden) / p))
     assert [depth.f for depth in shared.works[4:]] == pytest.approx([apart.works[4].f - head.f] * 2)
+
+
+@pytest.mark.parametrize(
+    "embeds, ends, untied, tied", [(False, False, 2, 1), (True, False, 1, 0), (False, True, 1, 0), (True, True, 0, 0)]
+)
+def test_a_depth_borrows_the_weights_that_no_other_stage_of_its_rank_has(embeds, ends, untied, tied):
+    """Embedding and head, one weight where they are tied; a gradient of each, which the owner adds to its own."""
+    here, depth = LayerSpan(0, 2, embeds, ends), LayerSpan(4, 1, False, False, depth=1)
+    assert lent([here], tied=False) == (0, 0)
+    assert lent([here, depth], tied=False) == (2, untied)
+    assert lent([here, depth], tied=True) == (2, tied)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-auto"])

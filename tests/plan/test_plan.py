@@ -1,5 +1,6 @@
 """From flags to stages and what they cost: what is predicted, shown and refused."""
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -174,10 +175,12 @@ def test_a_plan_above_the_memory_limit_is_refused_with_its_numbers():
     flags = "--num-layers 4 --pipeline-model-parallel-size 2"
     need = max(make_plan(config(flags, 2)).peak_bytes) / 2**30
     make_plan(config(f"{flags} --memory-limit-gib {need * 1.001}", 2))
-    with pytest.raises(
-        ConfigError, match=r"is predicted to need, \S+ GiB: \S+ for parameters, gradients and optimizer"
-    ):
+    numbers = r"(\S+) GiB: (\S+) for parameters, gradients and optimizer, (\S+) for activations"
+    with pytest.raises(ConfigError, match=rf"is predicted to need, {numbers}") as refused:
         make_plan(config(f"{flags} --memory-limit-gib {need * 0.4}", 2))
+    whole, state, rest = map(float, re.search(numbers, str(refused.value)).groups())
+    assert whole == pytest.approx(need, rel=1e-2)
+    assert state + rest == pytest.approx(whole, rel=1e-2)
 
 
 def test_the_table_has_a_line_for_each_stage_and_global_layer_numbers():

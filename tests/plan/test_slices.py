@@ -1,5 +1,6 @@
 """--pipeline-slices: how a run's sequences are cut, what the plan says of it, what it does not go with."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import changes, make_plan
-from megapipe.plan.slices import lengths
+from megapipe.plan.slices import in_words, lengths
 from megapipe.schedule import Kind, build
 
 FLAGS = (
@@ -103,3 +104,10 @@ def test_an_order_of_slices_is_searched_for_the_costs_of_the_run():
     assert found.schedule.cuts == by_hand.schedule.cuts
     assert found.timeline.makespan < by_hand.timeline.makespan
     assert found.schedule == make_plan.__wrapped__(config(*given, "zb-auto")).schedule, "on every rank the same"
+
+
+@pytest.mark.parametrize(
+    "cuts, text", [((), ""), ((4, 4), " in 2 slices of 4 tokens"), ((6, 2), " in 2 slices of 6 to 2 tokens")]
+)
+def test_slices_are_said_with_their_longest_and_their_shortest(cuts, text):
+    assert in_words(replace(build("1f1b", 2, 4), cuts=cuts)) == text

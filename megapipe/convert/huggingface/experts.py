@@ -42,7 +42,7 @@ def names_of(ours: str, family: str, num_experts: int) -> tuple[str, ...] | None
         return None
     shared = _SHARED.get(family, "shared_experts")
     patterns = tuple(pattern.replace("{s}", shared) for pattern in patterns)
-    each = range(num_experts) if ".experts." in f".{ours}" and "shared" not in ours else range(1)
+    each = range(num_experts) if ".experts." in f".{ours}" else range(1)
     return tuple(pattern.format(number) for number in each for pattern in patterns)
 
 

@@ -120,7 +120,7 @@ class LegacyTensors:
 
     def _folder_of(self, rank: Rank) -> str:
         t, p, e = rank
-        stage = f"_{p:03d}" if self.pp > 1 or self.ep == 1 else ""
+        stage = f"_{p:03d}" if self.pp > 1 else ""
         return f"mp_rank_{t:02d}{stage}" + (f"_{e:03d}" if self.ep > 1 else "")
 
     def _chunks(self, t: int, p: int, e: int) -> Iterator[Chunk]:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from tiny import LAYERS, STYLES
+from torch import nn
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -79,3 +80,19 @@ def test_a_head_of_another_shape_is_named():
         ConfigError, match=r"output_layer.weight has shape \[128, 32\] on stage 1 and \[64, 32\] in the"
     ):
         run_threads(body, pp=2, timeout_s=30)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_layer_that_does_not_see_the_tokens_of_other_ranks_is_refused(own):
+    def checked(mesh: ProcessMesh) -> list[int] | str:
+        module = gpt_provider(MODEL, LayerSpan(0, LAYERS, True, True), mesh.tp)
+        if own:
+            module.decoder.layers["1"] = nn.Linear(1, 1)
+        try:
+            return check_ownership([module], MODEL, gpt_provider, loop(1), mesh)
+        except ConfigError as error:
+            return str(error)
+
+    answer, _ = run_threads(checked, cp=2, timeout_s=30)
+    refused = "--context-parallel-size 2: decoder.layers.1 is a Linear, which does not meet the keys of other ranks."
+    assert str(answer).startswith(refused) == own

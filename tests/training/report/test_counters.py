@@ -27,7 +27,7 @@ from megapipe.plan import make_plan
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.measured.costs import Spent, measured_costs, spent
 from megapipe.training.progress import Progress
-from megapipe.training.report import numbers
+from megapipe.training.report import counters, numbers
 from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
 from megapipe.training.report.lines import LEGEND, iteration_line, short_line
 from megapipe.training.report.moment import Moment, Window
@@ -244,6 +244,21 @@ def test_a_row_is_all_that_a_logged_number_needs(monkeypatch):
     assert scalars(moment, line=False)["rain"] == as_json(moment)["rain_mm"] == 7.5
 
 
+def test_tags_on_a_board_are_megatrons():
+    log = LogConfig(log_throughput=True, log_params_norm=True, log_num_zeros_in_grad=True)
+    moment = first_of_two({"lm loss": 2.0})
+    result = replace(moment.result, num_zeros=3)
+    moment = replace(moment, config=replace(moment.config, log=log), params_norm=5.0, result=result, flops=1e9)
+    norms = {"grad-norm": 1.0, "params-norm": 5.0, "num-zeros": 3, "loss-scale": 1.0}
+    assert scalars(moment, line=False) == {"lm loss": 2.0, "learning-rate": 1e-3, "batch-size": 8} | norms
+    assert scalars(moment, line=True).keys() >= {"iteration-time", "throughput"}
+
+
+@pytest.mark.parametrize("x, text", [(0.5, "0.5"), (999.4, "999"), (999.7, "1k"), (12345.0, "12.3k"), (2e12, "2T")])
+def test_a_number_for_people_has_three_digits_and_a_letter(x, text):
+    assert numbers.brief(x) == text
+
+
 def test_a_short_line_shows_the_loss_and_not_a_metric_before_it_in_the_alphabet():
     said = short_line(first_of_two({"hardest token": 5.0, "lm loss": 2.0}))
     assert said == "1/2  loss 2.0000  hardest token 5    100 ms     80 tok/s  norm 1.00  lr 1.00e-03"
@@ -304,6 +319,17 @@ def test_the_metrics_file_has_what_the_line_has(tmp_path):
     assert rows[-1]["params_norm"] == pytest.approx(training.run.optimizer.params_norm())
     assert len({row["params_norm"] for row in rows}) == 4  # of each step
     assert all(isinstance(row["num_zeros"], int) for row in rows)
+
+
+def test_the_table_shows_milliseconds_and_gib_beside_what_was_predicted():
+    times, predicted = (Costs(*((x, x) for x in given)) for given in ((0.01, 0.02, 0.03), (0.04, 0.05, 0.06)))
+    gib = 2.0**30
+    ranks = (Spent(1.0, 0.9, 0.6, 0.1), Spent(1.0, 0.8, 0.7, 0.1))
+    seconds = (0.9, 0.3, 0.1, 0.1, 0.1, 0.8, 0.2)
+    now = Measured(1, times, ranks, *seconds, predicted, (2 * gib, 3 * gib), (4 * gib, 5 * gib))
+    rows = [line.split() for line in counters.table(now, build("1f1b", 2, 2).placement).splitlines()]
+    assert rows[1] == ["0", "0", "10.00", "40.00", "20.00", "50.00", "30.00", "60.00"]
+    assert rows[4:] == [["0", "600.0", "100.0", "200.0", "2", "4"], ["1", "700.0", "100.0", "0.0", "3", "5"]]
 
 
 def test_peaks_are_those_of_the_device_that_is_named():

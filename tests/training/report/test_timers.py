@@ -45,6 +45,10 @@ def test_passes_waits_and_the_update_are_added_up_by_megatrons_names():
     }
 
 
+def test_the_end_of_the_update_is_added_however_short():
+    assert of_step([ran("0F0", 1.0, 2.0)], end=2.25)["optimizer"] == 0.25
+
+
 LABEL = "    optimizer ......................................: "
 
 
