@@ -56,6 +56,7 @@ def composed(args: argparse.Namespace) -> tuple[Recipe, Schedule, list[str]]:
     `args.costs` has what the flags state afterwards, and a flag whose passes the file has is cleared.
     Raises: ScheduleError that names the memory which is enough, where a limit is the problem.
     """
+    _refuse_idle(args)
     args.costs = stated(args.costs, args)
     said = _only_costs(args) if is_file(args.name) else []
     flags = FLAGS | ({"step": "--post-validation"} if args.post_validation and not args.step else {})
@@ -83,6 +84,27 @@ def _check_room(table: Schedule, args: argparse.Namespace) -> None:
             if held > most * (1 + 1e-9):
                 raise ScheduleError(f"{table.name}: rank {rank} holds {held:g}, over its --memory {most:g}.")
     verify(table, memory=args.memory, costs=args.costs)
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Raises: ScheduleError for each flag that has nothing to act on."""
+    copies = args.copies or args.copy_ratio
+    problems = {
+        "--split-backwards is of --pairs. Add that, or leave it out.": args.split_backwards and args.pairs is None,
+        "--no-pairs and --pairs contradict each other. Leave one of them out.": args.no_pairs
+        and args.pairs is not None,
+        "--copied-chunks is of --copies. Add --copies all, or leave it out.": args.copied_chunks and not copies,
+        "--copies and --solve both say when activations are copied. Leave one out.": args.copies and args.solve,
+        "--copies fits and needed choose within a limit. Add --memory 4.": (
+            args.copies in ("fits", "needed") and args.memory is None
+        ),
+        "--shard and --shard-gradients contradict each other. Leave one of them out.": (
+            args.shard is not None and args.shard_gradients
+        ),
+        "--option is of a name of the catalogue or a function, not of a file.": args.option and is_file(args.name),
+    }
+    if found := [text for text, given in problems.items() if given]:
+        raise ScheduleError(found)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -219,7 +241,7 @@ def _with_candidates(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _described(built: Built, args: argparse.Namespace) -> list[str]:
     """Return lines on what the recipe made of the order."""
     recipe, table, costs = built.recipe, built.table, args.costs
-    lines: list[str] = []
+    lines = _idle_lines(recipe, args)
     if args.slices:
         lines += describe_slices(cutting(args), recipe.cuts)
     if recipe.search is not None and recipe.table is None and not recipe.cuts:
@@ -236,6 +258,25 @@ def _described(built: Built, args: argparse.Namespace) -> list[str]:
         if recipe.offload is not None and recipe.offload.when != "all":
             lines += describe_moves(table, costs)
         lines += describe_shards(table, costs)
+    return lines
+
+
+def _idle_lines(recipe: Recipe, args: argparse.Namespace) -> list[str]:
+    """Return lines on --no-pairs and --as-published, which change some orders and others not."""
+    if recipe.search is not None:
+        given = [flag for flag in ("no_pairs", "as_published") if getattr(args, flag)]
+        return [f"--{flag.replace('_', '-')} has no effect on a search" for flag in given]
+    terms = Fixed(args.costs, depths=len(recipe.depths))
+    made = recipe.chain(terms)
+    fitted = args.costs.of_positions(made.placement.chain)
+    lines = []
+    for flag, otherwise in (
+        ("no_pairs", replace(recipe, pairs=True)),
+        ("as_published", replace(recipe, fitted=fitted)),
+    ):
+        if getattr(args, flag):
+            effect = "has no effect on this order" if made == otherwise.chain(terms) else "changes this order"
+            lines.append(f"--{flag.replace('_', '-')} {effect}")
     return lines
 
 

@@ -72,11 +72,11 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
         **({"depths": place.depths} if place.depths else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
         **({"documents": list(map(list, schedule.documents))} if schedule.documents else {}),
-        **({"recipe": recipe} if recipe else {}),
         **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
     ranks = _lines(map(_texts, schedule.ranks))
     times = "" if costs is None else _times(schedule, costs)
+    times += f',\n"recipe": {json.dumps(recipe)}' if recipe else ""
     return f'{json.dumps(head)[:-1]}, "ranks": {ranks}{times}}}\n'
 
 
