@@ -13,7 +13,6 @@ sentence that refuses it. Results are appended to a file, so that a run that was
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -31,7 +30,7 @@ import torch
 
 from tools.proofs.cover.array import Array, Row
 from tools.proofs.cover.choices import CHOICES, FEW, MOST, PLAIN, choices_named, num_layers, problems, world_size
-from tools.proofs.cover.judge import Runs, Verdict, name_of
+from tools.proofs.cover.judge import Runs, Verdict, name_of, warm
 
 SECONDS = 240.0
 """How long a start of a case may take; alone on two cores it takes one to five seconds."""
@@ -117,8 +116,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what is imported is shared with each fork, as long as no search for garbage writes to it
+    warm()
     with tempfile.TemporaryDirectory(prefix="cover-") as folder:
         runs = Runs(Path(folder), options.seconds)
         if options.case:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import math
 import os
 import re
@@ -24,6 +26,7 @@ from torch import Tensor
 from megapipe.distributed.layout import whole_name
 from megapipe.errors import UserError
 from megapipe.models.gpt import WORD_EMBEDDINGS
+from megapipe.training.guards import ranks as guard
 from tools.proofs.cover.choices import HALF, LR, STEPS, Case, num_layers, one_process, world_size
 from tools.proofs.cover.rank import Numbers, Part, run_rank
 
@@ -44,6 +47,19 @@ class Verdict:
     result: str
     found: tuple[str, ...] = ()
     seconds: float = 0.0
+
+
+def warm() -> None:
+    """Do once, before any fork, what each process of a case would do again.
+
+    A process that saves or loads imports the compiler for a second, and each digests the source of the package.
+    """
+    for name in ("torch._dynamo", "megapipe.checkpoint.shards", "numpy.random"):
+        importlib.import_module(name)
+    digest = guard._package()
+    guard._package = lambda: digest
+    gc.collect()
+    gc.freeze()  # what is imported is shared with each fork, as long as no search for garbage writes to it
 
 
 class Runs:
@@ -76,7 +92,7 @@ class Runs:
 
     def _compare(self, case: Case, here: Path) -> list[str]:
         alone, layers = one_process(case), num_layers(case)
-        whole, checkpoint = self.alone(alone, layers)
+        whole, checkpoint = self.alone(alone, layers, saved=case["resumed"] == "from-one")
         save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
         match case["resumed"]:
             case "no":
@@ -93,9 +109,9 @@ class Runs:
             second = self.start(case, layers, load, here / "second")
         return found + differences(case, second, whole, "after it was loaded: ")
 
-    def alone(self, case: Case, layers: int) -> tuple[Numbers, Path]:
-        """Return the numbers of one process, and the folder with its checkpoint of HALF the iterations."""
-        here = self.folder / f"alone-{name_of(case, layers)}"
+    def alone(self, case: Case, layers: int, *, saved: bool) -> tuple[Numbers, Path]:
+        """Return the numbers of one process, and the folder with its checkpoint of HALF the iterations if it saved."""
+        here = self.folder / f"{'saved' if saved else 'alone'}-{name_of(case, layers)}"
         done = here / "done"
         lock = here.with_suffix(".lock")
         with _locked(lock):
@@ -103,7 +119,7 @@ class Runs:
                 shutil.rmtree(here, ignore_errors=True)
                 here.mkdir(parents=True)
                 save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
-                self.start(case, layers, save, here / "all")
+                self.start(case, layers, save if saved else [], here / "all")
                 done.touch()
         numbers: Numbers = torch.load(here / "all-0", weights_only=False)
         return numbers, here / "saved"
