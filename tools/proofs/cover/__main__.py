@@ -36,11 +36,12 @@ SECONDS = 240.0
 """How long a start of a case may take; alone on two cores it takes one to five seconds."""
 
 
-def array(strength: int, seed: int, kept: dict[str, Any] | None = None) -> Array:
+def array(strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None) -> Array:
     """Return the array of a strength, and before it in its rows those of smaller ones.
 
     Args:
         kept: an array to begin with, as it stands in its file.
+        at: file of the array. Rows that are made so far stand in one with ".part": --begin-with takes it.
     """
 
     @cache
@@ -59,8 +60,27 @@ def array(strength: int, seed: int, kept: dict[str, Any] | None = None) -> Array
         refused = {tuple(_pair(part) for part in key.split(" x ")): why for key, why in kept["refused"].items()}
         made.take([PLAIN | row for row in kept["rows"]], refused)
         print(f"{len(made.rows)} of {len(kept['rows'])} cases that are kept are legal", flush=True)
-    made.extend(strength, lambda text: print(text, flush=True))
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        _write(made, part)
+
+    part = at and at.with_suffix(".part")
+    made.extend(strength, say)
+    _write(made, at)
     return made
+
+
+def _write(made: Array, at: Path | None) -> None:
+    if at is not None:
+        rows = [json.loads(short(row)) for row in made.rows]
+        whole = at.with_suffix(".new")
+        whole.write_text(json.dumps({"rows": rows, "refused": _named(made)}))
+        whole.replace(at)
+
+
+def _named(made: Array) -> dict[str, str]:
+    return {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -181,12 +201,8 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
         kept = json.loads(options.array.read_text())
         return [PLAIN | row for row in kept["rows"]], kept["refused"]
     kept = json.loads(options.begin_with.read_text()) if options.begin_with else None
-    made = array(options.strength, options.seed, kept)
-    refused = {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
-    if options.array:
-        rows = [json.loads(short(row)) for row in made.rows]
-        options.array.write_text(json.dumps({"rows": rows, "refused": refused}))
-    return made.rows, refused
+    made = array(options.strength, options.seed, kept, options.array)
+    return made.rows, _named(made)
 
 
 def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]) -> None:
