@@ -30,10 +30,7 @@ import torch
 
 from tools.proofs.cover.array import Array, Row
 from tools.proofs.cover.choices import CHOICES, FEW, MOST, PLAIN, choices_named, num_layers, problems, world_size
-from tools.proofs.cover.judge import Runs, Verdict, name_of, warm
-
-SECONDS = 240.0
-"""How long a start of a case may take; alone on two cores it takes one to five seconds."""
+from tools.proofs.cover.judge import SECONDS, Runs, Verdict, name_of, warm
 
 
 def array(strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None) -> Array:

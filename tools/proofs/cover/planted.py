@@ -21,7 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.proofs.cover.choices import PLAIN
+from tools.proofs.cover.choices import PLAIN, world_size
+from tools.proofs.cover.judge import SECONDS, UNLIKE
 from tools.proofs.mutants import copy_repository
 
 
@@ -229,13 +230,17 @@ DEFECTS = {
 
 
 def nearest_first(rows: Iterable[dict[str, str]], defect: Planted) -> list[dict[str, str]]:
-    """Return rows with those first that have most of the values that a defect concerns."""
+    """Return rows with those first that have most of the values that a defect concerns.
 
-    def has(row: dict[str, str]) -> int:
+    Among equals those come first that are judged to the last digits, and of them those of few processes.
+    """
+
+    def order(row: dict[str, str]) -> tuple[int, bool, int]:
         full = PLAIN | row
-        return sum(full[name] in values for name, values in defect.where.items())
+        has = sum(full[name] in values for name, values in defect.where.items())
+        return -has, full["precision"] != "float64", world_size(full)
 
-    return sorted(rows, key=has, reverse=True)
+    return sorted(rows, key=order)
 
 
 def main() -> int:
@@ -245,27 +250,35 @@ def main() -> int:
     parser.add_argument("--results", type=Path, required=True, help="a line for each defect, appended")
     parser.add_argument("--most", type=int, default=10**6, help="cases for each defect")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
+    parser.add_argument("--only", nargs="+", choices=DEFECTS, help="these defects")
     options = parser.parse_args()
     kept = json.loads(options.array.read_text())
     known = {}
     if options.results.exists():
         known = {found["defect"]: found for found in map(json.loads, options.results.read_text().splitlines())}
-    for name, defect in DEFECTS.items():
+    wanted = options.only or list(DEFECTS)
+    for name in wanted:
         if name in known:
             continue
+        defect = DEFECTS[name]
         begun = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-            verdict = _planted(Path(folder), defect, kept, options)
-        known[name] = {"defect": name, "result": verdict, "seconds": round(time.monotonic() - begun)}
+            verdict, said = _planted(Path(folder), defect, kept, options)
+        seconds = round(time.monotonic() - begun)
+        known[name] = {"defect": name, "result": verdict, "seconds": seconds, "said": said}
         print(json.dumps(known[name]), flush=True)
         with options.results.open("a") as file:
             print(json.dumps(known[name]), file=file)
-    counts = Counter(known[name]["result"] for name in DEFECTS)
-    print(f"{len(DEFECTS)} defects: {dict(counts)}")
+    counts = Counter(known[name]["result"] for name in wanted)
+    print(f"{len(wanted)} defects: {dict(counts)}")
     return 0
 
 
-def _planted(folder: Path, defect: Planted, kept: dict[str, object], options: argparse.Namespace) -> str:
+def _planted(
+    folder: Path, defect: Planted, kept: dict[str, object], options: argparse.Namespace
+) -> tuple[str, list[str]]:
+    """Return whether a case notices a defect, and what the first says that does."""
     copy = folder / "copy"
     copy.mkdir()
     copy_repository(copy)
@@ -277,8 +290,15 @@ def _planted(folder: Path, defect: Planted, kept: dict[str, object], options: ar
     array = folder / "array.json"
     array.write_text(json.dumps({"rows": rows, "refused": {}}))
     command = [sys.executable, "-m", "tools.proofs.cover", "--array", str(array), "--first", "--jobs"]
-    done = subprocess.run([*command, str(options.jobs)], cwd=copy, env=_environment(copy), capture_output=True)
-    return "found" if done.returncode else "not found"
+    command += [str(options.jobs), "--seconds", str(options.seconds)]
+    done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
+    if not done.returncode:
+        return "not found", []
+    lines = done.stdout.splitlines()
+    begin = next((n for n, line in enumerate(lines) if line in UNLIKE), None)
+    if begin is None:
+        raise SystemExit(f"the cover itself ends with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return "found", [line.strip() for line in lines[begin : begin + 8]]
 
 
 def _environment(copy: Path) -> dict[str, str]:
