@@ -131,11 +131,15 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="make the case that differs as small as it goes")
     parser.add_argument("--first", action="store_true", help="stop at the first case that is not as one process")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
+    parser.add_argument("--folder", type=Path, help="keep here what runs leave, among it those of one process")
+    parser.add_argument(
+        "--references", type=Path, help="a --folder whose runs of one process are trusted if a case agrees"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warm()
     with tempfile.TemporaryDirectory(prefix="cover-") as folder:
-        runs = Runs(Path(folder), options.seconds)
+        runs = Runs(options.folder or Path(folder), options.seconds, options.references)
         if options.case:
             return _one(PLAIN | json.loads(options.case), runs, shrink=options.shrink)
         return _all(options, runs)

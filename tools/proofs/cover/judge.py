@@ -72,11 +72,14 @@ class Runs:
     Args:
         folder: for checkpoints, logs and numbers.
         seconds: how long a start may take.
+        references: folder of earlier runs, perhaps of another source. A case that is as their one process is not
+            trained on one again; one that differs from it is.
     """
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path, seconds: float, references: Path | None = None) -> None:
         self.folder = folder
         self.seconds = seconds
+        self.references = references
 
     def judge(self, case: Case) -> Verdict:
         """Train a case, and compare it with one process."""
@@ -96,37 +99,47 @@ class Runs:
 
     def _compare(self, case: Case, here: Path) -> list[str]:
         alone, layers = one_process(case), num_layers(case)
-        whole, checkpoint = self.alone(alone, layers, saved=case["resumed"] == "from-one")
-        save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
+        name = f"{'saved' if case['resumed'] == 'from-one' else 'alone'}-{name_of(alone, layers)}"
+        mine = self.folder / name
+        kept = self.references and self.references / name
+        if kept is None or not (kept / "done").exists():
+            kept = None
+            self._alone(alone, layers, mine)
+        parts = self._parts(case, here, (kept or mine) / "saved")
+        found = self._differences(case, parts, kept or mine)
+        if found and kept is not None:
+            self._alone(alone, layers, mine)
+            found = self._differences(case, parts, mine)
+        return found
+
+    def _differences(self, case: Case, parts: Sequence[tuple[str, list[Numbers]]], reference: Path) -> list[str]:
+        whole: Numbers = torch.load(reference / "all-0", weights_only=False)
+        return [line for when, ranks in parts for line in differences(case, ranks, whole, when)]
+
+    def _parts(self, case: Case, here: Path, checkpoint: Path) -> list[tuple[str, list[Numbers]]]:
+        """Train a case, in as many parts as it has; return when each was, and the numbers of its ranks."""
+        layers = num_layers(case)
         match case["resumed"]:
             case "no":
-                return differences(case, self.start(case, layers, [], here / "all"), whole)
+                return [("", self.start(case, layers, [], here / "all"))]
             case "from-one":
                 load = ["--load", str(checkpoint), "--ckpt-step", str(HALF)]
-                return differences(case, self.start(case, layers, load, here / "second"), whole)
-        first = self.start(case, layers, [*save, "--exit-interval", str(HALF)], here / "first")
-        found = differences(case, first, whole, "before it was saved: ")
-        load = ["--load", str(here / "saved")]
-        if case["resumed"] == "into-one":
-            second = self.start(alone, layers, load, here / "second")
-        else:
-            second = self.start(case, layers, load, here / "second")
-        return found + differences(case, second, whole, "after it was loaded: ")
+                return [("", self.start(case, layers, load, here / "second"))]
+        save = ["--save", str(here / "saved"), "--save-interval", str(HALF), "--exit-interval", str(HALF)]
+        first = self.start(case, layers, save, here / "first")
+        later = one_process(case) if case["resumed"] == "into-one" else case
+        second = self.start(later, layers, ["--load", str(here / "saved")], here / "second")
+        return [("before it was saved: ", first), ("after it was loaded: ", second)]
 
-    def alone(self, case: Case, layers: int, *, saved: bool) -> tuple[Numbers, Path]:
-        """Return the numbers of one process, and the folder with its checkpoint of HALF the iterations if it saved."""
-        here = self.folder / f"{'saved' if saved else 'alone'}-{name_of(case, layers)}"
-        done = here / "done"
-        lock = here.with_suffix(".lock")
-        with _locked(lock):
-            if not done.exists():
+    def _alone(self, case: Case, layers: int, here: Path) -> None:
+        """Train a case on one process, once; its checkpoint of HALF the iterations is kept if the folder says so."""
+        with _locked(here.with_suffix(".lock")):
+            if not (here / "done").exists():
                 shutil.rmtree(here, ignore_errors=True)
                 here.mkdir(parents=True)
                 save = ["--save", str(here / "saved"), "--save-interval", str(HALF)]
-                self.start(case, layers, save if saved else [], here / "all")
-                done.touch()
-        numbers: Numbers = torch.load(here / "all-0", weights_only=False)
-        return numbers, here / "saved"
+                self.start(case, layers, save if here.name.startswith("saved") else [], here / "all")
+                (here / "done").touch()
 
     def start(self, case: Case, layers: int, more: Sequence[str], at: Path) -> list[Numbers]:
         """Run the processes of a case once and return what each of them knows at the end."""

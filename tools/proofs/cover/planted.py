@@ -238,7 +238,8 @@ def nearest_first(rows: Iterable[dict[str, str]], defect: Planted) -> list[dict[
     def order(row: dict[str, str]) -> tuple[int, bool, int]:
         full = PLAIN | row
         has = sum(full[name] in values for name, values in defect.where.items())
-        return -has, full["precision"] != "float64", world_size(full)
+        sharp = full["precision"] == "float64" and full["moments"] == "fp32"
+        return -has, not sharp, world_size(full)
 
     return sorted(rows, key=order)
 
@@ -252,6 +253,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
     parser.add_argument("--only", nargs="+", choices=DEFECTS, help="these defects")
+    parser.add_argument("--references", type=Path, help="a --folder of the cover: what one process computes")
     options = parser.parse_args()
     kept = json.loads(options.array.read_text())
     known = {}
@@ -291,6 +293,8 @@ def _planted(
     array.write_text(json.dumps({"rows": rows, "refused": {}}))
     command = [sys.executable, "-m", "tools.proofs.cover", "--array", str(array), "--first", "--jobs"]
     command += [str(options.jobs), "--seconds", str(options.seconds)]
+    if options.references:
+        command += ["--references", str(options.references.absolute())]
     done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
     if not done.returncode:
         return "not found", []
