@@ -32,8 +32,6 @@ from tools.proofs.cover.rank import Numbers, Part, run_rank
 
 SECONDS = 240.0
 """How long a start of a case may take; alone on two cores it takes one to five seconds."""
-UNLIKE = ("differs", "crashes", "hangs")
-"""What may become of a case that is not as one process."""
 TOLERANCE = {"float64": 1e-7, "float32": 1e-3}
 """Relative to the largest number of a tensor; what is summed in another order differs by rounding."""
 MOMENTS = {"fp32": 0.0, "bf16": 1e-2}

@@ -11,19 +11,23 @@ concerns run first: that changes how soon it is found, not whether.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-import subprocess
+import os
+import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tools.proofs.cover.choices import PLAIN, world_size
-from tools.proofs.cover.judge import SECONDS, UNLIKE
-from tools.proofs.mutants import copy_repository
+from tools.proofs.mutants import ROOT, copy_repository
+
+WARM = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "numpy.random")
+"""What the package imports of others: forks share it."""
 
 
 class Planted(NamedTuple):
@@ -234,6 +238,7 @@ def nearest_first(rows: Iterable[dict[str, str]], defect: Planted) -> list[dict[
 
     Among equals those come first that are judged to the last digits, and of them those of few processes.
     """
+    from tools.proofs.cover.choices import PLAIN, world_size
 
     def order(row: dict[str, str]) -> tuple[int, bool, int]:
         full = PLAIN | row
@@ -250,65 +255,87 @@ def main() -> int:
     parser.add_argument("--array", type=Path, required=True, help="rows that the cover has written")
     parser.add_argument("--results", type=Path, required=True, help="a line for each defect, appended")
     parser.add_argument("--most", type=int, default=10**6, help="cases for each defect")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
+    parser.add_argument("--jobs", type=int, default=2, help="defects at a time")
+    parser.add_argument("--seconds", type=float, default=240.0, help="limit of each start of a case")
     parser.add_argument("--only", nargs="+", choices=DEFECTS, help="these defects")
     parser.add_argument("--references", type=Path, help="a --folder of the cover: what one process computes")
     options = parser.parse_args()
-    kept = json.loads(options.array.read_text())
     known = {}
     if options.results.exists():
         known = {found["defect"]: found for found in map(json.loads, options.results.read_text().splitlines())}
     wanted = options.only or list(DEFECTS)
-    for name in wanted:
-        if name in known:
-            continue
-        defect = DEFECTS[name]
-        begun = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-            verdict, said = _planted(Path(folder), defect, kept, options)
-        seconds = round(time.monotonic() - begun)
-        known[name] = {"defect": name, "result": verdict, "seconds": seconds, "said": said}
-        print(json.dumps(known[name]), flush=True)
-        with options.results.open("a") as file:
-            print(json.dumps(known[name]), file=file)
+    for name in WARM:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        for found in _planted([name for name in wanted if name not in known], options, Path(folder)):
+            known[found["defect"]] = found
+            print(json.dumps(found), flush=True)
+            with options.results.open("a") as file:
+                print(json.dumps(found), file=file)
     counts = Counter(known[name]["result"] for name in wanted)
     print(f"{len(wanted)} defects: {dict(counts)}")
     return 0
 
 
-def _planted(
-    folder: Path, defect: Planted, kept: dict[str, object], options: argparse.Namespace
-) -> tuple[str, list[str]]:
-    """Return whether a case notices a defect, and what the first says that does."""
-    copy = folder / "copy"
-    copy.mkdir()
+def _planted(names: Sequence[str], options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Search for defects, some at a time, each in a process of its own; yield what was found of each."""
+    waiting = list(reversed(names))
+    children: dict[int, tuple[str, float, Path]] = {}
+    while waiting or children:
+        while waiting and len(children) < options.jobs:
+            name = waiting.pop()
+            here = folder / str(len(waiting))
+            if not (child := os.fork()):
+                _search(DEFECTS[name], options, here)
+            children[child] = name, time.monotonic(), here
+        child, status = os.wait()
+        name, begun, here = children.pop(child)
+        if status:
+            raise SystemExit(f"{name}: the search itself ends with {status}")
+        yield {"defect": name, "seconds": round(time.monotonic() - begun)} | json.loads((here / "answer").read_text())
+
+
+def _search(defect: Planted, options: argparse.Namespace, here: Path) -> None:
+    """Plant a defect in a copy, import that, and judge cases until one notices. It does not return."""
+    status = 1
+    try:
+        array, answer = json.loads(options.array.read_text()), here / "answer"
+        references = options.references and options.references.absolute()
+        _enter(here / "copy", defect)
+        from tools.proofs.cover.choices import PLAIN
+        from tools.proofs.cover.judge import Runs, warm
+
+        warm()
+        runs = Runs(here / "runs", options.seconds, references)
+        heard: dict[str, Any] = {"result": "not found", "cases": min(options.most, len(array["rows"]))}
+        for n, row in enumerate(nearest_first(array["rows"], defect)[: options.most]):
+            verdict = runs.judge(PLAIN | row)
+            if verdict.result != "same":
+                heard = {"result": "found", "cases": n + 1, "by": verdict.result, "said": verdict.found, "case": row}
+                break
+        answer.write_text(json.dumps(heard))
+        shutil.rmtree(here / "runs", ignore_errors=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _enter(copy: Path, defect: Planted) -> None:
+    """Make a copy of the repository with a defect, and have this process import its modules from there."""
+    copy.mkdir(parents=True)
     copy_repository(copy)
     path = copy / "megapipe" / defect.path
     text = path.read_text()
     assert text.count(defect.before) == 1, f"{defect.path} has {defect.before!r} {text.count(defect.before)} times"
     path.write_text(text.replace(defect.before, defect.after))
-    rows = nearest_first(kept["rows"], defect)[: options.most]  # type: ignore[arg-type]
-    array = folder / "array.json"
-    array.write_text(json.dumps({"rows": rows, "refused": {}}))
-    command = [sys.executable, "-m", "tools.proofs.cover", "--array", str(array), "--first", "--jobs"]
-    command += [str(options.jobs), "--seconds", str(options.seconds)]
-    if options.references:
-        command += ["--references", str(options.references.absolute())]
-    done = subprocess.run(command, cwd=copy, env=_environment(copy), capture_output=True, text=True)
-    if not done.returncode:
-        return "not found", []
-    lines = done.stdout.splitlines()
-    begin = next((n for n, line in enumerate(lines) if line in UNLIKE), None)
-    if begin is None:
-        raise SystemExit(f"the cover itself ends with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return "found", [line.strip() for line in lines[begin : begin + 8]]
-
-
-def _environment(copy: Path) -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    assert not any(name.partition(".")[0] == "megapipe" for name in sys.modules), "the package is imported already"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
+        del sys.modules[name]
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":
