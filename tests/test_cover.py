@@ -14,8 +14,8 @@ import torch
 
 from tools.proofs.cover.array import Array
 from tools.proofs.cover.choices import CHOICES, PLAIN, num_layers, one_process, problems, world_size
-from tools.proofs.cover.judge import differences
-from tools.proofs.cover.planted import DEFECTS
+from tools.proofs.cover.judge import Runs, differences
+from tools.proofs.cover.planted import DEFECTS, nearest_first
 from tools.proofs.cover.rank import Numbers, Part
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +115,38 @@ def test_a_loss_and_a_weight_that_differ_are_named():
     assert all("lm loss" in line for line in differences(PLAIN, [numbers(1.0, 3.1)], whole))
     half = replace(whole, tensors={"weights": {"layers.0.weight": Part(torch.ones(2, 2).double(), {0: (1, 2)})}})
     assert differences(PLAIN, [half], whole) == []
+
+
+def test_a_case_that_agrees_with_kept_references_is_not_trained_on_one_process_again(tmp_path, monkeypatch):
+    """Of another source too: what differs from them is compared with one process of this source."""
+    starts, source = [], {"weight": 1.0}
+
+    def start(self, case, layers, more, at):
+        starts.append(world_size(case))
+        found = numbers(source["weight"], 3.0)
+        torch.save(found, at.with_name(f"{at.name}-0"))
+        return [found]
+
+    monkeypatch.setattr(Runs, "start", start)
+    case = PLAIN | {"pp": "2"}
+    kept = tmp_path / "kept"
+    assert Runs(kept, 1.0).judge(case).result == "same"
+    assert starts == [1, 2]
+    starts.clear()
+    assert Runs(tmp_path / "again", 1.0, kept).judge(case).result == "same"
+    assert starts == [2]
+    starts.clear()
+    source["weight"] = 2.0
+    assert Runs(tmp_path / "changed", 1.0, kept).judge(case).result == "same"
+    assert starts == [2, 1]
+
+
+def test_of_the_cases_nearest_to_a_defect_the_cheapest_sharp_one_runs_first():
+    defect = next(iter(DEFECTS.values()))
+    near = {"update": "validated", "spoiled": "large"}
+    cheap, dear, blunt = near, near | {"tp": "2", "batch": "grows"}, near | {"precision": "bf16"}
+    far = {"precision": "float32"}
+    assert nearest_first([far, blunt, dear, cheap], defect) == [cheap, dear, blunt, far]
 
 
 def test_the_reference_is_one_process_of_the_same_model():

@@ -122,11 +122,11 @@ DEFECTS = {
         "            pass\n",
         {"slices": ["2", "documents"]},
     ),
-    "gradients of gathered keys are cut as whole sequences are": Planted(
+    "gradients of a slice's gathered keys are cut as whole sequences are": Planted(
         "models/attention/context.py",
         "    mine = Cut(cut.rank, cut.size)\n    return cp",
-        "    mine = Cut(0, cut.size)\n    return cp",
-        {"cp": ["all-gather"]},
+        "    mine = cut\n    return cp",
+        {"cp": ["all-gather"], "slices": ["2", "documents"]},
     ),
     "the gradient of a depth's projection is the first rank's": Planted(
         "models/mtp.py",
