@@ -175,12 +175,12 @@ class Recipe:
         """Return the table of the order, in slices if they are asked for."""
         if self.table is not None:
             return self.table
+        if self.search is not None:
+            return self._searched(self.search, terms)
         if is_file(self.order):
             if self.cuts:
                 return in_place(load(self.order), self.cuts, self.documents)
             return build(self.order, self.ranks, self.microbatches)
-        if self.search is not None:
-            return self._searched(self.search, terms)
         made_for = self._generated
         if not self.cuts:
             return made_for(self.microbatches)

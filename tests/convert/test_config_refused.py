@@ -46,7 +46,7 @@ def changed(hub, family, change, folder):
 @pytest.mark.parametrize(
     "family, change, said",
     [
-        ("llama", {"attention_dropout": 1.0}, "--attention-dropout 1.0"),
+        ("llama", {"attention_dropout": 1.0}, "--attention-dropout 1"),
         ("llama", {"attention_dropout": -1}, "--attention-dropout -1"),
         ("llama", {"attention_dropout": 2}, "--attention-dropout 2"),
         ("llama", {"rms_norm_eps": 0}, "--norm-epsilon 0"),
@@ -141,8 +141,8 @@ def test_numbers_of_megatrons_arguments_outside_our_ranges_are_named():
     args = args_of(Config(model=LLAMA)) | {"attention_dropout": 1.0, "layernorm_epsilon": 0.0}
     lines = refused(lambda: config_of(args, "it"))
     assert [line.split(" must ")[0] for line in lines] == [
-        "it: its arguments, as flags: --norm-epsilon 0.0",
-        "it: its arguments, as flags: --attention-dropout 1.0",
+        "it: its arguments, as flags: --norm-epsilon 0",
+        "it: its arguments, as flags: --attention-dropout 1",
     ]
 
 

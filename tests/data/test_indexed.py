@@ -194,5 +194,5 @@ def test_what_is_asked_to_be_on_disk_is_whole(tmp_path: Path, monkeypatch: pytes
     sizes = list[int]()
     monkeypatch.setattr("os.fsync", lambda file: sizes.append(os.fstat(file).st_size))
     with IndexedWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document([1, 2, 3])
+        add_document(writer, [1, 2, 3])
     assert sizes == [(tmp_path / f"x.{end}").stat().st_size for end in ("idx", "bin")]

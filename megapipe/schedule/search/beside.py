@@ -88,7 +88,7 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
     held = costs.memory(place)[0]
     tries = 2 + place.depths if place.depths else 1
     recipe = Recipe(
-        schedule.name,
+        "zb-auto",
         place.num_ranks,
         schedule.num_microbatches,
         search=Search((own,), effort=effort / tries, progress=stop_alone),
