@@ -125,7 +125,8 @@ class Recipe:
             "depths": bool(self.depths),
             "vocabulary": self.vocabulary,
             "sharding": self.sharding is not None,
-            "step": self.step != NO_STEP,
+            # Shards of gradients alone leave the gather of updated weights to the step.
+            "step": self.step.reduce or (self.step.gather and self.sharding is not None and self.sharding.weights),
         }
         for first, second, why in EXCLUDED:
             if asked[first] and asked[second]:

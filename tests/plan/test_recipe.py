@@ -16,6 +16,9 @@ from tools.proofs.tables.recipes import different
 PLAIN = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size"
 EXPERTS = f"{MODELS['experts']} --expert-model-parallel-size 2"
 RUNS = {
+    "shards of gradients and gathers": (
+        f"4 --pipeline-schedule zb-h1 {PLAIN} 16 {FEATURES['gather'][0]} {FEATURES['sharding'][1]}"
+    ),
     "slices and shards": f"4 --pipeline-schedule zb-h1 {PLAIN} 16 --pipeline-slices 2 {FEATURES['sharding'][2]}",
     "slices and copies": f"2 --pipeline-schedule 1f1b {PLAIN} 8 --pipeline-slices 2 {FEATURES['copies'][0]}",
     "depths and vocabulary": f"2 --pipeline-schedule zb-v {PLAIN} 8 --mtp-num-layers 1 --vocab-parallel-pipeline",
