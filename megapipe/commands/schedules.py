@@ -142,9 +142,11 @@ def _attending(costs: Costs, args: argparse.Namespace, names: Sequence[str]) -> 
     Raises: ScheduleError for a flag of slices without slices.
     """
     unsliced = args.attention_share and not any(is_file(name) and load(name).cuts for name in names)
-    if not args.slices and (args.cuts or args.documents or unsliced):
+    whole = not args.slices or args.slices == 1
+    if whole and (args.cuts or args.documents or unsliced):
         flags = "--cuts, --documents and --attention-share"
-        raise ScheduleError(f"{flags} are of slices: add --slices 4, or leave them out")
+        remedy = "add --slices 4" if not args.slices else "give --slices 4 in place of 1"
+        raise ScheduleError(f"{flags} are of slices: {remedy}, or leave them out")
     return replace(costs, **dict.fromkeys(ATTENTION, args.attention_share)) if args.attention_share else costs
 
 

@@ -63,6 +63,13 @@ def test_flags_of_slices_need_slices(flags):
         schedules.main([*ASKED[:6], *flags])
 
 
+@pytest.mark.parametrize("flags", [["--cuts", "equal"], ["--attention-share", "0.3"], ["--documents", "1"]])
+def test_flags_of_slices_need_more_than_one(flags):
+    """They were ignored in silence (found by drawn command lines)."""
+    with pytest.raises(ScheduleError, match="are of slices: give --slices 4 in place of 1, or leave them out"):
+        schedules.main([*ASKED[:6], "--slices", "1", *flags])
+
+
 def test_an_order_of_slices_is_searched(capsys, monkeypatch):
     monkeypatch.setattr(sliced, "_EFFORT", 0.3)
     asked = ["show", "zb-auto", "--pp", "2", "--microbatches", "2", "--slices", "2", "--chunks", "1"]
