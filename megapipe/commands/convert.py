@@ -32,6 +32,7 @@ from megapipe.convert import (
     import_megatron,
 )
 from megapipe.data.files import folder_problems
+from megapipe.distributed.device import lacks_memory
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse, to_flags
 
@@ -113,6 +114,15 @@ def main(argv: Sequence[str]) -> None:
         _convert(flags)
     except OSError as error:  # a full disk, a folder without permission
         raise CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}") from None
+    except (RuntimeError, TypeError, MemoryError) as error:
+        if not lacks_memory(error):
+            raise
+        remedy = "Convert where there is more"
+        if flags.from_huggingface:
+            remedy += f", or give less than --make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by}"
+        elif not flags.no_check and flags.to_huggingface:
+            remedy += ", or add --no-check, which holds one tensor at a time"
+        raise CheckpointError(f"this machine has no memory for the model's tensors. {remedy}.") from None
 
 
 def _convert(flags: Flags) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -90,6 +91,11 @@ def require_fp8(device: torch.device, asked: str | None) -> None:
 def memory_of(device: torch.device) -> int | None:
     """Bytes of a GPU's memory; None for a CPU, which shares its own with all else."""
     return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether a tensor had no room. torch has no class of its own for the host's memory."""
+    return isinstance(error, MemoryError) or bool(re.search("allocate memory|out of memory|[Oo]verflow", str(error)))
 
 
 def waits_for_kernels() -> bool:

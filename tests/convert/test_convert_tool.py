@@ -22,7 +22,7 @@ from megapipe.convert import export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.families import FAMILIES, to_huggingface
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse
 
 
@@ -238,3 +238,12 @@ def test_an_import_that_a_full_disk_ends_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("rows", [2**44, 2**62])
+def test_padding_that_no_machine_holds_is_refused_in_a_line(tmp_path, rows):
+    """It was a traceback of torch's allocator (found by drawn command lines)."""
+    saved("llama", 0, tmp_path / "hf")
+    flags = ["--from-huggingface", tmp_path / "hf", "--save", tmp_path / "o", "--make-vocab-size-divisible-by", rows]
+    with pytest.raises(CheckpointError, match=f"no memory for the model's tensors.*less than .*-by {rows}"):
+        convert.main([*map(str, flags)])

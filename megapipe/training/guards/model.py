@@ -16,7 +16,7 @@ from torch import nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.device import memory_of
+from megapipe.distributed.device import lacks_memory, memory_of
 from megapipe.distributed.groups import buffer_bytes, num_links
 from megapipe.distributed.layout import layout_of, whole_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -41,10 +41,8 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
         print(fits(plan.peak_bytes[mesh.pp.rank], mesh, memory), flush=True)
     try:
         yield
-    except (RuntimeError, TypeError, MemoryError) as error:  # torch has no class of its own for the host's memory
-        if not isinstance(error, MemoryError) and not re.search(
-            "allocate memory|out of memory|[Oo]verflow", str(error)
-        ):
+    except (RuntimeError, TypeError, MemoryError) as error:
+        if not lacks_memory(error):
             raise
         needed = plan.peak_bytes[mesh.pp.rank] / GIB
         raise ConfigError(
