@@ -23,6 +23,7 @@ from megapipe.schedule.ingredients import (
 )
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.solve import FEW_TRIES, searched, tables
+from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search, placements
 from megapipe.schedule.search.paired import search_pairs
@@ -56,7 +57,7 @@ def composed(args: argparse.Namespace) -> tuple[Recipe, Schedule, list[str]]:
     `args.costs` has what the flags state afterwards, and a flag whose passes the file has is cleared.
     Raises: ScheduleError that names the memory which is enough, where a limit is the problem.
     """
-    _refuse_idle(args)
+    refuse_idle(args)
     args.costs = stated(args.costs, args)
     said = _only_costs(args) if is_file(args.name) else []
     flags = FLAGS | ({"step": "--post-validation"} if args.post_validation and not args.step else {})
@@ -86,13 +87,13 @@ def _check_room(table: Schedule, args: argparse.Namespace) -> None:
     verify(table, memory=args.memory, costs=args.costs)
 
 
-def _refuse_idle(args: argparse.Namespace) -> None:
-    """Raises: ScheduleError for each flag that has nothing to act on."""
+def refuse_idle(args: argparse.Namespace) -> None:
+    """Refuse flags of `show` or `compare` that have nothing to act on.
+
+    Raises: ScheduleError that names each of them.
+    """
     copies = args.copies or args.copy_ratio
     problems = {
-        "--split-backwards is of --pairs. Add that, or leave it out.": args.split_backwards and args.pairs is None,
-        "--no-pairs and --pairs contradict each other. Leave one of them out.": args.no_pairs
-        and args.pairs is not None,
         "--copied-chunks is of --copies. Add --copies all, or leave it out.": args.copied_chunks and not copies,
         "--copies and --solve both say when activations are copied. Leave one out.": args.copies and args.solve,
         "--copies fits and needed choose within a limit. Add --memory 4.": (
@@ -101,8 +102,14 @@ def _refuse_idle(args: argparse.Namespace) -> None:
         "--shard and --shard-gradients contradict each other. Leave one of them out.": (
             args.shard is not None and args.shard_gradients
         ),
-        "--option is of a name of the catalogue or a function, not of a file.": args.option and is_file(args.name),
     }
+    if hasattr(args, "name"):  # flags that `show` alone has
+        paired = args.pairs is not None
+        problems |= {
+            "--split-backwards is of --pairs. Add that, or leave it out.": args.split_backwards and not paired,
+            "--no-pairs and --pairs contradict each other. Leave one of them out.": args.no_pairs and paired,
+            "--option is of a name of the catalogue or a function, not of a file.": args.option and is_file(args.name),
+        }
     if found := [text for text, given in problems.items() if given]:
         raise ScheduleError(found)
 
@@ -197,6 +204,7 @@ def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
     objective = args.objective or "makespan"
     size = recipe.ranks, recipe.microbatches, args.placement, args.chunks
     effort, seconds = (args.effort, inf) if args.effort else _LONGEST
+    check_size(args.name, recipe.ranks, recipe.microbatches, args.chunks or 1)
     places = tuple(placements(*size, args.costs, objective))
     return Search(places, objective, effort, seconds, progress=Progress())
 

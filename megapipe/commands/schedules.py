@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapipe.commands import given
-from megapipe.commands.composed import FLAGS, composed, cutting, stated, with_parts
+from megapipe.commands.composed import FLAGS, composed, cutting, refuse_idle, stated, with_parts
 from megapipe.commands.progress import Progress
 from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
@@ -26,7 +26,7 @@ from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.passes import repeated
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.recipe_line import to_line
+from megapipe.schedule.recipe_line import parts_line, to_line
 from megapipe.schedule.text import load, to_csv, to_json
 from megapipe.schedule.views.compare import advise, to_table
 from megapipe.schedule.views.draw import to_svg
@@ -202,6 +202,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure.check()
     costs = [stated(_attending(_priced(cost, args.comm_share), args, args.files), args) for cost in args.costs]
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
+    refuse_idle(args)
     args.costs = costs[0]
     parts = with_parts(NONE, args)
     if problems := list(parts.problems(FLAGS)):
@@ -220,6 +221,8 @@ def run_compare(args: argparse.Namespace) -> int:
     searched = any(not is_file(name) and entry_of(name).searched for name in names)
     effort = 4.0 if args.effort is None else args.effort
     added = None if parts == NONE else parts
+    if added is not None:
+        print(f"each schedule with {parts_line(added)}")
     points = study(
         args.pp,
         args.microbatches,

@@ -15,7 +15,12 @@ from megapipe.schedule.recipe import Recipe
 
 def to_line(recipe: Recipe) -> str:
     """Return the arguments of `show` that make the recipe's table. A searched order is searched again."""
-    return shlex.join(_words(recipe))
+    return shlex.join((*_words(recipe), *_parts(recipe)))
+
+
+def parts_line(recipe: Recipe) -> str:
+    """Return the flags of `show` and `compare` for what the recipe adds to any order."""
+    return shlex.join(_parts(recipe))
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
@@ -39,6 +44,9 @@ def _words(recipe: Recipe) -> Iterator[str]:
         yield from ("--pairs", f"{recipe.pairs.share:g}")
         if recipe.pairs.split:
             yield "--split-backwards"
+
+
+def _parts(recipe: Recipe) -> Iterator[str]:
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))
     if recipe.vocabulary:

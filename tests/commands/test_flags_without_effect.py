@@ -17,6 +17,14 @@ REFUSED = {
     "schedules show 1f1b --pp 2 --microbatches 4 --shard 0.3,0.3 --step 2,0.5": (
         "--shard sums gradients after runs of passes, --step once a step"
     ),
+    "schedules compare --pp 2 --microbatches 4 --copied-chunks 1": "--copied-chunks is of --copies.",
+    "schedules compare --pp 2 --microbatches 4 --copies fits": (
+        "--copies fits and needed choose within a limit. Add --memory 4."
+    ),
+    "schedules show zb-auto --pp 2 --microbatches 4 --depths 4": (
+        "a depth of multi-token prediction is to be on rank 4, and there are 2 ranks, from 0. Use --depths 1."
+    ),
+    f"schedules show zb-auto --pp {2**63 - 1} --microbatches 4 --placement v": "tables have at most 4,000,000",
     "check --check": "--check: the command check checks, with or without it. Leave it out.",
     "check --no-check": "--no-check: the command check checks, with or without it. Leave it out.",
     f"plan {RUN} --memory-gib 40": "--memory-gib 40 is of --search. Add that, or leave it out.",
@@ -53,6 +61,14 @@ def test_a_comparison_without_a_search_says_that_its_effort_is_without_effect(ca
     assert "--effort 0.1 is without effect: none of these schedules is searched for" in capsys.readouterr().out
     command("schedules")([*line.split(), "zb-auto"])
     assert "without effect" not in capsys.readouterr().out
+
+
+def test_a_comparison_says_which_parts_each_schedule_has(capsys):
+    line = "compare --pp 2 --microbatches 4 --only zb-h1 --shard-gradients --copies fits --memory 3"
+    command("schedules")(line.split())
+    said, table = capsys.readouterr().out.split("\n", 1)
+    assert said == "each schedule with --copies fits --shard-gradients"
+    assert table.startswith("schedule  makespan")
 
 
 @pytest.mark.parametrize("names, idle", [("zb-h1", True), ("dualpipe", False)])

@@ -28,7 +28,8 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
             each depth, and one of each depth that it has.
         vocabulary: with the passes of its shares in the same play, as both hold back the backward of the loss: 1F1B on
             8 ranks with one depth and heads of four layers is 1.24 x perfect one after the other, 0.99 x so.
-    Raises: ScheduleError for a table that has depths, shares of a vocabulary, or passes of a stage as a whole.
+    Raises: ScheduleError for a table that has depths, shares of a vocabulary, or passes of a stage as a whole, and for
+        a rank that is not there.
     """
     place = schedule.placement
     if not ranks:
@@ -36,6 +37,11 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
     if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
         raise ScheduleError(
             f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, and without depths."
+        )
+    if max(ranks) >= place.num_ranks:
+        raise ScheduleError(
+            f"{schedule.name}: a depth of multi-token prediction is to be on rank {max(ranks)}, and there are "
+            f"{place.num_ranks} ranks, from 0. Use --depths {place.num_ranks - 1}."
         )
     further = replace(place.with_depths(ranks), vocabulary=vocabulary)
     refuse_apart(schedule.name, further)

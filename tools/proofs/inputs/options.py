@@ -160,7 +160,7 @@ def _of_flag(flag: Flag) -> Option:
     def legal(text: str) -> bool:
         if flag.value_problem([text]) or flag.count == "none":
             return False
-        return allowed is None or not allowed.problem(kind(text))
+        return allowed is None or not allowed.problem(flag.read([text]))
 
     decides = fates.get(flag.field) is not FREE
     return Option(flag.name, flag.count, usual, kind in (int, float), legal, decides)
