@@ -23,6 +23,7 @@ from megapipe.schedule.ingredients import (
 )
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.solve import FEW_TRIES, searched, tables
+from megapipe.schedule.passes import Placement
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search, placements
@@ -249,7 +250,7 @@ def _with_candidates(recipe: Recipe, args: argparse.Namespace) -> Recipe:
 def _described(built: Built, args: argparse.Namespace) -> list[str]:
     """Return lines on what the recipe made of the order."""
     recipe, table, costs = built.recipe, built.table, args.costs
-    lines = _idle_lines(recipe, args)
+    lines = _idle_lines(recipe, args) + _idle_of_copies(table.placement, args)
     if args.slices:
         lines += describe_slices(cutting(args), recipe.cuts)
     if recipe.search is not None and recipe.table is None and not recipe.cuts:
@@ -285,6 +286,17 @@ def _idle_lines(recipe: Recipe, args: argparse.Namespace) -> list[str]:
         if getattr(args, flag):
             effect = "has no effect on this order" if made == otherwise.chain(terms) else "changes this order"
             lines.append(f"--{flag.replace('_', '-')} {effect}")
+    return lines
+
+
+def _idle_of_copies(place: Placement, args: argparse.Namespace) -> list[str]:
+    """Return lines on flags of copies whose value changes nothing."""
+    chunks = max(len(place.stages_on(rank)) for rank in range(place.num_ranks))
+    lines = []
+    if args.copied_chunks is not None and args.copied_chunks >= chunks:
+        lines.append(f"--copied-chunks {args.copied_chunks} has no effect: a rank has {chunks} stage(s)")
+    if args.switch == 1:
+        lines.append("--switch 1 has no effect: each rank has its own way to the host")
     return lines
 
 

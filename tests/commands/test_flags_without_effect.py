@@ -63,6 +63,19 @@ def test_a_comparison_without_a_search_says_that_its_effort_is_without_effect(ca
     assert "without effect" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--copied-chunks 1", "--copied-chunks 1 has no effect: a rank has 1 stage(s)"),
+        ("--switch 1", "--switch 1 has no effect: each rank has its own way to the host"),
+    ],
+)
+def test_flags_of_copies_that_change_nothing_are_named(flags, said, capsys):
+    line = f"show 1f1b --pp 2 --microbatches 4 --copy-ratio 0.5 {flags}"
+    command("schedules")(line.split())
+    assert said in capsys.readouterr().out.splitlines()
+
+
 def test_a_comparison_says_which_parts_each_schedule_has(capsys):
     line = "compare --pp 2 --microbatches 4 --only zb-h1 --shard-gradients --copies fits --memory 3"
     command("schedules")(line.split())
