@@ -1,4 +1,8 @@
-"""Causal attention of bf16 by a processor's tiles (attention.c), if Linux lends them to C compiled here."""
+"""Run the compiled bf16 causal attention of attention.c, which needs a CPU with AMX tiles.
+
+Linux grants tiles to a process on request. Where it refuses, or without a C compiler, callers use
+torch's operations.
+"""
 
 from __future__ import annotations
 
@@ -13,52 +17,77 @@ from megapipe.compiled import compiled
 from megapipe.kernels import cpu
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("exp.h", "attention.c"))
+# -O3 takes three seconds to compile instead of one, and its code is no faster.
 _FLAGS = ("-O2", *cpu.FLAGS[1:])
-"""The compiler's flags. -O3 compiles for three seconds in place of one, to code that is no faster."""
 
 
 @cache
-def _made() -> ctypes.CDLL | None:
-    made = compiled("attention", _SOURCES, _FLAGS) if torch.cpu._is_amx_tile_supported() else None
-    return made if made is not None and made.tiles_allowed() else None
+def _compiled_attention() -> ctypes.CDLL | None:
+    if not torch.cpu._is_amx_tile_supported():
+        return None
+    loaded = compiled("attention", _SOURCES, _FLAGS)
+    if loaded is None or not loaded.tiles_allowed():
+        return None
+    return loaded
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled attention; None where it cannot be made or run, or is left out."""
-    return None if "tiles" in cpu.left_out else _made()
+    """Return the compiled attention; None where it cannot be compiled or run, or is disabled."""
+    return None if "tiles" in cpu.left_out else _compiled_attention()
 
 
-class _Place(ctypes.Structure):
-    """A tensor [b, heads, s, d] whose last dimension lies in a row."""
+class _Operand(ctypes.Structure):
+    """A tensor [b, heads, s, d] for C: its address and the strides of batch, head and token.
 
-    _fields_ = [("x", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "token"))]
+    The last dimension is contiguous.
+    """
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
+    ]
 
 
 class _Task(ctypes.Structure):
+    """The arguments of both C functions; the field order is the one of attention.c."""
+
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "groups", "per_group", "tokens", "dim")),
-        ("of", _Place * 7),
+        ("of", _Operand * 7),
         ("scale", ctypes.c_float),
     ]
 
 
 def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Can `attention_` take these? See `causal_attention`."""
+    """Return whether `attention_` accepts these tensors, shaped as in `causal_attention`.
+
+    It needs plain bf16 CPU tensors with a contiguous last dimension of one size, and the library.
+    """
     return (
         q.dtype == k.dtype == v.dtype == torch.bfloat16
         and q.shape[-1] == v.shape[-1]
-        and all(x.device.type == "cpu" and type(x) is Tensor and x.stride(-1) == 1 for x in (q, k, v))
+        and all(
+            x.device.type == "cpu" and type(x) is Tensor and x.stride(-1) == 1 for x in (q, k, v)
+        )
         and library() is not None
     )
 
 
 def attention_(*tensors: Tensor, backward: bool = False) -> None:
-    """Attention of q, k, v into out; backward, of these and the gradient of out into the gradients of the three."""
+    """Compute causal attention, or its gradients, into the tensors given last.
+
+    Args:
+        tensors: forward: q, k, v, out. Backward: q, k, v, the gradient of out, and the gradients
+            of q, k and v. Queries [b, heads, s, d], keys and values [b, groups, s, d]; the last
+            one (forward) or three (backward) are overwritten.
+    """
     b, heads, s, d = tensors[0].shape
     groups = tensors[1].shape[1]
-    places = (_Place * 7)(*(_Place(x.data_ptr(), *x.stride()[:3]) for x in tensors))
-    task = _Task(b, groups, heads // groups, s, d, places, d**-0.5)
-    made = library()
-    assert made is not None
-    run = made.attention_backward if backward else made.attention
+    # C reads strides, so a slice of a fused qkv projection needs no copy.
+    operands = (_Operand * 7)(*(_Operand(x.data_ptr(), *x.stride()[:3]) for x in tensors))
+    # Forward fills four of the seven operands; ctypes leaves zeros in the rest.
+    task = _Task(b, groups, heads // groups, s, d, operands, d**-0.5)
+    loaded = library()
+    assert loaded is not None
+    run = loaded.attention_backward if backward else loaded.attention
     run(ctypes.byref(task))

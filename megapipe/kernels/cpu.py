@@ -1,6 +1,8 @@
-"""Loops between the products on a CPU (cpu.c), where the machine has a C compiler; callers have torch's else.
+"""Run the compiled C loops of cpu.c, which do the work between matrix products on a CPU.
 
-Each takes contiguous bf16 or float32 and computes in float32.
+They exist only where the machine has a C compiler, so callers keep torch's operations as the other
+way. Every function takes contiguous bf16 or float32 tensors and computes in float32. A function
+whose name ends in an underscore overwrites one of its arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in ("exp.h", "cpu.c"))
 FLAGS = (
     "-O3",
     "-march=native",
+    # Rounding must not depend on which multiply-adds a compiler chooses to fuse.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -28,22 +31,29 @@ FLAGS = (
 )
 
 
+# A module attribute, replaced as a whole: the ranks agree on it before the first step.
 left_out: frozenset[str] = frozenset()
-"""Libraries that another rank has not, see alike.py."""
+"""Names of the libraries that another rank of this run lacks, see available.py."""
 
 
+# Cached: a failed compilation is not tried again for every layer.
 @cache
-def _made() -> ctypes.CDLL | None:
+def _compiled_loops() -> ctypes.CDLL | None:
     return compiled("kernels", SOURCES, FLAGS)
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled loops; None where they cannot be made, or are left out."""
-    return None if "loops" in left_out else _made()
+    """Return the compiled loops; None where they cannot be compiled or are disabled."""
+    return None if "loops" in left_out else _compiled_loops()
 
 
 def has_loops(*tensors: Tensor) -> bool:
-    """Can the functions below take these? Not where a subclass of torch's tensors looks on, as in a plan."""
+    """Return whether the functions below accept these tensors.
+
+    They read raw memory. So they refuse subclasses of Tensor, such as the fake tensors that a plan
+    measures, and the tensors of torch.compile.
+    """
+    # The library comes last: only tensors that can use it make this machine compile it.
     return (
         all(
             x.device.type == "cpu"
@@ -60,78 +70,114 @@ def has_loops(*tensors: Tensor) -> bool:
 _Argument = Tensor | int | float | ctypes.Array[ctypes.c_float] | None
 
 
-def _run_over_all(name: str, first: Tensor, *arguments: _Argument) -> None:
-    """Run a loop over all elements of a tensor, whatever its shape, and of others like it."""
+def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
+    """Call a C loop over all elements of tensors of one shape."""
     _run(name, first.numel(), first, *arguments)
 
 
 def _run(name: str, *arguments: _Argument) -> None:
-    given: list[object] = []
+    """Call a C function: tensors as pointers, integers as 64 bits, floats as 32 bits."""
+    values: list[object] = []
     for x in arguments:
         if isinstance(x, Tensor):
-            given.append(ctypes.c_void_p(x.data_ptr()))
+            values.append(ctypes.c_void_p(x.data_ptr()))
+        elif isinstance(x, int):
+            values.append(ctypes.c_int64(x))
+        elif isinstance(x, float):
+            values.append(ctypes.c_float(x))
         else:
-            given.append(ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_float(x) if isinstance(x, float) else x)
-    getattr(library(), name)(*given)
+            values.append(x)
+    getattr(library(), name)(*values)
 
 
-def _half(x: Tensor) -> int:
+def _is_bf16(x: Tensor) -> int:
     return int(x.dtype == torch.bfloat16)
 
 
 def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
-    """x sigmoid(x (linear + cubic x^2))."""
+    """Return x sigmoid(x (linear + cubic x^2)), the tanh form of GELU, in a new tensor."""
     y = torch.empty_like(x)
-    _run_over_all("gelu", x, y, linear, cubic, _half(x))
+    _run_elementwise("gelu", x, y, linear, cubic, _is_bf16(x))
     return y
 
 
 def gelu_backward(x: Tensor, dy: Tensor, linear: float, cubic: float) -> Tensor:
-    """The gradient of x from that of `gelu`."""
+    """Return the gradient of `gelu`'s input, given the gradient of its output."""
     dx = torch.empty_like(x)
-    _run_over_all("gelu_backward", x, dy, dx, linear, cubic, _half(x))
+    _run_elementwise("gelu_backward", x, dy, dx, linear, cubic, _is_bf16(x))
     return dx
 
 
 def add_bf16_(into: Tensor, x: Tensor) -> None:
-    """into += x, of float32 and bf16."""
-    _run_over_all("add_bf16", into, x)
+    """Add a bf16 tensor to a float32 tensor of the same shape, in place."""
+    _run_elementwise("add_bf16", into, x)
 
 
 def add_transposed_(into: Tensor, x: Tensor) -> None:
-    """into [columns, rows] += x [rows, columns]^T, of float32 and bf16."""
+    """Add the transpose of a bf16 matrix to a float32 matrix, in place.
+
+    Args:
+        into: [columns, rows], float32.
+        x: [rows, columns], bf16.
+    """
     _run("add_transposed", into, x, *x.shape)
 
 
 def transposed(x: Tensor) -> Tensor:
-    """x [rows, columns] of 16 bits -> [columns, rows], contiguous; torch takes two to seventeen times as long."""
+    """Return the contiguous transpose of a matrix of 16-bit elements.
+
+    torch's own copy takes two to seventeen times as long.
+    """
     y = x.new_empty(x.shape[::-1])
     _run("transpose16", x, *x.shape, y)
     return y
 
 
 def with_block_(logits: Tensor, highest: Tensor, total: Tensor) -> None:
-    """Maximum and sum of exponentials below it, each [n], with the logits [n, block] of one block more."""
-    _run("with_block", logits, *logits.shape, highest, total, _half(logits))
+    """Extend a running softmax denominator by one block of logits, in place.
+
+    Args:
+        logits: [n, block].
+        highest: [n], the maximum of all logits so far; updated.
+        total: [n], the sum of exp(logit - highest) so far; updated.
+    """
+    _run("with_block", logits, *logits.shape, highest, total, _is_bf16(logits))
 
 
 def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor) -> None:
-    """(e^(logits - log_sum) - is_label) scale in the place of logits [n, block]; all others are [n].
+    """Replace logits by their cross-entropy gradients, (softmax - one_hot) x scale.
 
-    Labels may be any integers, in any stride; C reads 64 bits of each."""
-    _run("to_gradient", logits, *logits.shape, log_sum, scale, labels.long().contiguous(), _half(logits))
+    Args:
+        logits: [n, block], overwritten.
+        log_sum: [n], logarithm of the softmax denominator over the whole vocabulary.
+        scale: [n], gradient of each token's loss.
+        labels: [n], column of each label in this block; a number outside 0..block-1 is in another
+            block. Any integer type and stride.
+    """
+    columns = labels.long().contiguous()  # C reads 64 bits for each label
+    _run("to_gradient", logits, *logits.shape, log_sum, scale, columns, _is_bf16(logits))
 
 
 def causal_softmax_(scores: Tensor, tokens: int) -> None:
-    """Probabilities in the place of the scores [n, rows, end] of queries, rows / tokens for each of the last tokens of
-    the keys, which see those up to their own."""
+    """Replace attention scores by probabilities under the causal mask.
+
+    Args:
+        scores: [n, rows, end], rows of queries against the keys 0..end-1. The queries are the last
+            `tokens` tokens, rows / tokens successive rows (heads of one group) for each token.
+    """
     n, rows, end = scores.shape
-    _run("causal_softmax", scores, n * rows, tokens, rows // tokens, end, _half(scores))
+    _run("causal_softmax", scores, n * rows, tokens, rows // tokens, end, _is_bf16(scores))
 
 
 def softmax_backward_(p: Tensor, dp: Tensor, scale: float) -> None:
-    """p (dp - sum p dp) scale in the place of dp [..., end]."""
-    _run("softmax_backward", p, dp, dp.numel() // dp.shape[-1], dp.shape[-1], scale, _half(p))
+    """Replace the gradient of softmax's output by scale x the gradient of its input.
+
+    Args:
+        p: [..., end], softmax's output.
+        dp: [..., end], the gradient of p; overwritten with p (dp - sum(p dp)) scale.
+    """
+    rows = dp.numel() // dp.shape[-1]
+    _run("softmax_backward", p, dp, rows, dp.shape[-1], scale, _is_bf16(p))
 
 
 def adamw_(
@@ -143,6 +189,15 @@ def adamw_(
     scale: Tensor,
     rates: Sequence[float],
 ) -> None:
-    """One update of float32, see optim/adamw.py."""
-    array = (ctypes.c_float * len(rates))(*rates)
-    _run_over_all("adamw", value, grad, exp_avg, exp_avg_sq, model, scale, array)
+    """Apply one AdamW update to float32 parameters in place; optim/adamw.py has the formula.
+
+    Args:
+        value, exp_avg, exp_avg_sq: the parameters and their two moments.
+        grad: the gradient; left multiplied by scale and by rates[0].
+        model: the bf16 copy that the model computes with, rounded from value; None without one.
+        scale: a scalar in float32.
+        rates: gradient factor, weight decay factor, step size, square root of the second moment's
+            bias correction, 1 - beta1, beta2, 1 - beta2, epsilon.
+    """
+    constants = (ctypes.c_float * len(rates))(*rates)
+    _run_elementwise("adamw", value, grad, exp_avg, exp_avg_sq, model, scale, constants)

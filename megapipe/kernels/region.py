@@ -1,7 +1,8 @@
-"""Functions of tensors that a GPU runs as one operation of torch's list, torch.ops.megapipe.NAME.
+"""Fuse a function of tensors into one GPU kernel.
 
-torch.compile writes its Triton kernel at the first call. On a CPU, without Triton and with TORCHDYNAMO_DISABLE=1 it is
-the same formula, operation by operation. No GPU has run them yet.
+Such a function is registered with torch as the operation torch.ops.megapipe.NAME. On a GPU
+torch.compile writes a Triton kernel for it at the first call. On a CPU, without Triton, or with
+TORCHDYNAMO_DISABLE=1, torch runs the same formula operation by operation. No GPU has run it yet.
 """
 
 from __future__ import annotations
@@ -18,30 +19,42 @@ _LIBRARY = torch.library.Library("megapipe", "DEF")  # type: ignore[no-untyped-c
 
 
 def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator of such a function. schema: name and arguments as torch.library takes them."""
+    """Return a decorator that registers a function as an operation and fuses it on a GPU.
 
-    def made(function: Callable[..., Any]) -> Callable[..., Any]:
+    Args:
+        schema: the operation's name, arguments and results, in torch.library's notation.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
 
+        # Compiled at the first call only: torch.compile imports the compiler, about a second.
         @cache
-        def compiled() -> Callable[..., Any]:  # imports the compiler
+        def compiled() -> Callable[..., Any]:
             return torch.compile(function) if find_spec("triton") else function
 
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, lambda *given: compiled()(*given), "CUDA")  # type: ignore[no-untyped-call]
+        # Shapes and dtypes of the results follow from the function itself, run on fake tensors.
         torch.library.register_fake(f"megapipe::{name}", function, lib=_LIBRARY)
         operation = getattr(torch.ops.megapipe, name)
 
         @wraps(function)
         def call(x: Tensor, *others: Any) -> Any:
-            return (operation if x.is_cuda else function)(x, *others)
+            # A CPU tensor skips torch's dispatcher, which costs more than a small operation.
+            if x.is_cuda:
+                return operation(x, *others)
+            return function(x, *others)
 
         return call
 
-    return made
+    return decorate
 
 
 def is_fused(x: Tensor) -> bool:
-    """Is a region better than torch's own operations? On a GPU, where --compile does not put these together."""
+    """Return whether a region runs as one kernel on this tensor.
+
+    It does on a GPU. Inside torch.compile it does not: the compiler fuses plain operations itself.
+    """
     return x.is_cuda and not torch.compiler.is_compiling()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.kernels import alike
+from megapipe.kernels import available
 
 SHOWN = 8
 """Ranks that the line names."""
@@ -20,10 +20,10 @@ def use_alike(mesh: ProcessMesh) -> list[str]:
     """
     if mesh.device.type != "cpu":
         return []
-    everyone = mesh.world.gather_json(alike.own())
+    everyone = mesh.world.gather_json(available.own())
     without = {name: [rank for rank, names in enumerate(everyone) if name not in names] for name in _WORDS}
     partly = {name: ranks for name, ranks in without.items() if 0 < len(ranks) < len(everyone)}
-    alike.leave_out(partly)
+    available.leave_out(partly)
     return [
         f"warning: all ranks compute without {_WORDS[name]}, as rank{'s' * (len(ranks) > 1)} "
         f"{', '.join(map(str, ranks[:SHOWN]))}{' and others' * (len(ranks) > SHOWN)} must: replicas would differ"

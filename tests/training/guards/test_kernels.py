@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.kernels import alike, attention, cpu
+from megapipe.kernels import attention, available, cpu
 from megapipe.training.guards.kernels import use_alike
 
 
@@ -19,7 +19,7 @@ def test_what_a_rank_has_not_all_leave_out_and_the_user_reads_which() -> None:
             device=torch.device("cpu"), world=SimpleNamespace(gather_json=lambda own: [own, *others])
         )
 
-    own = alike.own()
+    own = available.own()
     try:
         assert use_alike(mesh(own, own)) == []
         assert cpu.library() is not None
@@ -31,4 +31,4 @@ def test_what_a_rank_has_not_all_leave_out_and_the_user_reads_which() -> None:
         assert use_alike(mesh()) == []  # the next run of this process
         assert cpu.library() is not None
     finally:
-        alike.leave_out(())
+        available.leave_out(())

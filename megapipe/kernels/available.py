@@ -1,0 +1,28 @@
+"""Choose the compiled kernels that every rank of a run has.
+
+A compiled kernel rounds differently from torch's own operations. Replicas of a weight stay bitwise
+equal only if all ranks compute with the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megapipe.kernels import attention, cpu
+
+_LIBRARIES = {"loops": cpu.library, "tiles": attention.library}
+"""Name of a library -> the function that loads it, or returns None where it cannot run."""
+
+
+def own() -> list[str]:
+    """Return the names of the libraries that this machine can run: "loops", "tiles".
+
+    Libraries that an earlier run of this process excluded are enabled again first.
+    """
+    leave_out(())
+    return [name for name, library in _LIBRARIES.items() if library() is not None]
+
+
+def leave_out(names: Collection[str]) -> None:
+    """Disable the named libraries from now on; all others are enabled."""
+    cpu.left_out = frozenset(names)
