@@ -154,8 +154,12 @@ def _model(config: Config) -> Problems:
     yield from fp8_problems(config)
 
 
-def _of_model(config: Config) -> list[str]:
-    return [*_model(config), *variant_problems(config.model), *refusals(config)]
+def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
+    return [
+        *_model(config),
+        *variant_problems(config.model),
+        *refusals(config, of_layer=of_layer),
+    ]
 
 
 def _overrides(config: Config) -> Problems:
@@ -170,7 +174,7 @@ def _overrides(config: Config) -> Problems:
     for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
         layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
         sound, problems = check_numbers(replace(config, model=changed))
-        for line in [*problems, *_of_model(sound)]:
+        for line in [*problems, *_of_model(sound, of_layer=True)]:
             if line not in said:
                 yield f"--per-layer-overrides, layer {layer}: {line}"
 

@@ -27,6 +27,13 @@ def test_launch_lists_of_experts_start(flags):
     validate(config(flags), has_cuda=False)
 
 
+def test_what_a_run_demands_of_its_model_is_not_asked_of_a_dense_layer():
+    # found by the covering array: the dense layers lack experts for --expert-model-parallel-size
+    flags = """--num-experts 8 --moe-layer-freq 2 --expert-model-parallel-size 2 --moe-per-layer-logging
+    --per-layer-overrides {"1":{"ffn_hidden_size":64}}"""
+    validate(config(flags, world_size=2), has_cuda=False)
+
+
 def test_what_has_nothing_to_act_on_is_said():
     line = ("--moe-router-pre-softmax", "there is no softmax, without --moe-router-score-function softmax")
     assert idle(config(DEEPSEEK)) == [line]
