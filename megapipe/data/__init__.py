@@ -1,4 +1,5 @@
-"""Tokens: Megatron's files and sample order, blends, tokenizers, and microbatches as a function of consumed samples.
+"""Read training data: Megatron's token files and sample order, blends, tokenizers, microbatches.
 
-Only `loader` needs torch; nothing here talks to other processes.
+A microbatch is a function of the number of consumed samples. Only `loader` needs torch, and
+nothing in this package communicates with other processes.
 """

@@ -1,6 +1,7 @@
-"""Splits of one set and blends of several, as Megatron cuts and deals them.
+"""Split one dataset in three parts and blend several datasets, both as Megatron does.
 
-A blend deals samples so that every set stays as close to its weight as it can after each one.
+A blend assigns samples to datasets one after another. After each sample, the share that a dataset
+has given is as close to its weight as possible.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from megapipe.errors import DataError
 
 @dataclass(frozen=True)
 class BlendedDataset:
-    """Item i is item index[i] of dataset choice[i]."""
+    """A blend: item i is item index[i] of dataset choice[i].
+
+    Attributes:
+        datasets: at most 32,767 of them.
+        choice: [N] the dataset of each item.
+        index: [N] the position of each item in its dataset.
+    """
 
     datasets: Sequence[TokenDataset]
     choice: NDArray[np.int16]
@@ -30,36 +37,47 @@ class BlendedDataset:
         return len(self.choice)
 
     def __getitem__(self, sample: int) -> Item:
-        return self.datasets[int(self.choice[sample])][int(self.index[sample])]
+        dataset = self.datasets[int(self.choice[sample])]
+        return dataset[int(self.index[sample])]
 
 
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and normalised weights of weight, prefix, ...; of an odd list, or one that has no number where weights
-    would be, every item is a prefix (weights None). As Megatron's `get_blend_from_list`.
+    """Return the prefixes and the normalised weights of a --data-path list: weight prefix ...
 
-    Raises: DataError for an empty list, or some weights that are no positive numbers beside others that are.
+    In a list of odd length, or with no number in the place of any weight, every item is a prefix.
+    The weights are then None. Megatron's `get_blend_from_list` decides in the same way.
+
+    Raises: DataError for an empty list, or if only some items in the places of weights are positive
+        numbers.
     """
     if not data_path:
-        raise DataError("--data-path is missing. Give the prefix of a .bin/.idx pair, or --mock-data for no files.")
+        raise DataError(
+            "--data-path is missing. Give the prefix of a .bin/.idx pair, or --mock-data for no "
+            "files."
+        )
     weights = [_number(text) for text in data_path[::2]]
     if len(data_path) % 2 or all(weight is None for weight in weights):
         return list(data_path), None
+    prefixes = list(data_path[1::2])
     problems = [
         f"--data-path weight {text} of {prefix} is not a positive number. A list of even length is "
         f"weight prefix weight prefix ..., such as --data-path 1 {prefix}, or has no weight at all"
-        for text, weight, prefix in zip(data_path[::2], weights, data_path[1::2], strict=True)
+        for text, weight, prefix in zip(data_path[::2], weights, prefixes, strict=True)
         if weight is None or not (math.isfinite(weight) and weight > 0)
     ]
-    if not problems and math.isinf(sum(weight or 0.0 for weight in weights)):
-        problems = [
-            "the weights of --data-path have a sum that no number can hold. Give smaller ones, such as 1 and 2."
-        ]
     if problems:
         raise DataError(problems)
-    return list(data_path[1::2]), normalised([weight or 0.0 for weight in weights])
+    numbers = [weight or 0.0 for weight in weights]
+    if math.isinf(sum(numbers)):
+        raise DataError(
+            "the weights of --data-path have a sum that no number can hold. Give smaller ones, "
+            "such as 1 and 2."
+        )
+    return prefixes, normalised(numbers)
 
 
 def _number(text: str) -> float | None:
+    """Return the text as a number; None if it is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -67,29 +85,44 @@ def _number(text: str) -> float | None:
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum, rounded as Megatron's numpy does."""
+    """Return the weights divided by their sum, with the rounding of Megatron's numpy."""
     array = np.array(weights, np.float64)
     shares: list[float] = (array / array.sum()).tolist()
     return shares
 
 
 def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
-    """Sequences [begin, end) of train, validation and test; None for a part of proportion 0.
+    """Return the sequences (begin, end) of train, validation and test, end excluded.
+
+    A part with proportion 0 is None.
 
     Args:
-        split: up to three proportions, such as "969, 30, 1"; they need not sum to anything.
+        split: up to three proportions, such as "969, 30, 1"; their sum is free.
+        count: number of sequences to split.
+    Raises: DataError for anything else than up to three numbers of at least 0 with one above 0.
     """
-    numbers = re.findall(r"[^,/\s]+", split.strip("'\""))  # Megatron's own scripts quote it twice
-    if not 1 <= len(numbers) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in numbers):
-        raise DataError(f"--split {split!r} is not up to three numbers of at least 0, such as --split 969,30,1")
-    values = [float(n) for n in numbers] + [0.0] * (3 - len(numbers))
-    if math.isinf(sum(values)):
-        raise DataError(f"--split {split[:40]!r} has a sum that no number can hold. Use --split 969,30,1 or the like.")
-    if not any(values):
-        raise DataError(f"--split {split!r} leaves nothing: one proportion must be above 0, such as --split 969,30,1")
-    # Edges are sums of shares, rounded at each use: that is how Megatron-LM cuts, to the sequence.
+    # Megatron's own scripts quote the value twice.
+    texts = re.findall(r"[^,/\s]+", split.strip("'\""))
+    are_numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", n) for n in texts)
+    if not 1 <= len(texts) <= 3 or not are_numbers:
+        raise DataError(
+            f"--split {split!r} is not up to three numbers of at least 0, such as --split 969,30,1"
+        )
+    proportions = [float(n) for n in texts] + [0.0] * (3 - len(texts))
+    if math.isinf(sum(proportions)):
+        raise DataError(
+            f"--split {split[:40]!r} has a sum that no number can hold. "
+            "Use --split 969,30,1 or the like."
+        )
+    if not any(proportions):
+        raise DataError(
+            f"--split {split!r} leaves nothing: one proportion must be above 0, such as --split "
+            "969,30,1"
+        )
+    # Megatron-LM adds up the shares first and rounds each sum when it is used. Any other order
+    # moves a border by a sequence.
     edges = [0.0]
-    for share in normalised(values):
+    for share in normalised(proportions):
         edges.append(edges[-1] + share)
     return [(round(a * count), round(b * count)) if b > a else None for a, b in pairwise(edges)]
 
@@ -97,21 +130,24 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
 def blend_indices(
     weights: Sequence[float], size: int, limits: Sequence[int]
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The set (int16) of each of `size` samples, and which of the set's samples it is (int64).
+    """Return, for each sample of a blend, its dataset (int16) and its position there (int64).
 
-    Sample i comes from the set with the largest w * max(i, 1) - taken, the first one in a tie. A set that
-    has given `limits` samples is left out, so with sizes as weights every sample comes exactly once.
+    Sample i comes from the dataset with the largest weight * max(i, 1) - taken, the first one of
+    equals. `taken` is the number of samples that the dataset has given before. A dataset that has
+    given its limit is left out; with sizes as weights, every sample therefore comes exactly once.
+
+    Args:
+        weights: one per dataset, not all 0; they are normalised here.
+        size: number of samples of the blend.
+        limits: number of samples of each dataset; their sum is at least `size`.
     """
     assert size <= sum(limits)
     w = np.array(normalised(weights))
-    choice, index = np.empty(size, np.int16), np.empty(size, np.int64)
-    done, taken = _deal_in_lanes(w, choice, index, np.array(limits))
+    choice = np.empty(size, np.int16)
+    index = np.empty(size, np.int64)
+    done, taken = _deal_in_segments(w, choice, index, np.array(limits))
     _deal_one_by_one(w, choice, index, limits, done, taken)
     return choice, index
-
-
-_LANES, _LANE, _WARM_UP, _ROUNDS = 8192, 2048, 1024, 64
-"""Most lanes, least samples of a lane, samples dealt before one, and how often lanes are dealt again."""
 
 
 def _deal_one_by_one(
@@ -122,55 +158,88 @@ def _deal_one_by_one(
     begin: int,
     taken: Sequence[int],
 ) -> None:
-    """The rule as it is written, from sample `begin` on."""
-    weights, given = w.tolist(), list(taken)
+    """Fill `choice` and `index` from sample `begin` on, by the rule of `blend_indices`.
+
+    Args:
+        taken: number of samples that each dataset has given before `begin`.
+    """
+    weights = w.tolist()
+    given = list(taken)
+    # The datasets that have samples left; the order decides ties.
     unspent = [k for k in range(len(weights)) if given[k] < limits[k]]
     for i in range(begin, len(choice)):
         due = float(max(i, 1))
         best = max(unspent, key=lambda k: weights[k] * due - given[k])
-        choice[i], index[i] = best, given[best]
+        choice[i] = best
+        index[i] = given[best]
         given[best] += 1
         if given[best] == limits[best]:
             unspent.remove(best)
 
 
-def _deal_in_lanes(
-    w: NDArray[np.float64], choice: NDArray[np.int16], index: NDArray[np.int64], limits: NDArray[np.int64]
+# The loop above runs Python code for every sample, which is slow for a long blend. The functions
+# below cut the blend into segments and advance all segments by one sample in each numpy call.
+
+_MAX_SEGMENTS = 8192
+# Least number of samples of a segment.
+_MIN_SEGMENT = 2048
+# Samples that are dealt before each segment, so that a wrong guess of its start is corrected.
+_WARM_UP = 1024
+# How often segments with a wrong start are dealt again.
+_ROUNDS = 64
+
+
+def _deal_in_segments(
+    w: NDArray[np.float64],
+    choice: NDArray[np.int16],
+    index: NDArray[np.int64],
+    limits: NDArray[np.int64],
 ) -> tuple[int, list[int]]:
-    """Many stretches of the blend side by side, each from a guess of what was given before it.
+    """Fill the beginning of `choice` and `index`, many segments at a time.
 
-    What has been given too much waits and what too little comes first, so that after a few samples the guess no longer
-    shows. Whether it was right is seen afterwards: each lane must begin as the one before it has ended, and the first
-    one begins with nothing. Lanes that do not are dealt again, from there.
+    Each segment starts from a guess of the samples that the datasets have given before it. The rule
+    corrects itself: a dataset that has given too much waits, one that has given too little comes
+    first. After a few samples the error of the guess has therefore disappeared.
 
-    Returns: how many samples are dealt, as one by one, and how many of each set.
+    The guess is checked afterwards. The first segment starts with nothing given, and each other one
+    must start as its predecessor ended. Segments that do not are dealt again from there.
+
+    Returns: the number of samples that are dealt as the rule says, and how many of them came from
+        each dataset.
     """
-    size, sets = len(choice), len(w)
-    lanes = min(_LANES, size // _LANE)
-    if lanes < 2:
-        return 0, [0] * sets
-    length = size // lanes
-    starts = np.arange(lanes) * length
+    size = len(choice)
+    num_sets = len(w)
+    segments = min(_MAX_SEGMENTS, size // _MIN_SEGMENT)
+    if segments < 2:
+        return 0, [0] * num_sets
+    length = size // segments
+    starts = np.arange(segments) * length
     before = np.maximum(starts - _WARM_UP, 0)
+    # The first samples are dealt without being stored: they only correct the guess.
     begin = _deal(w, _about(w, before), before, _WARM_UP)
     begin[0] = 0
-    rows, places = choice[: lanes * length].reshape(lanes, length), index[: lanes * length].reshape(lanes, length)
-    end = _deal(w, begin.copy(), starts, length, rows, places)
-    good = lanes
+    # Views with one row per segment: writing to them fills `choice` and `index`.
+    choices = choice[: segments * length].reshape(segments, length)
+    positions = index[: segments * length].reshape(segments, length)
+    end = _deal(w, begin.copy(), starts, length, choices, positions)
+    good = segments
     for attempt in range(_ROUNDS + 1):
-        # Each lane began with a guess of what the sets had given by then. One whose guess is not what the lane before
-        # it ended with is dealt again, until all fit or the rounds are over.
-        wrong = 1 + np.flatnonzero((begin[1:] != end[:-1]).any(axis=1))
-        good = int(wrong[0]) if wrong.size else lanes
-        if good == lanes or attempt == _ROUNDS:
+        differs = (begin[1:] != end[:-1]).any(axis=1)
+        wrong = 1 + np.flatnonzero(differs)
+        good = int(wrong[0]) if wrong.size else segments
+        if good == segments or attempt == _ROUNDS:
             break
         begin[wrong] = end[wrong - 1]
-        again, placed = rows[wrong], places[wrong]
-        end[wrong] = _deal(w, begin[wrong], starts[wrong], length, again, placed)
-        rows[wrong], places[wrong] = again, placed
-    while good and (end[good - 1] > limits).any():  # a set was asked for more than it has
+        # Indexing by an array copies, so the result is written back.
+        new_choices = choices[wrong]
+        new_positions = positions[wrong]
+        end[wrong] = _deal(w, begin[wrong], starts[wrong], length, new_choices, new_positions)
+        choices[wrong] = new_choices
+        positions[wrong] = new_positions
+    # `_deal` knows no limits: segments in which a dataset has given more than it has are dropped.
+    while good and (end[good - 1] > limits).any():
         good -= 1
-    given = end[good - 1] if good else np.zeros(sets)
+    given = end[good - 1] if good else np.zeros(num_sets)
     return good * length, [int(n) for n in given]
 
 
@@ -182,25 +251,46 @@ def _deal(
     choice: NDArray[np.int16] | None = None,
     index: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
-    """`count` samples of each lane. taken: [lanes, sets], given before `starts`; counted on and returned."""
-    # A view: what is counted on here is counted in `taken`.
-    flat, rows = taken.reshape(-1), np.arange(len(taken)) * len(w)
-    behind = np.empty_like(taken)
+    """Deal `count` samples of each segment and return `taken` after them.
+
+    Args:
+        w: [datasets] normalised weights.
+        taken: [segments, datasets] samples given before `starts`; changed in place.
+        starts: [segments] number of each segment's first sample.
+        count: samples per segment.
+        choice: [segments, count], filled with the dataset of each sample.
+        index: [segments, count], filled with the position of each sample in its dataset.
+    """
+    # A view, so that an increment in `flat` is one in `taken`.
+    flat = taken.reshape(-1)
+    rows = np.arange(len(taken)) * len(w)
+    deficit = np.empty_like(taken)
     for step in range(count):
-        np.multiply(np.maximum(starts + step, 1)[:, None], w, out=behind)
-        behind -= taken  # two roundings, as in the rule
-        best = behind.argmax(axis=1)
+        # Two roundings, of the product and of the difference, as in `_deal_one_by_one`.
+        np.multiply(np.maximum(starts + step, 1)[:, None], w, out=deficit)
+        deficit -= taken
+        best = deficit.argmax(axis=1)
         at = best + rows
         if choice is not None and index is not None:
-            choice[:, step], index[:, step] = best, flat[at]
+            choice[:, step] = best
+            index[:, step] = flat[at]
         flat[at] += 1
     return taken
 
 
 def _about(w: NDArray[np.float64], at: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[lanes, sets]: what sets have given when `at` samples are dealt, to within one: shares by largest remainder."""
+    """Estimate how many samples each dataset has given when `at` samples are dealt, to within one.
+
+    The fractions are rounded by the largest-remainder method, so that each row has the right sum.
+
+    Args:
+        at: [segments] samples dealt before.
+    Returns: [segments, datasets].
+    """
     share = at[:, None] * w
     taken: NDArray[np.float64] = np.floor(share)
-    rank = np.argsort(np.argsort(taken - share, axis=1, kind="stable"), axis=1, kind="stable")
-    taken += rank < (at - taken.sum(axis=1))[:, None]
+    order = np.argsort(taken - share, axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    missing = at - taken.sum(axis=1)
+    taken += rank < missing[:, None]
     return taken

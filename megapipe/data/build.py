@@ -1,4 +1,4 @@
-"""The three datasets of a run, by its configuration: files opened and checked, split, blended, long enough."""
+"""Build the datasets of a run: open and check files, split and blend them, order the samples."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ from megapipe.data.tokenizers.tokenizer import Tokenizer
 from megapipe.errors import DataError
 
 SURPLUS = 1.005
-"""Members of a blend are built for this much more than their share."""
+"""Factor by which each dataset of a blend is longer than its share, as in Megatron-LM."""
 _PARTS = ("train", "validation", "test")
-_PREFLIGHT = 1 << 20  # tokens of each file looked at before the run; items check the rest
-
-_BYTES = 12  # least of an index's sample: document, token, and its place in the shuffle
+# Tokens of each file that are checked before the run; the rest is checked as it is read.
+_PREFLIGHT = 1 << 20
+# Least bytes that an index takes per sample: document, token offset and place in the shuffle.
+_BYTES = 12
 
 _Range = tuple[int, int] | None
 _Member = tuple[TokenSource, NDArray[Any]]
 Part = tuple[list[_Member], Blend, int]
-"""Files and their documents, where they were named, and how many samples the run reads."""
+"""Train, validation or test: (sources with ids of their sequences, the flag's blend, samples)."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """One dataset per part of the split, None where the split or the run has no use for it."""
+    """The datasets of train, validation and test; None if the split or the run does not use one."""
 
     train: TokenDataset | None
     valid: TokenDataset | None = None
@@ -55,86 +56,127 @@ class Datasets:
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
-    """The datasets of a run, each with at least the samples that the run reads from it.
+    """Build the datasets of a run, each with at least as many samples as the run reads from it.
 
-    Raises: DataError with every missing, damaged, foreign or too small file.
+    Raises: DataError with every file that is missing, damaged, too short or of another tokenizer.
     """
-    return Datasets(*(part and build_part(config, tokenizer, part) for part in open_parts(config, tokenizer)))
+    parts = open_parts(config, tokenizer)
+    built = [None if part is None else build_part(config, tokenizer, part) for part in parts]
+    return Datasets(*built)
 
 
 def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
-    """The sources of train, validation and test, None for what the run does not read; no sample is put in order.
+    """Open the sources of train, validation and test, without the slow ordering of samples.
 
-    Raises: DataError as `build_datasets`, but for files that have too few samples.
+    A part that the run does not read is None.
+
+    Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
+        part without tokens.
     """
-    data, vocab_size, wanted = config.data, tokenizer.vocab_size, samples_wanted(config)
+    data = config.data
+    wanted = samples_wanted(config)
+    parts: list[Part | None] = [None] * 3
     mock = Blend("--mock-data", [], None)
     given = (mock,) if data.mock_data else blends(data)
-    parts: list[Part | None] = [None] * 3
+    # Flags such as --train-data-path give three blends; otherwise one blend is split.
     if len(given) == 3:
         for part, blend in enumerate(given):
             if blend is not None and wanted[part]:
                 sources = _open(blend, tokenizer)
-                if empty := [source.prefix for source in sources if not source.lengths.any()]:
-                    raise DataError(f"{blend.said} {' '.join(empty)}: no tokens for {_PARTS[part]}. Leave that out.")
-                parts[part] = [(x, np.arange(len(x.lengths))) for x in sources], blend, wanted[part]
+                empty = [source.prefix for source in sources if not source.lengths.any()]
+                if empty:
+                    raise DataError(
+                        f"{blend.said} {' '.join(empty)}: no tokens for {_PARTS[part]}. "
+                        "Leave that out."
+                    )
+                members = [(source, np.arange(len(source.lengths))) for source in sources]
+                parts[part] = members, blend, wanted[part]
         return parts
     blend = given[0] or mock
-    sources = [MockTokens(vocab_size, tokenizer.eod)] if data.mock_data else _open(blend, tokenizer)
-    split = data.split or ("1,1,1" if data.mock_data else "969,30,1")
-    # Each source is cut by itself, as in Megatron-LM: every part has its share of every source.
+    if data.mock_data:
+        sources = [MockTokens(tokenizer.vocab_size, tokenizer.eod)]
+        split = data.split or "1,1,1"
+    else:
+        sources = _open(blend, tokenizer)
+        split = data.split or "969,30,1"
+    # Each source is split by itself, as in Megatron-LM: every part has its share of every source.
     ranges = [split_ranges(split, len(source.lengths)) for source in sources]
     used = [part for part in range(3) if wanted[part] and ranges[0][part]]
     _refuse_empty(split, sources, ranges, used)
     for part in used:
-        members = [(source, np.arange(*(r[part] or (0, 0)))) for source, r in zip(sources, ranges, strict=True)]
+        members = []
+        for source, own in zip(sources, ranges, strict=True):
+            members.append((source, np.arange(*(own[part] or (0, 0)))))
         parts[part] = members, blend, wanted[part]
     return parts
 
 
 def samples_wanted(config: Config) -> tuple[int, int, int]:
-    """Samples of train, validation and test that the run reads: validation also once at the end, and neither it nor
-    test without --eval-interval, but once with --skip-train."""
-    data, train = config.data, config.train_samples
+    """Return the numbers of samples of train, validation and test that the run reads.
+
+    Validation is read once per evaluation and once at the end, test once at the end. Without
+    --eval-interval neither is read. With --skip-train each of the two is read once, and no train.
+    """
+    data = config.data
+    train = config.train_samples
     once = data.eval_batches * config.evaluation.global_batch_size
     if data.skip_train:
         return 0, once, once
-    if (every := data.eval_interval) is None:
+    if data.eval_interval is None:
         return train, 0, 0
-    evaluations = 1 + config.train_iters // every - (data.start_eval_at_iter or 0) // every  # Megatron-LM's number
+    # Megatron-LM's number, which decides how its samples are ordered.
+    skipped = (data.start_eval_at_iter or 0) // data.eval_interval
+    evaluations = 1 + config.train_iters // data.eval_interval - skipped
     return train, max(0, evaluations) * once, once
 
 
 def reads(config: Config, data: Datasets) -> str:
-    """A line on what the run reads from its first step to its last: of each part and each set in it."""
-    lines, seq = [], config.train.sequence
-    for part, dataset, wanted in zip(_PARTS, (data.train, data.valid, data.test), samples_wanted(config), strict=True):
+    """Describe what the run reads from its first step to its last, one line per part and source."""
+    lines = []
+    seq = config.train.sequence
+    datasets = (data.train, data.valid, data.test)
+    for part, dataset, wanted in zip(_PARTS, datasets, samples_wanted(config), strict=True):
         if dataset is None:
             continue
         lines.append(f"data: {wanted} samples of {seq} tokens for {part}")
-        sets, counts = [dataset], [wanted]
+        members = [dataset]
+        counts = [wanted]
+        # The blend may be longer than the run, so only the items that are read are counted.
         if isinstance(dataset, BlendedDataset):
-            sets, counts = list(dataset.datasets), np.bincount(dataset.choice[:wanted], minlength=len(sets)).tolist()
-        for one, count in zip(sets, counts, strict=True):
-            if isinstance(one, GPTDataset):
-                lengths = one.source.lengths[one.sequences]
-                tokens = int(lengths.sum(dtype=np.int64))
-                share = f"{count / wanted:.1%} from " if len(sets) > 1 else "from "
-                lines.append(
-                    f"  {share}{one.source.prefix}: {len(lengths)} documents, {tokens} tokens, "
-                    f"{count * seq / tokens:.3g} epochs"
-                )
+            members = list(dataset.datasets)
+            counts = np.bincount(dataset.choice[:wanted], minlength=len(members)).tolist()
+        for member, count in zip(members, counts, strict=True):
+            if not isinstance(member, GPTDataset):
+                continue
+            lengths = member.source.lengths[member.sequences]
+            tokens = int(lengths.sum(dtype=np.int64))
+            share = f"{count / wanted:.1%} from " if len(members) > 1 else "from "
+            lines.append(
+                f"  {share}{member.source.prefix}: {len(lengths)} documents, {tokens} tokens, "
+                f"{count * seq / tokens:.3g} epochs"
+            )
     return "\n".join(lines)
 
 
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
+    """Open and check the files of a blend.
+
+    Raises: DataError with the problems of all files.
+    """
     sources: list[TokenSource] = []
     problems: list[str] = []
-    if len(blend.prefixes) > (most := np.iinfo(np.int16).max):
-        raise DataError(f"{blend.said} names {len(blend.prefixes)} sets, and a blend has at most {most}. Merge some.")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a .bin stays open; often no more than 1,024 files may
-    if soft < (wanted := len(blend.prefixes) + 512) <= hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    most = np.iinfo(np.int16).max
+    if len(blend.prefixes) > most:
+        raise DataError(
+            f"{blend.said} names {len(blend.prefixes)} sets, and a blend has at most {most}. "
+            "Merge some."
+        )
+    # Each .bin stays open, and the usual limit of a process is 1,024 open files.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = len(blend.prefixes) + 512
+    if soft < files <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    # Collect the problems of all files, so that one start shows all of them.
     for prefix in blend.prefixes:
         try:
             source = IndexedDataset(prefix)
@@ -144,23 +186,33 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
         except DataError as error:
             problems.extend(error.problems)
         except OSError as error:
-            problems.append(f"--data-path {prefix}: {error.filename or ''}: {error.strerror} (ulimit -n: {soft})")
+            problems.append(
+                f"--data-path {prefix}: {error.filename or ''}: {error.strerror} "
+                f"(ulimit -n: {soft})"
+            )
     if problems:
         raise DataError(said(blend.said, problems))
     return sources
 
 
 def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) -> str:
-    """Return a split close to these counts of sequences by which every part that is used has tokens.
+    """Return a split close to `counts` by which every used part has tokens.
 
-    Where there is none, parts that would be empty are left out.
+    If that is impossible, the result leaves empty parts out.
+
+    Args:
+        counts: sequences of train, validation and test by the refused split.
+        used: numbers of the parts that the run reads.
     """
+    # One sequence at least for each used part.
     wanted = [max(count, 1) if part in used else count for part, count in enumerate(counts)]
+    # The largest part gives the sequences that the others get.
     most = wanted.index(max(wanted))
     wanted[most] -= sum(wanted) - len(source.lengths)
     split = ",".join(map(str, wanted))
     if min(wanted) >= 0 and max(wanted) > 0:
         ranges = split_ranges(split, len(source.lengths))
+        # Shares are rounded, and a sequence may be empty: only trying the split gives certainty.
         if all(source.lengths[slice(*(ranges[part] or (0, 0)))].any() for part in used):
             return split
     return ",".join(map(str, counts)) if counts[0] else "1,0,0"
@@ -172,14 +224,23 @@ def _refuse_empty(
     ranges: Sequence[Sequence[_Range]],
     used: Sequence[int],
 ) -> None:
+    """Raise DataError with every used part of a source that has no tokens, and a better split.
+
+    Args:
+        ranges: for each source, the sequences of train, validation and test.
+        used: numbers of the parts that the run reads.
+    """
     problems = []
     for source, parts in zip(sources, ranges, strict=True):
-        bounds = [r or (0, 0) for r in parts]
-        remedy = _split_for(source, [end - begin for begin, end in bounds], used) if len(sources) == 1 else "1,0,0"
+        bounds = [own or (0, 0) for own in parts]
+        # With several sources no split is sure to help all of them, so train gets everything.
+        remedy = "1,0,0"
+        if len(sources) == 1:
+            remedy = _split_for(source, [end - begin for begin, end in bounds], used)
         problems += [
-            f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has {len(source.lengths)} "
-            f"sequences, its part is {bounds[part][0]} to {bounds[part][1]}.\n"
-            f"      Use more documents, or --split {remedy}"
+            f"--split {split} leaves no tokens for {_PARTS[part]}: {source.prefix} has "
+            f"{len(source.lengths)} sequences, its part is {bounds[part][0]} to "
+            f"{bounds[part][1]}.\n      Use more documents, or --split {remedy}"
             for part in used
             if not source.lengths[slice(*bounds[part])].any()
         ]
@@ -188,37 +249,53 @@ def _refuse_empty(
 
 
 def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset:
-    """Put the samples of one of `open_parts` in order.
+    """Order the samples of one part that `open_parts` has returned.
 
     Raises: DataError for files that have too few samples.
     """
     members, blend, wanted = part
-    dataset, weights = partial(_build_member, config, tokenizer.vocab_size), blend.weights
+    build = partial(_build_member, config, tokenizer.vocab_size)
+    weights = blend.weights
+    # A single source without a weight is not a blend and gets no surplus, as in Megatron-LM.
     if len(members) == 1 and weights is None:
-        return dataset(members[0], wanted)
+        return build(members[0], wanted)
     if weights is None:
         size = wanted
-        datasets = [dataset(member, None) for member in members]
+        datasets = [build(member, None) for member in members]
         weights = [float(len(d)) for d in datasets]
         if wanted > sum(weights):
             raise DataError(
-                f"{blend.said} without weights gives every sample once, {sum(map(len, datasets))} of them; the run "
-                f"reads {wanted}. Train shorter, or put a weight before each prefix to repeat them."
+                f"{blend.said} without weights gives every sample once, "
+                f"{sum(map(len, datasets))} of them; the run reads {wanted}. Train shorter, or put "
+                "a weight before each prefix to repeat them."
             )
     else:
+        # Each share is rounded up, so the blend may be longer than the run.
         shares = [math.ceil(wanted * w) for w in weights]
         size = sum(shares)
-        datasets = [dataset(member, math.ceil(n * SURPLUS)) for member, n in zip(members, shares, strict=True)]
+        datasets = []
+        for member, share in zip(members, shares, strict=True):
+            datasets.append(build(member, math.ceil(share * SURPLUS)))
     limits = [len(d) for d in datasets]
     key = {"blend": weights, "size": size, "limits": limits}
-    choice, index = cached(config.data.data_cache_path, key, lambda: blend_indices(weights, size, limits))
+    choice, index = cached(
+        config.data.data_cache_path, key, lambda: blend_indices(weights, size, limits)
+    )
     return BlendedDataset(datasets, choice, index)
 
 
-def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int | None) -> GPTDataset:
+def _build_member(
+    config: Config, vocab_size: int, member: _Member, wanted: int | None
+) -> GPTDataset:
+    """Build the dataset of one source with at least `wanted` samples; None for one epoch.
+
+    Raises: DataError if its index does not fit in memory.
+    """
     source, sequences = member
-    seq_length, seed = config.train.seq_length, config.train.seed
+    seq_length = config.train.seq_length
+    seed = config.train.seed
     assert seq_length is not None
+    # Everything that `build_indices` depends on. The file's path and time are not part of it.
     key = {
         "lengths": _digest(source.lengths[sequences[0] : sequences[0] + len(sequences)]),
         "sequences": [int(sequences[0]), len(sequences)],
@@ -226,20 +303,27 @@ def _build_member(config: Config, vocab_size: int, member: _Member, wanted: int 
         "num_samples": wanted,
         "seed": seed,
     }
+    physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        if wanted is not None and wanted * _BYTES > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        # Linux grants more memory than it has and later kills the process, so refuse it here.
+        if wanted is not None and wanted * _BYTES > physical_bytes:
             raise MemoryError
         arrays = cached(
-            config.data.data_cache_path, key, lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed)
+            config.data.data_cache_path,
+            key,
+            lambda: build_indices(source.lengths, sequences, seq_length, wanted, seed),
         )
     except (MemoryError, OverflowError):
         raise DataError(
-            f"--data-path {source.prefix}: an index of {wanted:,} samples does not fit in memory. The number follows "
-            "from --train-iters or --train-samples; give a smaller one."
+            f"--data-path {source.prefix}: an index of {wanted:,} samples does not fit in memory. "
+            "The number follows from --train-iters or --train-samples; give a smaller one."
         ) from None
     return GPTDataset(source, SampleIndices(*arrays), seq_length, vocab_size, sequences)
 
 
 def _digest(lengths: NDArray[np.int32]) -> str:
-    """The digest of all that the order of samples takes from a source: a copy elsewhere finds the first one's entry."""
+    """Return a digest of the lengths, all that the order of samples depends on in a source.
+
+    Equal files in another folder, or on another machine, thus find the same cache entry.
+    """
     return hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()

@@ -1,4 +1,8 @@
-"""Output files that appear under their name only when complete, and what keeps a name from being one."""
+"""Write output files that get their final name only when they are complete.
+
+Output paths that cannot be written are found before the work starts. A small record next to an
+output says how it was made, so that the work can be skipped the next time.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +18,33 @@ from megapipe.errors import DataError
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system says about an output file into a DataError that names it."""
+    """Turn an OSError of the block into a DataError that names the output file `path`."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"{os.fspath(path)} cannot be written: {error.strerror or error}. A former version is as it was. "
-            "Free space or choose another folder."
+            f"{os.fspath(path)} cannot be written: {error.strerror or error}. "
+            "A former version is unchanged. Free space or choose another folder."
         ) from error
 
 
 @contextlib.contextmanager
 def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file that replaces `path` when the block ends without an error, and vanishes otherwise.
+    """Open a binary file that replaces `path` if the block ends without an error.
 
-    A link stays one: what it leads to is replaced. What is no file, such as /dev/null or a pipe, is written to.
+    After an error the new content is deleted and `path` is unchanged. A symbolic link stays a link:
+    its target is replaced. A device or a pipe, such as /dev/null, is written directly.
+
+    Raises: DataError if the system refuses to create, write or rename the file.
     """
     real = Path(os.path.realpath(path))
-    if real.exists() and not real.is_file() and not real.is_dir():
+    is_device = real.exists() and not real.is_file() and not real.is_dir()
+    if is_device:
         with writing(path), real.open("wb") as device:
             yield device
         return
+    # In the same folder, because a rename across file systems is a copy; and with the process id,
+    # because two runs may write the same output.
     temporary = Path(f"{real}.{os.getpid()}.tmp")
     with writing(path):
         try:
@@ -48,58 +58,98 @@ def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_complete(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """A whole file at once. Half of a surrogate pair, as names in JSON and of files can hold, is escaped."""
+    """Write a whole file at once; text is encoded as UTF-8.
+
+    Lone surrogates, which JSON and file names can hold, are escaped with a backslash.
+    """
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")
     with complete_file(path) as file:
-        file.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+        file.write(content)
 
 
 def file_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Iterator[str]:
-    """Outputs, by flag, that can be no file: said before the work that would be written there."""
+    """Yield a problem for each output path that cannot be a file.
+
+    Call it before the work whose result goes there.
+
+    Args:
+        outputs: the path of each output, by its flag; None for a flag that is not given.
+    """
     for flag, path in outputs.items():
-        if path is not None and os.path.isdir(path):
+        if path is None:
+            continue
+        if os.path.isdir(path):
             yield f"{flag} {path} is a folder. Name a file in it: {flag} {Path(path) / 'NAME'}"
-        elif path is not None:
+        else:
             yield from _problems_above(flag, Path(path))
 
 
 def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Iterator[str]:
-    """Outputs, by flag, that can be no folder."""
+    """Yield a problem for each output path that cannot be a folder.
+
+    Args:
+        outputs: the path of each output, by its flag; None for a flag that is not given.
+    """
     for flag, path in outputs.items():
-        if path is not None and os.path.exists(path) and not os.path.isdir(path):
+        if path is None:
+            continue
+        if os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag} {path} is a file, not a folder. Give another name."
-        elif path is not None:
+        else:
             yield from _problems_above(flag, Path(path))
 
 
 def _problems_above(flag: str, path: Path) -> Iterator[str]:
-    there = next((folder for folder in path.absolute().parents if os.path.lexists(folder)), None)
-    if there is not None and not os.path.isdir(there):
-        yield f"{flag} {path}: {there} is a file, not a folder. Give another name."
+    """Yield a problem if the nearest existing parent of `path` is not a folder."""
+    for parent in path.absolute().parents:
+        # lexists: a broken symbolic link takes the name, too
+        if os.path.lexists(parent):
+            if not os.path.isdir(parent):
+                yield f"{flag} {path}: {parent} is a file, not a folder. Give another name."
+            return
 
 
 def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
-    """Write beside an output how it was made, for `is_current`."""
-    write_complete(_how(output), json.dumps(how, indent=1) + "\n")
+    """Record how an output was made, in OUTPUT.how.json, for `is_current`.
+
+    Args:
+        how: everything that decides the content except the input files; stored as JSON.
+    """
+    write_complete(_how(output), _record(how))
 
 
 def forget_how(output: str | os.PathLike[str]) -> None:
-    """Remove what `note_how` wrote of a former output, before the next one takes its place."""
+    """Delete the record of a former output, before a new output takes its place."""
     _how(output).unlink(missing_ok=True)
 
 
 def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, Any]) -> bool:
-    """Do all outputs exist, none older than an input, and was the first one made so?"""
-    made, sources = [Path(p) for p in outputs], [Path(p) for p in inputs]
-    if not all(p.exists() for p in (*made, *sources, _how(outputs[0]))):
+    """Return whether the outputs can be used as they are, without making them again.
+
+    They can if all outputs and inputs exist, no output is older than an input, and the record of
+    the first output equals `how`.
+    """
+    made = [Path(p) for p in outputs]
+    sources = [Path(p) for p in inputs]
+    record = _how(outputs[0])
+    if not all(p.exists() for p in (*made, *sources, record)):
         return False
     try:
-        if _how(outputs[0]).read_text() != json.dumps(how, indent=1) + "\n":
+        if record.read_text() != _record(how):
             return False
     except (OSError, UnicodeDecodeError):
         return False
+    # Equal times count as current: coarse file systems store whole seconds.
     oldest = min(p.stat().st_mtime_ns for p in made)
     return all(p.stat().st_mtime_ns <= oldest for p in sources)
 
 
 def _how(output: str | os.PathLike[str]) -> Path:
+    """Return the path of an output's record."""
     return Path(f"{os.fspath(output)}.how.json")
+
+
+def _record(how: Mapping[str, Any]) -> str:
+    """Return the content of a record."""
+    return json.dumps(how, indent=1) + "\n"

@@ -1,8 +1,10 @@
-"""Samples of s + 1 tokens cut from a shuffled stream of documents, as Megatron's GPTDataset cuts them.
+"""Cut shuffled documents into samples of s + 1 tokens, as Megatron's GPTDataset does.
 
-Three arrays say everything: the document index (order of the documents, repeated for every epoch), the sample index
-(where each sample begins) and the shuffle index (order of the samples). They are pure functions of the lengths, the
-split, the number of samples and the seed, so every rank builds or maps the same ones without talking to another.
+Three arrays define all samples. The document index is the order of the documents, repeated for each
+epoch. The sample index says where each sample begins. The shuffle index orders the samples.
+
+The arrays are pure functions of the lengths, the split, the number of samples and the seed. Every
+rank therefore builds or maps equal arrays without communication.
 """
 
 from __future__ import annotations
@@ -17,24 +19,31 @@ from numpy.typing import NDArray
 
 from megapipe.errors import DataError
 
-_SEPARATE_BELOW = 0.80  # share of an epoch under which the last one is shuffled apart
+# If less than this fraction of the last epoch is used, it is shuffled separately.
+_SEPARATE_BELOW = 0.80
 
 
 class TokenSource(Protocol):
-    """Sequences of token ids: an IndexedDataset or MockTokens."""
+    """Sequences of token ids, such as an IndexedDataset or MockTokens.
+
+    Attributes:
+        prefix: the path without .bin or .idx, for messages.
+        lengths: [S] tokens of each sequence.
+    """
 
     prefix: str
     lengths: NDArray[np.int32]
 
-    def read(self, sequence: int, begin: int, end: int) -> NDArray[Any]: ...
+    def read(self, sequence: int, begin: int, end: int) -> NDArray[Any]:
+        """Return the tokens begin..end-1 of a sequence."""
 
 
 Item = NDArray[np.int64] | Mapping[str, NDArray[Any]]
-"""[s + 1] int64 token ids, or arrays by name: `tokens`, which are such ids, and any others."""
+"""One sample: [s + 1] int64 token ids, or arrays by name, one of them `tokens` with those ids."""
 
 
 class TokenDataset(Protocol):
-    """A data set as the loader reads it; inputs and labels overlap by all but one token."""
+    """A dataset that the loader can read. Inputs and labels are cut from the same s + 1 tokens."""
 
     def __len__(self) -> int: ...
 
@@ -42,10 +51,12 @@ class TokenDataset(Protocol):
 
 
 class SampleIndices(NamedTuple):
-    """Attributes:
-    documents: [E x sequences] int32, sequence ids in reading order.
-    samples: [N + 1, 2], position in `documents` and token offset of each sample's first token.
-    shuffle: [N] sample read as item i.
+    """The three arrays that define the samples of a source.
+
+    Attributes:
+        documents: [epochs x sequences] int32, sequence ids in reading order.
+        samples: [N + 1, 2], position in `documents` and token offset of each sample's first token.
+        shuffle: [N], the row of `samples` that item i reads.
     """
 
     documents: NDArray[Any]
@@ -54,60 +65,93 @@ class SampleIndices(NamedTuple):
 
 
 def build_indices(
-    lengths: NDArray[np.int32], sequences: NDArray[Any], seq_length: int, num_samples: int | None, seed: int
+    lengths: NDArray[np.int32],
+    sequences: NDArray[Any],
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
 ) -> SampleIndices:
-    """Megatron's three indices, equal to the bit (megatron/core/datasets/gpt_dataset.py and helpers.cpp).
+    """Build the three indices, bitwise equal to those of Megatron-LM.
+
+    Compare megatron/core/datasets/gpt_dataset.py and helpers.cpp.
 
     Args:
         lengths: [S] tokens of every sequence of the source.
-        sequences: ids of the sequences to use, at least one token in total.
-        num_samples: samples wanted; as many epochs are chained as they need. None: one epoch, whatever it gives.
+        sequences: ids of the sequences to use; they hold at least one token in total.
+        seq_length: tokens of a sample, without the last label.
+        num_samples: least number of samples, for which epochs are repeated; None for one epoch.
+        seed: seed of both shuffles.
     """
     per_epoch = int(lengths[sequences].sum(dtype=np.int64))
     assert per_epoch > 0
-    epochs = 1 if num_samples is None else max(1, math.ceil((num_samples * seq_length + 1) / per_epoch))
+    epochs = 1
+    if num_samples is not None:
+        # Neighbouring samples share a token, so only the last one needs a token more.
+        needed = num_samples * seq_length + 1
+        epochs = max(1, math.ceil(needed / per_epoch))
     samples = (epochs * per_epoch - 1) // seq_length
-    # All numbers, types and the order of draws are Megatron-LM's: the same seed gives its very samples.
+    # The numbers, the types and the order of the draws below are those of Megatron-LM: equal seeds
+    # must give equal samples.
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
-    # A last epoch of which little is used is shuffled apart, or its few samples would come from anywhere in it.
+    # If little of the last epoch is used, it is shuffled separately. Otherwise the few samples from
+    # it would appear anywhere in the run.
     separate = (
         num_samples is not None
         and epochs > 1
         and num_samples - before_last < int(_SEPARATE_BELOW * ((per_epoch - 1) // seq_length))
     )
-    random = np.random.RandomState(seed)  # one stream for both shuffles, in this order
+    documents_cut = (epochs - 1) * len(sequences) if separate else 0
+    samples_cut = before_last if separate else 0
+    # Both shuffles draw from one generator, documents first.
+    random = np.random.RandomState(seed)
     documents = np.tile(sequences.astype(np.int32), epochs)
-    _shuffle(documents, (epochs - 1) * len(sequences) if separate else 0, random)
-    shuffle = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
-    _shuffle(shuffle, before_last if separate else 0, random)
+    _shuffle(documents, documents_cut, random)
+    # Megatron-LM's limit for this type.
+    fits_uint32 = samples < np.iinfo(np.uint32).max - 1
+    shuffle = np.arange(samples, dtype=np.uint32 if fits_uint32 else np.int64)
+    _shuffle(shuffle, samples_cut, random)
     return SampleIndices(documents, _sample_index(lengths[documents], samples, seq_length), shuffle)
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
-    """Shuffle in place, each side of the cut apart."""
-    for part in (values[:cut], values[cut:]):
-        random.shuffle(part)
+    """Shuffle values[:cut] and values[cut:] in place, each within itself."""
+    random.shuffle(values[:cut])
+    random.shuffle(values[cut:])
 
 
 def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
-    """[samples + 1, 2]: sample j begins at token j * s of the stream; the document that holds that token, and where."""
+    """Return [samples + 1, 2]: the document of each sample's first token, and its offset there.
+
+    Sample j begins at token j * seq_length of all documents back to back.
+
+    Args:
+        lengths: [documents] tokens of each document in reading order.
+    """
     ends = np.cumsum(lengths, dtype=np.int64)
-    # Samples that begin in each document. None does in an empty one; Megatron's walk too passes over those, but not
-    # before its first step.
+    # The number of samples that begin in each document: none in an empty one. Megatron's loop skips
+    # empty documents too, but not before its first step, so row 0 is always document 0 (see below).
     begin = np.diff(-(-ends // seq_length), prepend=0)
-    narrow = len(lengths) <= np.iinfo(np.int32).max
-    index = np.empty((samples + 1, 2), np.int32 if narrow else np.int64)
+    fits_int32 = len(lengths) <= np.iinfo(np.int32).max
+    index = np.empty((samples + 1, 2), np.int32 if fits_int32 else np.int64)
     index[:, 0] = np.repeat(np.arange(len(lengths), dtype=index.dtype), begin)
-    index[:, 1] = np.arange(samples + 1, dtype=np.int64) * seq_length - np.repeat(ends - lengths, begin)
+    first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
+    index[:, 1] = first_tokens - np.repeat(ends - lengths, begin)
     index[0, 0] = 0
     return index
 
 
 @dataclass(frozen=True)
 class GPTDataset:
-    """Items of seq_length + 1 token ids. `sequences`: ids of those of the source that it is made of.
+    """Items of seq_length + 1 token ids of one source.
 
-    Raises: DataError from an item that holds an id outside the vocabulary, naming file, sequence and id.
+    Reading an item raises DataError with file, sequence and id if an id is not in the vocabulary.
+
+    Attributes:
+        source: where tokens are read.
+        indices: which tokens each item holds.
+        seq_length: tokens of an item, without the last label.
+        vocab_size: number of ids that the tokenizer has.
+        sequences: ids of the source's sequences that the items are made of.
     """
 
     source: TokenSource
@@ -121,52 +165,75 @@ class GPTDataset:
 
     def __getitem__(self, sample: int) -> NDArray[np.int64]:
         documents, samples, shuffle = self.indices
-        at = int(shuffle[sample])  # beyond the last an IndexError, which ends an iteration
+        # An IndexError here is not damage: it ends an iteration over the items.
+        at = int(shuffle[sample])
         out = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         try:
-            (first, begin), (last, end) = samples[at : at + 2].tolist()
-            # A sample goes over as many documents as it takes, and ends with the token that the next one begins with.
+            (first, first_offset), (last, last_offset) = samples[at : at + 2].tolist()
+            # A sample runs through as many documents as it needs. Its last token, which is only a
+            # label, is the first token of the next sample.
             for position in range(first, last + 1):
                 sequence = int(documents[position])
-                until = end + 1 if position == last else int(self.source.lengths[sequence])
-                piece = self.source.read(sequence, begin if position == first else 0, until)
+                begin = 0
+                end = int(self.source.lengths[sequence])
+                if position == first:
+                    begin = first_offset
+                if position == last:
+                    end = last_offset + 1
+                piece = self.source.read(sequence, begin, end)
                 out[filled : filled + len(piece)] = piece
                 filled += len(piece)
             if filled != len(out):
                 raise ValueError
-        except (IndexError, ValueError):  # its size and types are looked at when it is mapped, its numbers here
+        # Sizes and types of a cached index are checked when it is mapped, its numbers only here.
+        except (IndexError, ValueError):
             raise DataError(
-                f"--data-cache-path: the index of {self.source.prefix} is damaged at sample {sample}. Delete it."
+                f"--data-cache-path: the index of {self.source.prefix} is damaged at sample "
+                f"{sample}. Delete it."
             ) from None
         refuse_foreign_tokens(self.source.prefix, out, self.vocab_size)
         return out
 
 
 def refuse_foreign_tokens(prefix: str, tokens: NDArray[Any], vocab_size: int) -> None:
-    """Raise DataError if an id lies outside 0..vocab_size-1: the file was made with another tokenizer."""
-    low, high = int(tokens.min()), int(tokens.max())
+    """Raise DataError if an id is not in 0..vocab_size-1: another tokenizer wrote the file.
+
+    Args:
+        prefix: the file's path without .bin, for the message.
+        tokens: ids of any shape, at least one.
+    """
+    low = int(tokens.min())
+    high = int(tokens.max())
     if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
         raise DataError(
-            f"--data-path {prefix} holds token {high if low >= 0 else low}, but the tokenizer has ids 0 to "
-            f"{vocab_size - 1}.\n      Give --tokenizer-model the model that the data was preprocessed with."
+            f"--data-path {prefix} holds token {wrong}, but the tokenizer has ids 0 to "
+            f"{vocab_size - 1}.\n"
+            "      Give --tokenizer-model the model that the data was preprocessed with."
         )
 
 
 class MockTokens:
-    """Megatron's mock data: 100,000 documents that count up modulo the vocabulary and end with eod."""
+    """Megatron's mock data: 100,000 documents that count up modulo the vocabulary.
+
+    Each document ends with the end-of-document id.
+    """
 
     prefix = "mock"
 
     def __init__(self, vocab_size: int, eod: int) -> None:
-        self._vocab_size, self._eod = vocab_size, eod
-        self.lengths: NDArray[np.int32] = np.random.default_rng(0).integers(1, 4096, 100_000, np.int32)
+        self._vocab_size = vocab_size
+        self._eod = eod
+        random = np.random.default_rng(0)
+        self.lengths: NDArray[np.int32] = random.integers(1, 4096, 100_000, np.int32)
 
     def __getitem__(self, sequence: int) -> NDArray[np.int64]:
+        # Computed at each access: 100,000 documents would take 1.6 GB.
         tokens = np.arange(1, int(self.lengths[sequence]) + 1) % self._vocab_size
         tokens[-1] = self._eod
         return tokens
 
     def read(self, sequence: int, begin: int, end: int) -> NDArray[np.int64]:
-        """Tokens begin..end-1 of a sequence."""
+        """Return the tokens begin..end-1 of a sequence."""
         return self[sequence][begin:end]

@@ -1,7 +1,8 @@
-"""Arrays that take a while to compute, kept in a folder so that the next start maps them.
+"""Cache arrays that take long to compute in a folder, so that later starts only map them.
 
-Whoever finds no entry and gets its lock file computes it and renames it into place; others that see that folder wait.
-The lock saves work and disk, no more: two that build side by side, because one took the other for dead, store the same.
+One process creates a lock file, computes the arrays and renames a folder of them into place. Other
+processes wait for that folder. The lock only saves time and disk: if a live process is mistaken for
+a dead one, two processes compute the entry and store equal arrays.
 """
 
 from __future__ import annotations
@@ -25,87 +26,120 @@ from numpy.typing import NDArray
 
 from megapipe.errors import DataError
 
+_ARRAYS = "arrays.json"
+# Seconds after which the process that holds a lock touches the lock file again.
+_BEAT_S = 5.0
+# Seconds without a touch after which waiting processes consider the holder dead.
+_STALE_S = 60.0
+
 
 def cached(
-    folder: str | None, key: Mapping[str, object], build: Callable[[], Sequence[NDArray[Any]]]
+    folder: str | None,
+    key: Mapping[str, object],
+    build: Callable[[], Sequence[NDArray[Any]]],
 ) -> list[NDArray[Any]]:
-    """The arrays of `build`, mapped from `folder` if an entry of this key is there, else computed and stored.
+    """Return the arrays of `build`, read from the cache folder if they are stored there.
+
+    Arrays that are not stored yet are computed and stored first. Arrays of a folder are read-only
+    memory maps.
 
     Args:
-        folder: cache folder, None for no cache.
-        key: everything the arrays depend on; stored beside them in key.json.
+        folder: cache folder; None to compute without a cache.
+        key: everything the arrays depend on; also stored in the entry as key.json.
+        build: computes the arrays.
     Raises: DataError for a folder that cannot be written or an entry that cannot be read.
     """
     if folder is None:
         return list(build())
-    # The name is a digest of everything the arrays depend on: another setting finds another entry, never a stale one.
+    # The entry is named by a digest of the whole key: after a change of any setting an old entry
+    # is never found.
     text = json.dumps({"format": 2, **key}, indent=1, sort_keys=True)
     entry = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:32]
     _once(entry, lambda: _store(entry, text, build()))
     try:
-        said = json.loads((entry / _ARRAYS).read_text())
-        files = [entry / f"{i}.npy" for i in range(len(said))]
-        arrays = [np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray) for file in files]
-        if (found := _facts(arrays)) != said or len(files) != len([*entry.glob("*.npy")]):
-            raise ValueError(f"its arrays are {found}, not {said}")
+        stored = json.loads((entry / _ARRAYS).read_text())
+        files = [entry / f"{i}.npy" for i in range(len(stored))]
+        arrays = []
+        for file in files:
+            mapped = np.load(file, mmap_mode="r", allow_pickle=False)
+            arrays.append(mapped.view(np.ndarray))
+        found = _facts(arrays)
+        if found != stored or len(files) != len([*entry.glob("*.npy")]):
+            raise ValueError(f"its arrays are {found}, not {stored}")
         return arrays
-    except Exception as error:  # numpy takes a header for Python, with the errors of its tokenizer
-        raise DataError(f"--data-cache-path entry {entry} is damaged ({error}). Delete it: rm -r {entry}") from error
-
-
-_ARRAYS = "arrays.json"
-_BEAT_S, _STALE_S = 5.0, 60.0
-"""Seconds after which a builder says again that it lives, and for which the others believe it without a word."""
+    # numpy parses a header as Python source, so a damaged one raises errors of Python's tokenizer.
+    except Exception as error:
+        raise DataError(
+            f"--data-cache-path entry {entry} is damaged ({error}). Delete it: rm -r {entry}"
+        ) from error
 
 
 def _once(entry: Path, build: Callable[[], None]) -> None:
-    """Build the entry, or wait for who does, until it is there."""
+    """Build the entry, or wait until another process has built it."""
     lock = entry.with_name(f".lock-{entry.name}")
     seen: tuple[str, int] | None = None
     since = time.monotonic()
-    with contextlib.suppress(OSError):  # a folder that cannot be made: said where the entry is stored
+    # A folder that cannot be created is reported by `_store`.
+    with contextlib.suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True)
     while not entry.is_dir():
         try:
             handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            # The holder's beat is watched by this machine's clock: those of two machines may differ by hours.
-            if (now := _holder(lock)) != seen:
-                seen, since = now, time.monotonic()
+            now = _holder(lock)
+            # Measure the time since the last touch with this machine's clock: the time stamp comes
+            # from another clock, which may differ by hours.
+            if now != seen:
+                seen = now
+                since = time.monotonic()
             stale = time.monotonic() - since > _STALE_S
-            if now is not None and (stale or _dead(now[0])) and not _take_away(lock, now):
-                build()  # another user's lock that this one may not remove
-                return
-            if now is None and stale and lock.exists():
-                build()  # nor read
+            if now is None:
+                # a lock file that this user may not read
+                blocked = stale and lock.exists()
+            else:
+                # a lock file of another user, which this process may not delete
+                blocked = (stale or _dead(now[0])) and not _take_away(lock, now)
+            if blocked:
+                build()
                 return
             time.sleep(0.05)
             continue
-        except OSError:  # nor written
+        except OSError:
+            # No lock file can be created here; if nothing can be stored either, `_store` says so.
             build()
             return
         with os.fdopen(handle, "w") as file:
             file.write(f"{socket.gethostname()} {os.getpid()}")
-        done = threading.Event()
-        threading.Thread(target=_beat, args=(lock, done), daemon=True).start()
-        try:
-            if not entry.is_dir():
-                for left in entry.parent.glob(f".building-{entry.name}-*"):  # of one that was killed
-                    shutil.rmtree(left, ignore_errors=True)
-                build()
-        finally:
-            done.set()
-            lock.unlink(missing_ok=True)
+        _build_locked(entry, lock, build)
+
+
+def _build_locked(entry: Path, lock: Path, build: Callable[[], None]) -> None:
+    """Build the entry unless it exists by now, touch the lock meanwhile, and delete the lock."""
+    done = threading.Event()
+    threading.Thread(target=_beat, args=(lock, done), daemon=True).start()
+    try:
+        if not entry.is_dir():
+            # Unfinished folders of processes that were killed would fill the disk.
+            for left in entry.parent.glob(f".building-{entry.name}-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            build()
+    finally:
+        done.set()
+        lock.unlink(missing_ok=True)
 
 
 def _beat(lock: Path, done: threading.Event) -> None:
+    """Touch the lock file every few seconds until `done` is set."""
     while not done.wait(_BEAT_S):
         with contextlib.suppress(OSError):
             os.utime(lock)
 
 
 def _holder(lock: Path) -> tuple[str, int] | None:
-    """The holder of the lock, and when it last said that it lives by the clock of its file system."""
+    """Return the "host pid" in the lock file and the time of its last touch; None if unreadable.
+
+    The time is in nanoseconds, by the clock of the file system.
+    """
     try:
         return lock.read_text(), lock.stat().st_mtime_ns
     except OSError:
@@ -113,15 +147,18 @@ def _holder(lock: Path) -> tuple[str, int] | None:
 
 
 def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
-    """Remove the lock file of a builder that is gone; return False where this user may not.
+    """Delete the lock file of a dead process; return False if this user may not.
 
-    The first of those that wait removes it, and the lock of the next builder stays.
+    Only the first waiting process deletes it. Without flock, a slow process that has read the old
+    lock file could delete the new one of a faster process.
 
-    Without the file lock, one that has looked at the old file could remove the new file of one that was faster.
+    Args:
+        seen: what `_holder` returned; a lock file that has changed since is left alone.
     """
     try:
         with lock.open() as file:
-            with contextlib.suppress(OSError):  # a file system without such locks: two may build, and store the same
+            # On a file system without such locks two processes may build, and store equal arrays.
+            with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
             if _holder(lock) == seen:
                 lock.unlink()
@@ -133,11 +170,12 @@ def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
 
 
 def _dead(holder: str) -> bool:
-    """Was it a process of this machine that is gone?"""
+    """Return whether "host pid" names a process of this machine that does not run any more."""
     host, _, pid = holder.rpartition(" ")
     if host != socket.gethostname() or not pid.isdecimal():
         return False
     try:
+        # Signal 0 asks whether the process exists and does nothing to it.
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
@@ -147,11 +185,15 @@ def _dead(holder: str) -> bool:
 
 
 def _facts(arrays: Sequence[NDArray[Any]]) -> list[list[Any]]:
-    """Shape and type of each."""
+    """Return the shape and dtype of each array, in the form JSON stores."""
     return [[list(array.shape), array.dtype.str] for array in arrays]
 
 
 def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
+    """Write the arrays to a temporary folder and rename it to `entry`.
+
+    Raises: DataError if that fails and no other process has stored the entry meanwhile.
+    """
     size = sum(a.nbytes for a in arrays)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -161,14 +203,17 @@ def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
             (temporary / _ARRAYS).write_text(json.dumps(_facts(arrays)))
             for i, array in enumerate(arrays):
                 np.save(temporary / f"{i}.npy", array, allow_pickle=False)
+            # mkdtemp allows only its owner to enter; a cache is shared.
             temporary.chmod(0o755)
-            # A folder gets its name when all of it is there: who sees the name may map the arrays.
+            # A process that sees the final name may map the arrays at once, so it comes last.
             os.rename(temporary, entry)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
-        if not entry.is_dir():  # else another process was faster, with the same arrays
+        # If the entry exists, another process was faster and stored equal arrays.
+        if not entry.is_dir():
             raise DataError(
-                f"--data-cache-path {entry.parent}: cannot store an index of {size} bytes ({error.strerror}). "
+                f"--data-cache-path {entry.parent}: cannot store an index of {size} bytes "
+                f"({error.strerror}). "
                 "Free the space, give another folder or leave the flag out."
             ) from error

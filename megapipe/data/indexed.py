@@ -1,7 +1,8 @@
-"""Megatron's PREFIX.bin and PREFIX.idx: token ids back to back, and where each sequence begins.
+"""Read and write Megatron's PREFIX.bin and PREFIX.idx: token ids, and where each sequence begins.
 
-The reader believes nothing it has not checked against the size of the files, so that a damaged pair is refused when it
-is opened and not in the middle of a run. The writer shows a pair under its name only when it is complete.
+The reader checks everything against the sizes of the files. A damaged pair is therefore refused
+when it is opened, not in the middle of a run. The writer gives a pair its name only when it is
+complete.
 """
 
 from __future__ import annotations
@@ -33,24 +34,34 @@ DTYPES: dict[int, type[np.number[Any]]] = {
     7: np.float32,
     8: np.uint16,
 }
-"""Code in the file -> type of the tokens, always little-endian."""
+"""The type of the tokens, by its code in the file; always little-endian."""
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, number of sequences S, entries of the document array D."""
+"""Magic, version, dtype code, number of sequences S, entries D of the document array.
 
-_BLOCK = 1 << 20  # entries checked at a time: a scan of an index of any size stays within megabytes
+After the header follow S lengths (int32), S byte offsets (int64) and D document entries (int64).
+"""
+
+# Entries that are checked at a time, so that checking any index takes a few megabytes.
+_BLOCK = 1 << 20
+
+_REMEDY = "Write it again with megapipe preprocess."
 
 
 def token_dtype(vocab_size: int) -> type[np.number[Any]]:
-    """The narrowest type Megatron's preprocessing uses for this vocabulary."""
+    """Return the type in which Megatron's preprocessing writes the ids of this vocabulary."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
 class IndexedDataset:
-    """A checked, memory-mapped .bin/.idx pair. `dataset[i]` is the tokens of sequence i, without a copy.
+    """A checked, memory-mapped .bin/.idx pair.
+
+    `dataset[i]` is a view of the tokens of sequence i, without a copy.
 
     Attributes:
+        prefix: the path without .bin or .idx.
+        dtype: type of the tokens.
         lengths: [S] int32, tokens of each sequence.
-        documents: [D] int64, number of sequences before each document, and S at the end.
+        documents: [D] int64, the number of sequences before each document, and S at the end.
         tokens: every token of the file.
 
     Raises: DataError for a pair that is missing, damaged, empty or does not hold token ids.
@@ -58,28 +69,33 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
-        idx, bin = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        idx = Path(f"{self.prefix}.idx")
+        bin = Path(f"{self.prefix}.bin")
         _refuse_missing(self.prefix, [p for p in (idx, bin) if not os.path.isfile(p)])
         with _named(self.prefix):
             self.dtype, sequences, entries = _read_header(idx)
-            # Mapped, not read: an index of 10^8 sequences has more than a gigabyte, which the ranks of a machine share
-            # so.
+            # Mapped, not read: an index of 10^8 sequences takes more than a gigabyte, and a map is
+            # shared by all ranks of a machine.
             raw = np.memmap(idx, np.uint8, "r")
-        at = HEADER.size
-        self.lengths: NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, at)
-        pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", sequences, at + 4 * sequences)
-        self.documents: NDArray[np.int64] = np.frombuffer(raw, "<i8", entries, at + 12 * sequences)
-        _check_index(idx, bin, self.lengths, pointers, self.documents, self.dtype.itemsize)
-        self._pointers = pointers
+        # See HEADER for the layout.
+        lengths_at = HEADER.size
+        pointers_at = lengths_at + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        self.lengths: NDArray[np.int32] = np.frombuffer(raw, "<i4", sequences, lengths_at)
+        self._pointers: NDArray[np.int64] = np.frombuffer(raw, "<i8", sequences, pointers_at)
+        self.documents: NDArray[np.int64] = np.frombuffer(raw, "<i8", entries, documents_at)
+        itemsize = self.dtype.itemsize
+        _check_index(idx, bin, self.lengths, self._pointers, self.documents, itemsize)
         with _named(self.prefix):
             self.tokens: NDArray[Any] = np.memmap(bin, self.dtype, "r").view(np.ndarray)
+            # For `read`; see there why not every access goes through the map.
             self._file = bin.open("rb", buffering=0)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def start(self, sequence: int) -> int:
-        """Index into `tokens` of the first token of a sequence."""
+        """Return the index in `tokens` at which a sequence begins."""
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
@@ -87,46 +103,55 @@ class IndexedDataset:
         return self.tokens[begin : begin + int(self.lengths[sequence])]
 
     def read(self, sequence: int, begin: int, end: int) -> NDArray[Any]:
-        """Tokens begin..end-1 of a sequence, as they are in the file now.
+        """Return the tokens begin..end-1 of a sequence, read from the file now.
 
-        Not by way of the map, where a file that has been cut off, or whose file system is gone, ends the process by
-        SIGBUS. Raises: DataError for the first, DataLost for the second.
+        Raises: DataError if the file has become shorter, DataLost if its file system fails.
         """
-        size, at = self.dtype.itemsize, self.start(sequence) + begin
+        size = self.dtype.itemsize
+        at = self.start(sequence) + begin
+        # Not through the memory map: where the file has lost its end or its file system, access to
+        # a map ends the process with SIGBUS, without a message.
         try:
             data = os.pread(self._file.fileno(), (end - begin) * size, at * size)
         except OSError as error:
-            text = f"{self.prefix}.bin could be read until now: {error.strerror}. Look at its disk"
-            raise DataLost(f"{text}, then start again with --load.") from error
+            raise DataLost(
+                f"{self.prefix}.bin could be read until now: {error.strerror}. Look at its disk, "
+                "then start again with --load."
+            ) from error
         if len(data) < (end - begin) * size:
             now = os.fstat(self._file.fileno()).st_size
-            raise _damaged(Path(f"{self.prefix}.bin"), f"was cut off to {now} bytes while the run read it")
+            raise _damaged(
+                Path(f"{self.prefix}.bin"), f"was cut off to {now} bytes while the run read it"
+            )
         return np.frombuffer(data, self.dtype)
 
 
 def glance(prefix: str) -> None:
-    """Check what can be seen of a pair without reading its index through: header, sizes, where the last sequence ends.
+    """Check a pair without reading its whole index: the header, the sizes and the last sequence.
 
-    Raises: DataError as `IndexedDataset`, which looks at every entry.
+    Raises: DataError, as `IndexedDataset` does, which checks every entry.
     """
-    idx, bin = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    idx = Path(f"{prefix}.idx")
+    bin = Path(f"{prefix}.bin")
     _refuse_missing(prefix, [p for p in (idx, bin) if not os.path.isfile(p)])
     with _named(prefix):
         dtype, sequences, _ = _read_header(idx)
     with idx.open("rb") as file:
         file.seek(HEADER.size + 4 * (sequences - 1))
         (length,) = struct.unpack("<i", file.read(4))
-        # Behind the lengths, 4 bytes each, stand the pointers, 8 bytes each: this is the last of them.
+        # The last byte offset: the lengths take 4 bytes each, the offsets after them 8 bytes each.
         file.seek(HEADER.size + 12 * sequences - 8)
         (pointer,) = struct.unpack("<q", file.read(8))
-    size, expected = bin.stat().st_size, pointer + length * dtype.itemsize
+    # Sequences fill .bin without gaps, so the end of the last one is the size of the file.
+    size = bin.stat().st_size
+    expected = pointer + length * dtype.itemsize
     if size != expected:
         raise _damaged(bin, f"has {size} bytes, but {idx} ends at {expected}")
 
 
 @contextlib.contextmanager
 def _named(prefix: str) -> Iterator[None]:
-    """A file that cannot be opened, for want of permission or of its disk, in the user's words."""
+    """Turn an OSError of the block, such as a missing permission, into a DataError."""
     try:
         yield
     except OSError as error:
@@ -134,21 +159,30 @@ def _named(prefix: str) -> Iterator[None]:
 
 
 def _refuse_missing(prefix: str, missing: list[Path]) -> None:
+    """Raise DataError if files are missing; the message suggests a prefix that exists."""
     if not missing:
         return
     names = " and ".join(str(p) for p in missing)
     text = f"--data-path {prefix}: no file {names}."
-    for suffix in ("_text_document", ".bin", ".idx"):
-        near = prefix + suffix if suffix[0] == "_" else prefix.removesuffix(suffix)
+    # Common slips: the prefix that preprocess was given, or a file of the pair.
+    for near in (
+        f"{prefix}_text_document",
+        prefix.removesuffix(".bin"),
+        prefix.removesuffix(".idx"),
+    ):
         if near != prefix and os.path.isfile(f"{near}.idx"):
             raise DataError(f"{text} Use --data-path {near}")
     raise DataError(
-        f"{text} Give the prefix that megapipe preprocess printed at its end, without .bin; or --mock-data."
+        f"{text} Give the prefix that megapipe preprocess printed at its end, without .bin; or "
+        "--mock-data."
     )
 
 
 def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
-    """dtype, S and D of an index whose size agrees with them."""
+    """Return the dtype, S and D of an index.
+
+    Raises: DataError for a header that is wrong or does not agree with the size of the file.
+    """
     size = idx.stat().st_size
     with idx.open("rb") as file:
         head = file.read(HEADER.size)
@@ -156,20 +190,34 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
         raise _damaged(idx, f"has {size} bytes, a header alone has {HEADER.size}")
     magic, version, code, sequences, entries = HEADER.unpack(head)
     if magic != MAGIC:
-        raise _damaged(idx, f"begins with {magic!r} instead of {MAGIC!r}: not an index of token ids")
-    if version != VERSION:
-        raise DataError(f"{idx} has version {version} at byte 9; only version {VERSION} is known. {_REMEDY}")
-    if code not in DTYPES:
-        raise _damaged(idx, f"has dtype code {code} at byte 17; known are {', '.join(map(str, DTYPES))}")
-    if not issubclass(DTYPES[code], np.integer):
-        raise DataError(f"{idx} holds {DTYPES[code].__name__} (dtype code {code}), not integer token ids. {_REMEDY}")
-    expected = HEADER.size + 12 * sequences + 8 * entries
-    if size not in (expected, expected + sequences):  # the latter with the modes of multimodal sets
         raise _damaged(
-            idx, f"has {size} bytes, but its {sequences} sequences and {entries} document entries take {expected}"
+            idx, f"begins with {magic!r} instead of {MAGIC!r}: not an index of token ids"
+        )
+    if version != VERSION:
+        raise DataError(
+            f"{idx} has version {version} at byte 9; only version {VERSION} is known. {_REMEDY}"
+        )
+    if code not in DTYPES:
+        raise _damaged(
+            idx, f"has dtype code {code} at byte 17; known are {', '.join(map(str, DTYPES))}"
+        )
+    if not issubclass(DTYPES[code], np.integer):
+        raise DataError(
+            f"{idx} holds {DTYPES[code].__name__} (dtype code {code}), not integer token ids. "
+            f"{_REMEDY}"
+        )
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    # Indices of multimodal datasets end with one more byte per sequence, its mode.
+    if size not in (expected, expected + sequences):
+        raise _damaged(
+            idx,
+            f"has {size} bytes, but its {sequences} sequences and {entries} document entries "
+            f"take {expected}",
         )
     if sequences == 0:
-        raise DataError(f"{idx} holds no sequences. The text it was made from was empty; preprocess another.")
+        raise DataError(
+            f"{idx} holds no sequences. The text it was made from was empty; preprocess another."
+        )
     return np.dtype(DTYPES[code]).newbyteorder("<"), sequences, entries
 
 
@@ -181,43 +229,72 @@ def _check_index(
     documents: NDArray[np.int64],
     itemsize: int,
 ) -> None:
-    """Sequences lie back to back from byte 0 to the end of .bin; documents cut them in order."""
+    """Check that sequences fill .bin without gaps, and that documents begin at rising sequences.
+
+    Args:
+        lengths: [S] tokens of each sequence.
+        pointers: [S] byte offset of each sequence in .bin.
+        documents: [D] first sequence of each document, and S.
+        itemsize: bytes per token.
+    Raises: DataError with the first entry that is wrong.
+    """
     expected = 0
-    # Block by block: an index may have more entries than memory has room for several copies of.
+    # In blocks, because a large index has no room for several copies of it in memory.
     for at in range(0, len(lengths), _BLOCK):
         length = lengths[at : at + _BLOCK].astype(np.int64)
         if (length < 0).any():
             bad = int((length < 0).argmax())
             raise _damaged(idx, f"gives sequence {at + bad} the length {length[bad]}")
         ends = expected + np.cumsum(length) * itemsize
-        wrong = pointers[at : at + _BLOCK] != ends - length * itemsize
+        begins = ends - length * itemsize
+        wrong = pointers[at : at + _BLOCK] != begins
         if wrong.any():
             bad = int(wrong.argmax())
-            should = int(ends[bad] - length[bad] * itemsize)
-            raise _damaged(idx, f"puts sequence {at + bad} at byte {pointers[at + bad]} of .bin instead of {should}")
+            raise _damaged(
+                idx,
+                f"puts sequence {at + bad} at byte {pointers[at + bad]} of .bin instead of "
+                f"{int(begins[bad])}",
+            )
         expected = int(ends[-1])
     size = bin.stat().st_size
     if size != expected:
         tokens = expected // itemsize
-        raise _damaged(bin, f"has {size} bytes, but {idx} lists {tokens} tokens of {itemsize} bytes = {expected}")
+        raise _damaged(
+            bin,
+            f"has {size} bytes, but {idx} lists {tokens} tokens of {itemsize} bytes = {expected}",
+        )
     if expected == 0:
-        raise DataError(f"{bin} holds no tokens. The text it was made from was empty; preprocess another.")
-    good = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
-    if not good or any((np.diff(documents[at : at + _BLOCK + 1]) < 0).any() for at in range(0, len(documents), _BLOCK)):
-        raise _damaged(idx, f"has a document array that does not rise from 0 to its {len(lengths)} sequences")
+        raise DataError(
+            f"{bin} holds no tokens. The text it was made from was empty; preprocess another."
+        )
+    rises = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(lengths)
+    for at in range(0, len(documents), _BLOCK):
+        # One entry more than a block, so that each pair of neighbours is compared.
+        rises = rises and not (np.diff(documents[at : at + _BLOCK + 1]) < 0).any()
+    if not rises:
+        raise _damaged(
+            idx, f"has a document array that does not rise from 0 to its {len(lengths)} sequences"
+        )
 
 
-_REMEDY = "Write it again with megapipe preprocess."
-
-
-def _damaged(path: Path, what: str) -> DataError:
-    return DataError(f"{path} {what}. It is damaged or incomplete: copy it again or make it with megapipe preprocess.")
+def _damaged(path: Path, problem: str) -> DataError:
+    """Return the error for a file that is damaged."""
+    return DataError(
+        f"{path} {problem}. It is damaged or incomplete: copy it again or make it with megapipe "
+        "preprocess."
+    )
 
 
 class IndexedWriter:
-    """Writes a .bin/.idx pair; used as a context manager, it leaves a complete pair or none.
+    """Writes a .bin/.idx pair. Used as a context manager, it leaves a complete pair or none.
 
-    Both files grow under temporary names. A former pair of the same name is replaced only on a clean exit.
+    Both files grow under temporary names. A former pair of the same name is replaced only when the
+    block ends without an error.
+
+    Args:
+        prefix: path of the pair without .bin or .idx.
+        dtype: integer type of the tokens, see `token_dtype`.
+    Raises: DataError if a file cannot be written.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
@@ -231,20 +308,25 @@ class IndexedWriter:
             self._bin = self._temporary[0].open("wb")
 
     def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Documents of one sequence each. tokens: all of them back to back; lengths: tokens of each.
+        """Append documents of one sequence each.
 
+        Args:
+            tokens: the tokens of all these documents back to back.
+            lengths: the number of tokens of each document.
         Raises: DataError for a token that the file's type cannot hold.
         """
         assert lengths.sum() == tokens.size
         if tokens.size:
             limit = np.iinfo(self.dtype)
-            low, high = tokens.min(), tokens.max()
+            low = tokens.min()
+            high = tokens.max()
             if low < limit.min or high > limit.max:
-                raise DataError(f"{self.prefix}: token {high if high > limit.max else low} does not fit {self.dtype}")
+                wrong = high if high > limit.max else low
+                raise DataError(f"{self.prefix}: token {wrong} does not fit {self.dtype}")
         with writing(self.prefix):
             self._bin.write(tokens.astype(self.dtype, copy=False).tobytes())
         before = len(self._lengths)
-        # An empty document is an entry without a sequence, as Megatron-LM's own writer has it.
+        # Megatron-LM's writer, too, gives an empty document an entry without a sequence.
         self._lengths.extend(lengths[lengths > 0].tolist())
         self._documents.extend((before + np.cumsum(lengths > 0)).tolist())
 
@@ -252,7 +334,10 @@ class IndexedWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None:
@@ -262,16 +347,19 @@ class IndexedWriter:
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # a full disk, said already
+            # On a full disk closing fails again; the error of the block has said so.
+            with contextlib.suppress(OSError):
                 self._bin.close()
 
     def _finish(self) -> None:
+        """Write the index, and wait until both files are on disk."""
         lengths = np.array(self._lengths, "<i4")
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        documents = np.array(self._documents, "<i8")
         code = next(code for code, kind in DTYPES.items() if np.dtype(kind) == self.dtype)
         with self._temporary[1].open("wb") as idx:
-            idx.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-            for part in (lengths, pointers.astype("<i8"), np.array(self._documents, "<i8")):
+            idx.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+            for part in (lengths, pointers.astype("<i8"), documents):
                 idx.write(part.tobytes())
             idx.flush()
             os.fsync(idx.fileno())
@@ -279,13 +367,15 @@ class IndexedWriter:
         os.fsync(self._bin.fileno())
 
     def _publish(self) -> None:
-        # The old index goes first: a crash between the renames leaves no pair rather than a mixed one.
+        """Rename both files to their final names."""
+        # The old index is deleted first: a crash between the renames leaves no pair, never a new
+        # .bin with an old .idx.
         try:
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             self._temporary[0].rename(f"{self.prefix}.bin")
             self._temporary[1].rename(f"{self.prefix}.idx")
         except OSError as error:
             raise DataError(
-                f"{self.prefix}: the finished pair cannot take its name: {error.strerror}. A former one may be gone; "
-                "write it again."
+                f"{self.prefix}: the finished pair cannot take its name: {error.strerror}. "
+                "A former one may be gone; write it again."
             ) from error

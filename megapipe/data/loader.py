@@ -1,6 +1,7 @@
-"""Microbatches as a pure function of consumed samples, so that a run resumes exactly, also on another layout.
+"""Read microbatches as a pure function of consumed samples, so that a run resumes exactly.
 
-Token ids are all that is read ahead; labels, mask and positions are made where a stage needs them.
+It resumes in the same way on another layout of ranks. Only token ids are read ahead; labels, mask
+and positions are computed on the stages that need them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from megapipe.distributed.tokens import Cut, ahead
 from megapipe.errors import DataError
 
 Microbatch = Tensor | Mapping[str, Tensor]
-"""A microbatch as it is read: token ids [b, s + 1], or tensors [b, ...] by name with `tokens` among them."""
+"""A microbatch as it is read: token ids [b, s + 1], or tensors [b, ...] by name with `tokens`."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch as the model takes it. All [b, s]; loss_mask is float32, the others int64.
+    """One microbatch in the form the model takes.
 
     Attributes:
-        more: what else the data set gives, [b, ...] by its names.
+        tokens: [b, s] int64, the inputs.
+        labels: [b, s] int64, the token after each input.
+        loss_mask: [b, s] float32, the weight of each label's loss.
+        position_ids: [b, s] int64.
+        more: [b, ...], further fields of the dataset by name.
     """
 
     tokens: Tensor
@@ -40,96 +45,136 @@ class Batch:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def ahead(self, depth: int, *, weighs: bool = False, ends: int | None = None) -> Batch:
-        """The microbatch of a depth of multi-token prediction: everything so many tokens further, zeros at the end.
+        """Return the microbatch of one depth of multi-token prediction, shifted left by `depth`.
+
+        Everything is filled up with zeros at the end (DeepSeek-V3, section 2.2).
 
         Args:
-            weighs: its loss mask adds up to as much as this one's, for losses that are divided by the tokens of a step.
-            ends: the id that ends a document; between a token and the one that is predicted from it none may stand.
+            depth: number of tokens to shift; 0 returns this microbatch.
+            weighs: scale the loss mask to the sum of this one's. A loss that is divided by the
+                number of tokens of the step then weighs as much as that of the main model.
+            ends: end-of-document id. A label is masked if a document ends between it and its input.
         """
         if not depth:
             return self
-        tokens, labels, mask, positions = (
-            ahead(x, depth) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
-        )
-        for between in () if ends is None else range(depth + 1):
-            end = self.tokens[:, between:].eq(ends or 0)
-            mask = mask * F.pad(~end, (0, min(between, mask.shape[1])))
-        if weighs:  # in float64, so that ranks with parts of a sequence add up to the same number
+        mask = ahead(self.loss_mask, depth)
+        if ends is not None:
+            for between in range(depth + 1):
+                end = self.tokens[:, between:].eq(ends)
+                mask = mask * F.pad(~end, (0, min(between, mask.shape[1])))
+        if weighs:
+            # In float64, so that context-parallel ranks, each with a part of the sequence, add up
+            # to the same number.
             mask = mask.double()
             mask *= self.loss_mask.double().sum() / mask.sum().clamp(min=1)
-        return replace(self, tokens=tokens, labels=labels, loss_mask=mask, position_ids=positions)
+        return replace(
+            self,
+            tokens=ahead(self.tokens, depth),
+            labels=ahead(self.labels, depth),
+            loss_mask=mask,
+            position_ids=ahead(self.position_ids, depth),
+        )
 
     def cut(self, cut: Cut) -> Batch:
-        """The tokens that are here. Of `more` that is cut too which has s in its second dimension."""
+        """Return this rank's tokens of the microbatch.
+
+        A field of `more` is cut too if its second dimension is s.
+
+        Args:
+            cut: which tokens of a sequence the rank has.
+        """
         if cut.size == 1 and cut.piece is None:
             return self
         s = self.tokens.shape[1]
-        more = {name: cut.take(x, 1) if x.ndim > 1 and x.shape[1] == s else x for name, x in self.more.items()}
-        tokens, labels, loss_mask, position_ids = (
-            cut.take(x, 1) for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        more = dict(self.more)
+        for name, x in self.more.items():
+            if x.ndim > 1 and x.shape[1] == s:
+                more[name] = cut.take(x, 1)
+        return Batch(
+            cut.take(self.tokens, 1),
+            cut.take(self.labels, 1),
+            cut.take(self.loss_mask, 1),
+            cut.take(self.position_ids, 1),
+            more,
         )
-        return Batch(tokens, labels, loss_mask, position_ids, more)
 
 
 def tokens_of(microbatch: Microbatch) -> Tensor:
-    """[b, s + 1]."""
+    """Return the token ids of a microbatch, [b, s + 1]."""
     return microbatch if isinstance(microbatch, Tensor) else microbatch["tokens"]
 
 
 def stack(items: Sequence[Item]) -> Microbatch:
-    """One microbatch of the items of a data set.
+    """Stack items of a dataset to one microbatch.
 
-    Token ids become int64, whatever whole numbers the data set has: torch's lookups take no narrower type.
+    Arrays become one tensor, mappings become tensors by name.
 
-    Raises: DataError if they have other names or shapes than each other, no `tokens`, ids that are no whole numbers,
-        or what no tensor holds.
+    Token ids of any integer type become int64: the lookups of torch take no narrower type.
+
+    Raises: DataError for items that differ in names or shapes, for missing `tokens`, for ids that
+        are not integers, or for a type without a tensor.
     """
+    # A plain array is treated as a mapping with tokens alone.
     named = [item if isinstance(item, Mapping) else {"tokens": item} for item in items]
-    shapes = [{name: np.shape(array) for name, array in item.items()} for item in named]
+    shapes = []
+    for item in named:
+        shapes.append({name: np.shape(array) for name, array in item.items()})
     for other in shapes:
         if other != shapes[0]:
-            raise DataError(f"the data set gives {shapes[0]} and {other}; one microbatch needs one shape of each field")
+            raise DataError(
+                f"the data set gives {shapes[0]} and {other}; one microbatch needs one shape of "
+                "each field"
+            )
     if "tokens" not in shapes[0]:
-        raise DataError(f"the data set gives {', '.join(shapes[0])}, and no field `tokens` of s + 1 token ids")
+        raise DataError(
+            f"the data set gives {', '.join(shapes[0])}, and no field `tokens` of s + 1 token ids"
+        )
     fields = {}
     for name in shapes[0]:
         array = np.stack([item[name] for item in named])
         if name == "tokens":
             if array.dtype.kind not in "iu":
                 raise DataError(
-                    f"the field tokens of the data set is of {array.dtype}, and token ids are whole numbers. Give "
-                    "integers of any size, such as int64."
+                    f"the field tokens of the data set is of {array.dtype}, and token ids are "
+                    "whole numbers. Give integers of any size, such as int64."
                 )
             array = array.astype(np.int64, copy=False)
         try:
             fields[name] = torch.from_numpy(array)
         except TypeError:
-            raise DataError(f"field {name} of the data set is of {array.dtype}, which no tensor holds") from None
+            raise DataError(
+                f"field {name} of the data set is of {array.dtype}, which no tensor holds"
+            ) from None
     return fields if isinstance(items[0], Mapping) else fields["tokens"]
 
 
 def make_batch(
-    tokens_plus_one: Tensor, eod: int | None = None, eod_mask_loss: bool = False, reset_position_ids: bool = False
+    tokens_plus_one: Tensor,
+    eod: int | None = None,
+    eod_mask_loss: bool = False,
+    reset_position_ids: bool = False,
 ) -> Batch:
-    """Inputs are all but the last token, labels all but the first.
+    """Make inputs of all but the last token, and labels of all but the first.
 
     Args:
-        tokens_plus_one: [b, s + 1] int64, on the device that the batch shall be on.
-        eod: end-of-document id, needed with the two that follow.
-        eod_mask_loss: no loss where the INPUT is eod (eod itself is learned).
-        reset_position_ids: positions begin at 0 after each eod.
+        tokens_plus_one: [b, s + 1] int64; the result is on its device.
+        eod: end-of-document id, needed for the two flags below.
+        eod_mask_loss: mask the loss where the input is eod. The label eod is still learned.
+        reset_position_ids: start positions at 0 after each eod.
     """
     tokens = tokens_plus_one[:, :-1].contiguous()
     labels = tokens_plus_one[:, 1:].contiguous()
     loss_mask = torch.ones_like(tokens, dtype=torch.float32)
     assert eod is not None or not (eod_mask_loss or reset_position_ids)
-    ends = tokens == -1 if eod is None else tokens == eod
+    # No token has the id -1.
+    ends = tokens == (-1 if eod is None else eod)
     if eod_mask_loss:
         loss_mask.masked_fill_(ends, 0.0)
     position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if reset_position_ids:
+        # Each token subtracts the position at which its document begins. The running maximum
+        # carries that position on to all tokens of the document, without a loop over documents.
         begins = torch.zeros_like(tokens)
-        # The position of the first token behind each eod, carried on by the running maximum: no loop over documents.
         begins[:, 1:] = torch.where(ends[:, :-1], position_ids[:, 1:], 0)
         position_ids = position_ids - begins.cummax(dim=1).values
     return Batch(tokens, labels, loss_mask, position_ids)
@@ -137,16 +182,23 @@ def make_batch(
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The samples that a data-parallel rank reads, by the number that the run has consumed (Megatron's two samplers).
+    """The order in which one data-parallel rank reads samples; equal to Megatron's two samplers.
 
-    single: in order; of every run of b x dp samples rank r takes the r-th b, so the samples of a global batch depend
-    neither on b nor on dp.
-    cyclic: each epoch has a torch.randperm seeded with its number; a rest smaller than b x dp is dropped. Sharded, rank
-    r has the r-th of dp equal parts of the samples and shuffles it; otherwise all whole microbatches are shuffled, and
-    it takes every dp-th sample.
+    With kind "single", samples are read in order: of each b x dp samples, rank r reads the r-th b.
+    The samples of a global batch thus depend neither on b nor on dp.
+
+    With kind "cyclic", each epoch has its own random permutation, seeded with the epoch's number.
+    A remainder smaller than b x dp is dropped.
 
     Attributes:
-        wraps: single begins again at sample 0 when it has come to the end.
+        num_samples: length of the dataset.
+        micro_batch_size: b.
+        data_parallel_rank: r.
+        data_parallel_size: dp.
+        kind: "single" or "cyclic", see above.
+        sharded: for "cyclic", rank r permutes the r-th of dp equal parts of the dataset. Otherwise
+            all samples are permuted together, and rank r reads every dp-th of them.
+        wraps: for "single", start again at sample 0 after the last sample.
     """
 
     num_samples: int
@@ -159,39 +211,46 @@ class SampleOrder:
 
     @property
     def width(self) -> int:
-        """Samples that all ranks together consume in one microbatch."""
+        """The number of samples of one microbatch on all data-parallel ranks together, b x dp."""
         return self.micro_batch_size * self.data_parallel_size
 
     def microbatch(self, consumed: int) -> list[int]:
-        """Sample ids of the microbatch that starts when `consumed` samples have been consumed.
+        """Return the sample ids of this rank's next microbatch.
 
-        Raises: DataError past the end of the dataset (single) or for one smaller than b x dp (cyclic).
+        Args:
+            consumed: samples that all data-parallel ranks together have consumed before it.
+        Raises: DataError past the end of the dataset (single), or if the dataset is smaller than
+            b x dp (cyclic).
         """
         if self.kind == "single":
-            # Place in the order follows from the number of samples alone: a run resumes on any layout where it
-            # stopped.
+            # The position depends on the number of consumed samples alone, so that a run resumes
+            # where it stopped on any layout.
             first = consumed + self.data_parallel_rank * self.micro_batch_size
             if self.wraps:
                 return [i % self.num_samples for i in range(first, first + self.micro_batch_size)]
             if consumed + self.width > self.num_samples:
                 raise DataError(
                     f"The dataset ends at sample {self.num_samples}, the run wants {consumed} to "
-                    f"{consumed + self.width - 1}. --train-iters or --train-samples must cover the whole run."
+                    f"{consumed + self.width - 1}. --train-iters or --train-samples must cover the "
+                    "whole run."
                 )
             return list(range(first, first + self.micro_batch_size))
-        positions = range(consumed + self.data_parallel_rank, consumed + self.width, self.data_parallel_size)
+        first = consumed + self.data_parallel_rank
+        positions = range(first, consumed + self.width, self.data_parallel_size)
         return [self._cyclic(p) for p in positions]
 
     def _cyclic(self, position: int) -> int:
-        # A rest that does not fill a microbatch of all ranks is dropped, as in Megatron-LM.
+        """Return the sample id at a position in the endless sequence of shuffled epochs."""
+        # Megatron-LM drops the remainder that does not fill one microbatch of all ranks.
         per_epoch = self.num_samples // self.width * self.width
         if per_epoch == 0:
             raise DataError(
-                f"--dataloader-type cyclic: {self.num_samples} samples do not fill one microbatch of "
-                f"--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size} data-parallel ranks. "
-                "Use --dataloader-type single"
+                f"--dataloader-type cyclic: {self.num_samples} samples do not fill one microbatch "
+                f"of --micro-batch-size {self.micro_batch_size} x {self.data_parallel_size} "
+                "data-parallel ranks. Use --dataloader-type single"
             )
         epoch, offset = divmod(position, per_epoch)
+        # Each rank counts through its own part, so dp positions share one offset in it.
         if self.sharded:
             part = per_epoch // self.data_parallel_size
             at = _permutation(part, epoch)[offset // self.data_parallel_size]
@@ -200,21 +259,25 @@ class SampleOrder:
         return int(_permutation(whole_microbatches, epoch)[offset])
 
 
-@lru_cache(maxsize=4)  # an epoch and the next, for training and validation
+# Four: the current epoch and the next one, for training and for validation.
+@lru_cache(maxsize=4)
 def _permutation(count: int, epoch: int) -> NDArray[np.int64]:
-    order: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).numpy()
+    """Return [count], the permutation of an epoch, the same one on every machine."""
+    generator = torch.Generator().manual_seed(epoch)
+    order: NDArray[np.int64] = torch.randperm(count, generator=generator).numpy()
     return order
 
 
 class Batches:
-    """The microbatches of one split for one data-parallel rank, read ahead by background threads.
+    """The microbatches of one dataset for one data-parallel rank, read ahead by threads.
 
     Args:
-        order: which samples this rank reads.
-        num_microbatches: samples consumed -> the microbatches of the step from there on each rank, which consumes
-            b x dp x num_microbatches samples.
-        num_workers: threads; 0 reads in the caller. Changes the speed and nothing else.
-        pinned: in page-locked memory, from which a GPU copies while the host goes on.
+        dataset: where samples are read; used by several threads at once.
+        order: the samples that this rank reads.
+        num_microbatches: a function from consumed samples to the number of microbatches of the
+            step that starts there. The step consumes b x dp samples per microbatch.
+        num_workers: number of threads; 0 to read in the calling thread. It affects speed alone.
+        pinned: put microbatches in page-locked memory, from which a GPU copies asynchronously.
     """
 
     def __init__(
@@ -226,43 +289,60 @@ class Batches:
         num_workers: int = 2,
         pinned: bool = False,
     ) -> None:
-        self._dataset, self._order = dataset, order
-        self._num_microbatches, self._pinned = num_microbatches, pinned
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data") if num_workers else None
+        self._dataset = dataset
+        self._order = order
+        self._num_microbatches = num_microbatches
+        self._pinned = pinned
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers:
+            self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data")
+        # Steps that are being read, by the number of samples consumed before each.
         self._ahead: dict[int, list[Future[Microbatch]]] = {}
 
     def at(self, consumed_samples: int) -> Sequence[Microbatch]:
-        """The step that starts at consumed_samples, its microbatches in any order and repeatedly.
+        """Return the microbatches of the step that starts at `consumed_samples`.
 
-        Raises: DataError, here or when a microbatch is indexed, for a sample that does not exist or cannot be read.
+        They can be indexed in any order and repeatedly. Indexing waits until one is read.
+
+        Raises: DataError, here or on indexing, for a sample that does not exist or cannot be read.
         """
         starts = self._starts(consumed_samples)
         if self._pool is None:
             return [self._read(start) for start in starts]
-        step = self._ahead.pop(consumed_samples, None) or self._submit(self._pool, starts)
-        for futures in self._ahead.values():  # read for a step that was not asked for
+        # Already on its way, unless this is the first step or the run has jumped to another one.
+        step = self._ahead.pop(consumed_samples, None)
+        if not step:
+            step = self._submit(self._pool, starts)
+        # Anything else was read ahead for a step that did not follow, as after a rollback.
+        for futures in self._ahead.values():
             for future in futures:
                 future.cancel()
-        # One step ahead and no more: samples are read while this step computes, and memory holds two steps of them.
+        # Reading one step ahead hides it in the computation of this step. More would only take more
+        # memory.
         self._ahead = {starts.stop: self._submit(self._pool, self._starts(starts.stop))}
         return _Step(step)
 
     def _starts(self, consumed: int) -> range:
+        """Return the samples consumed before each microbatch of a step; `stop` is the next step."""
         width = self._order.width
         return range(consumed, consumed + self._num_microbatches(consumed) * width, width)
 
     def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Microbatch]]:
+        """Let the threads read a step."""
         return [pool.submit(self._read, start) for start in starts]
 
     def _read(self, consumed: int) -> Microbatch:
+        """Read the microbatch that starts after `consumed` samples."""
         read = stack([self._dataset[i] for i in self._order.microbatch(consumed)])
         if not self._pinned:
             return read
-        return read.pin_memory() if isinstance(read, Tensor) else {name: x.pin_memory() for name, x in read.items()}
+        if isinstance(read, Tensor):
+            return read.pin_memory()
+        return {name: x.pin_memory() for name, x in read.items()}
 
 
 class _Step(Sequence[Microbatch]):
-    """Microbatches that may still be on their way; indexing waits for one."""
+    """Microbatches that may still be read by threads; indexing waits for a microbatch."""
 
     def __init__(self, futures: list[Future[Microbatch]]) -> None:
         self._futures = futures

@@ -1,4 +1,7 @@
-"""Text to .bin/.idx: worker processes tokenise chunks of documents, this process reads and writes them in order."""
+"""Tokenise text into .bin/.idx pairs.
+
+Worker processes tokenise chunks of documents; this process reads and writes them in order.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,21 @@ from megapipe.data.text import RawDocument, raw_documents, texts
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.errors import DataError
 
-_CHUNK_BYTES = 1 << 19  # large enough to hide the way to a worker, small enough that the last ones end together
+# Large enough that sending a chunk to a worker costs little, small enough that the workers end at
+# about the same time.
+_CHUNK_BYTES = 1 << 19
+# Most problems of a chunk that an error shows.
 _MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The way of a document to token ids.
+    """How documents become token ids.
 
     Attributes:
-        tokenizer: which one.
-        keys: fields of each JSON line; one output per key.
-        append_eod: end each document that is not empty with the end-of-document id.
+        tokenizer: the flags of the tokenizer.
+        keys: fields of each JSON line to tokenise; each key has its own output.
+        append_eod: append the end-of-document id to each document that is not empty.
     """
 
     tokenizer: TokenizerConfig
@@ -44,7 +50,13 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Written:
-    """One finished .bin/.idx pair."""
+    """A finished .bin/.idx pair.
+
+    Attributes:
+        prefix: path without .bin or .idx.
+        documents: number of documents, empty ones included.
+        tokens: number of tokens.
+    """
 
     prefix: str
     documents: int
@@ -53,6 +65,14 @@ class Written:
 
 @dataclass(frozen=True)
 class _Encoded:
+    """A tokenised chunk.
+
+    Attributes:
+        documents: number of documents.
+        num_bytes: bytes of their undecoded text.
+        per_key: for each key, the ids of all documents back to back, and the length of each.
+    """
+
     documents: int
     num_bytes: int
     per_key: list[tuple[NDArray[Any], NDArray[np.int64]]]
@@ -65,19 +85,27 @@ def preprocess(
     workers: int,
     report: Callable[[int, int], None] = lambda documents, num_bytes: None,
 ) -> list[Written]:
-    """Write PREFIX_KEY_document.bin/.idx for every key, documents in the order of the input.
+    """Write PREFIX_KEY_document.bin and .idx for every key, documents in the order of the input.
 
     Args:
-        report: called with the documents and bytes of text done so far.
-    Raises: DataError for the first chunk with bad lines (up to ten of them); nothing is left behind then.
+        inputs: paths of the text files, see `text.raw_documents`.
+        output_prefix: PREFIX.
+        encoding: the tokenizer and the keys.
+        workers: number of worker processes.
+        report: called with the numbers of documents and bytes of text that are done.
+    Returns: one pair per key.
+    Raises: DataError with up to ten bad lines of the first chunk that has any. No file is left.
     """
-    if problems := list(_bad_keys(encoding.keys)):
+    problems = list(_bad_keys(encoding.keys))
+    if problems:
         raise DataError(problems)
     tokenizer = build_tokenizer(encoding.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
     prefixes = [f"{output_prefix}_{key}_document" for key in encoding.keys]
-    documents = num_bytes = 0
+    documents = 0
+    num_bytes = 0
     tokens = [0] * len(prefixes)
+    # Pairs get their names only when the block ends without an error.
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
         for done in _encoded(_chunks(raw_documents(inputs)), encoding, workers):
@@ -88,8 +116,11 @@ def preprocess(
                 tokens[k] += ids.size
             report(documents, num_bytes)
         if not all(tokens):
-            raise DataError(f"--input {' '.join(inputs)}: {documents} documents and no token among them")
-        # Cut off between the new tokens and what is noted of them, the former notes would vouch for the new tokens.
+            raise DataError(
+                f"--input {' '.join(inputs)}: {documents} documents and no token among them"
+            )
+        # The notes on former files go before the new files appear. If the process dies in between,
+        # old notes would vouch for new tokens.
         forget_how(f"{prefixes[0]}.bin")
         for prefix in prefixes:
             forget_fingerprint(prefix)
@@ -99,55 +130,79 @@ def preprocess(
 
 
 def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Each key is a part of the name of its own pair of files."""
+    """Yield a problem for each key that cannot name its pair of files."""
     for key in dict.fromkeys(keys):
         if keys.count(key) > 1:
-            yield f"--json-keys {' '.join(keys)} names {key} {keys.count(key)} times. Give each key once"
+            yield (
+                f"--json-keys {' '.join(keys)} names {key} {keys.count(key)} times. "
+                "Give each key once"
+            )
         if not key or "/" in key or "\0" in key:
             yield f"--json-keys {key!r} cannot be a part of a file's name, PREFIX_KEY_document.bin"
 
 
 def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:
-    chunk, size = [], 0
+    """Yield lists of documents of about _CHUNK_BYTES, or of one document if that is longer."""
+    chunk: list[RawDocument] = []
+    size = 0
     for document in documents:
         chunk.append(document)
         size += len(document.content)
         if size >= _CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 
 
-def _encoded(chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: int) -> Iterator[_Encoded]:
-    """Results in order, with only a few chunks in flight, so that the input may be larger than memory."""
+def _encoded(
+    chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: int
+) -> Iterator[_Encoded]:
+    """Yield the tokenised chunks in order.
+
+    At most 2 x workers chunks are in flight, so that the input may be larger than memory.
+
+    Raises: DataError if a worker process dies.
+    """
     waiting: deque[Future[_Encoded]] = deque()
-    # Ctrl-C reaches the whole process group; this process alone answers it.
-    with ProcessPoolExecutor(workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)) as pool:
+    # Ctrl-C reaches every process of the group; workers ignore it, and this process stops them.
+    with ProcessPoolExecutor(
+        workers, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(_encode, chunk, encoding))
+                # Two chunks per worker: one is tokenised while the other waits for its turn.
                 if len(waiting) > 2 * workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "A worker process was killed from outside, perhaps for want of memory; nothing was written. "
-                f"Use fewer --workers than {workers}, or split documents of many megabytes."
+                "A worker process was killed from outside, perhaps for want of memory; nothing was "
+                f"written. Use fewer --workers than {workers}, or split documents of many "
+                "megabytes."
             ) from error
+        # After an error, chunks that have not begun are not tokenised any more.
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 @lru_cache(maxsize=1)
 def _tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Return the tokenizer, built once per worker process."""
     return build_tokenizer(config)
 
 
 def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
+    """Tokenise a chunk in a worker process.
+
+    Raises: DataError with up to ten bad documents of the chunk.
+    """
     tokenizer = _tokenizer(encoding.tokenizer)
     dtype = token_dtype(tokenizer.vocab_size)
+    # The ids of each document, by key.
     documents: list[list[NDArray[Any]]] = [[] for _ in encoding.keys]
     problems: list[str] = []
     for raw in chunk:
@@ -157,13 +212,21 @@ def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
         except DataError as error:
             problems.extend(error.problems)
     if problems:
-        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
-        raise DataError(problems[:_MAX_PROBLEMS] + more)
-    per_key = [(np.concatenate(d), np.array([len(x) for x in d])) for d in documents]
+        shown = problems[:_MAX_PROBLEMS]
+        if len(problems) > _MAX_PROBLEMS:
+            shown.append(f"and {len(problems) - _MAX_PROBLEMS} more")
+        raise DataError(shown)
+    per_key = [(np.concatenate(d), np.array(list(map(len, d)))) for d in documents]
     return _Encoded(len(chunk), sum(len(raw.content) for raw in chunk), per_key)
 
 
-def _ids(tokenizer: Tokenizer, text: str, append_eod: bool, dtype: Any, raw: RawDocument) -> NDArray[Any]:
+def _ids(
+    tokenizer: Tokenizer, text: str, append_eod: bool, dtype: Any, raw: RawDocument
+) -> NDArray[Any]:
+    """Return the ids of one document as an array of `dtype`.
+
+    Raises: DataError with the place of `raw` if the tokenizer refuses the text.
+    """
     try:
         ids = tokenizer.encode(text)
     except ValueError as error:

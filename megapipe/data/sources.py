@@ -1,6 +1,7 @@
-"""The files that a run reads: one blend that --split cuts in three, or one each for train, validation and test.
+"""Find out which files a run reads: one blend that --split divides, or one each per part.
 
-They stand in the flags, or in a file that a flag names; messages spell what was typed.
+The parts are train, validation and test. Blends are given by flags or by a file that a flag names.
+Messages name the flag that was typed.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ _FLAG = "--data-path"
 
 @dataclass(frozen=True)
 class Blend:
-    """Prefixes of .bin/.idx pairs. weights: None for each sample once. said: the flag, or the file with a colon."""
+    """The .bin/.idx pairs of a blend.
+
+    Attributes:
+        said: the flag that gave the blend, or "FILE:" for one that stands in a file.
+        prefixes: paths without .bin or .idx.
+        weights: normalised weights; None to read each sample once.
+    """
 
     said: str
     prefixes: list[str]
     weights: list[float] | None
 
     def ask(self, question: Callable[[str], Any], prefix: str) -> Any:
-        """question(prefix). Raises: its DataError, with the flag that was given."""
+        """Return question(prefix).
+
+        Raises: the DataError of `question`, with the flag that was typed in place of --data-path.
+        """
         try:
             return question(prefix)
         except DataError as error:
@@ -38,22 +48,24 @@ class Blend:
 
 
 def said(flag: str, problems: Sequence[str]) -> list[str]:
-    """Problems of --data-path as those of another flag."""
+    """Return the problems with `flag` in place of --data-path."""
     return [problem.replace(_FLAG, flag) for problem in problems]
 
 
 def in_a_file(data: DataConfig) -> str | None:
-    """The file that names the data, if it is not the flags."""
+    """Return the file that lists the data; None if flags list it."""
     return data.data_args_path or data.per_split_data_args_path
 
 
 def is_named(data: DataConfig) -> bool:
-    """Do flags name files? A program of one's own may need none."""
-    return not data.mock_data and bool(data.data_path or data.train_data_path or in_a_file(data))
+    """Return whether the flags name data files; a program with its own dataset needs none."""
+    has_paths = data.data_path or data.train_data_path or in_a_file(data)
+    return not data.mock_data and bool(has_paths)
 
 
 def choice_problems(data: DataConfig) -> Iterator[str]:
-    """Flags that exclude each other."""
+    """Yield a problem if flags for the source of tokens exclude each other."""
+    # The flags for single parts are one way together: they do not exclude each other.
     parts = [f"--{part}-data-path" for part in _PARTS if _of_part(data, part)]
     ways = {
         "--mock-data": data.mock_data,
@@ -63,43 +75,60 @@ def choice_problems(data: DataConfig) -> Iterator[str]:
         " ".join(parts): parts,
     }
     given = [way for way, value in ways.items() if value]
+    is_per_part = bool(parts or data.per_split_data_args_path)
     if len(given) > 1:
         yield f"{' and '.join(given)} each say where tokens come from. Leave all but one out."
-    elif data.split is not None and (parts or data.per_split_data_args_path):
-        yield f"--split {data.split} cuts one blend in three, {given[0]} names one for each part. Leave --split out."
+    elif data.split is not None and is_per_part:
+        yield (
+            f"--split {data.split} cuts one blend in three, {given[0]} names one for each part. "
+            "Leave --split out."
+        )
 
 
 def blends(data: DataConfig) -> tuple[Blend | None, ...]:
-    """One blend that is to be split, or three; None for a part that has none.
+    """Return one blend for --split, or three: train, validation, test.
 
-    Raises: DataError for a list that is none, a file that cannot be read, and where nothing is given to train on.
+    Of three, validation and test may be None.
+
+    Raises: DataError for a malformed list, a file that cannot be read, or without training data.
     """
     if data.per_split_data_args_path is not None:
         path = data.per_split_data_args_path
         lists = _json(path)
         names = [f"{path}: {part}" for part in _PARTS]
-        given = [lists.get(part) or () for part in _PARTS]
-        return _three(names, [text.split() if isinstance(text, str) else list(map(str, text)) for text in given])
+        return _three(names, [_items(lists.get(part)) for part in _PARTS])
     if any(_of_part(data, part) for part in _PARTS):
-        return _three([f"--{part}-data-path" for part in _PARTS], [_of_part(data, part) for part in _PARTS])
+        names = [f"--{part}-data-path" for part in _PARTS]
+        return _three(names, [_of_part(data, part) for part in _PARTS])
     if data.data_args_path is not None:
-        return (_blend(f"{data.data_args_path}:", _read("--data-args-path", data.data_args_path).split()),)
+        items = _read("--data-args-path", data.data_args_path).split()
+        return (_blend(f"{data.data_args_path}:", items),)
     return (_blend(_FLAG, data.data_path),)
 
 
 def mapped_files(data: DataConfig) -> dict[str, tuple[int, int]]:
-    """(inode, bytes) of every .bin and .idx that a run reads."""
-    prefixes = {prefix for blend in (blends(data) if is_named(data) else ()) if blend for prefix in blend.prefixes}
+    """Return (inode, bytes) of every .bin and .idx file that a run reads, by its path."""
+    if not is_named(data):
+        return {}
+    # A set, because train, validation and test may read the same pair.
+    prefixes: set[str] = set()
+    for blend in blends(data):
+        if blend is not None:
+            prefixes.update(blend.prefixes)
     return _sizes(f"{prefix}.{end}" for prefix in sorted(prefixes) for end in ("bin", "idx"))
 
 
 def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
-    """Refuse files that have become shorter: reading what is gone of a mapped one ends the process by SIGBUS, mute.
+    """Refuse files that have become shorter since `mapped_files` returned `files`.
 
-    Raises: DataError for files that are shorter than before. One that was removed or replaced is read on as it was.
+    A file that was deleted or replaced is fine: the process still reads the old one.
+
+    Raises: DataError with every file that is shorter.
     """
+    # Reading the lost end of a mapped file ends the process with SIGBUS, without a message.
     problems = [
-        f"{path} had {files[path][1]} bytes at the start and has {size}. Copy it again, then start again with --load."
+        f"{path} had {files[path][1]} bytes at the start and has {size}. Copy it again, then start "
+        "again with --load."
         for path, (inode, size) in _sizes(files).items()
         if inode == files[path][0] and size < files[path][1]
     ]
@@ -108,43 +137,79 @@ def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _sizes(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return (inode, bytes) of the files that exist, by path."""
+    # A missing file is no problem here: an open one can still be read.
     found = {path: os.stat(path) for path in paths if os.path.exists(path)}
     return {path: (status.st_ino, status.st_size) for path, status in found.items()}
 
 
 def _of_part(data: DataConfig, part: str) -> tuple[str, ...]:
+    """Return the value of --train-data-path, --valid-data-path or --test-data-path."""
     value: tuple[str, ...] = getattr(data, f"{part}_data_path")
     return value
 
 
+def _items(given: list[str | float] | str | None) -> Sequence[str]:
+    """Return the weights and prefixes of one part of a JSON file as words."""
+    # Megatron-LM's file has either a list or one string with spaces.
+    if isinstance(given, str):
+        return given.split()
+    return list(map(str, given or ()))
+
+
 def _three(names: Sequence[str], lists: Sequence[Sequence[str]]) -> tuple[Blend | None, ...]:
+    """Return the blends of train, validation and test.
+
+    Args:
+        names: what messages call each list.
+        lists: the weights and prefixes of each; empty for none.
+    """
     if not lists[0]:
-        raise DataError(f"{names[0]} is missing, the data to train on. Give it too, or --data-path and --split.")
-    found = [_blend(name, prefixes) if prefixes else None for name, prefixes in zip(names, lists, strict=True)]
-    # As in Megatron-LM, which builds no surplus for a part's only set, whatever its weight.
-    return tuple(Blend(b.said, b.prefixes, None) if b and len(b.prefixes) == 1 else b for b in found)
+        raise DataError(
+            f"{names[0]} is missing, the data to train on. Give it too, or --data-path and --split."
+        )
+    found: list[Blend | None] = []
+    for name, items in zip(names, lists, strict=True):
+        blend = _blend(name, items) if items else None
+        # Megatron-LM ignores the weight of a part's only dataset and builds no surplus for it.
+        if blend is not None and len(blend.prefixes) == 1:
+            blend = Blend(blend.said, blend.prefixes, None)
+        found.append(blend)
+    return tuple(found)
 
 
 def _blend(name: str, given: Sequence[str]) -> Blend:
+    """Return the blend of a list of weights and prefixes, which messages call `name`."""
     try:
-        return Blend(name, *parse_data_path(given))
+        prefixes, weights = parse_data_path(given)
     except DataError as error:
         raise DataError(said(name, error.problems)) from None
+    return Blend(name, prefixes, weights)
 
 
 def _json(path: str) -> dict[str, Any]:
+    """Read the lists of --per-split-data-args-path, by part."""
     flag = "--per-split-data-args-path"
     try:
         lists = json.loads(_read(flag, path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path} is no JSON: {error}") from None
-    if not isinstance(lists, dict) or not all(fits(x, list[str | float] | str | None) for x in lists.values()):
-        raise DataError(f'{flag} {path}: expected {{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": ["d"]}}')
-    return lists
+    is_valid = isinstance(lists, dict) and all(
+        fits(items, list[str | float] | str | None) for items in lists.values()
+    )
+    if not is_valid:
+        raise DataError(
+            f'{flag} {path}: expected {{"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], '
+            '"test": ["d"]}'
+        )
+    found: dict[str, Any] = lists
+    return found
 
 
 def _read(flag: str, path: str) -> str:
+    """Return the text of the file that `flag` names."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{flag} {path} cannot be read: {reason}") from None

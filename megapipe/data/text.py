@@ -1,4 +1,4 @@
-"""Documents of text from files: a line of JSON Lines each, or a file of any other kind each."""
+"""Read documents of text: one per line of a JSON Lines file, or one per file of any other kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 
 class RawDocument(NamedTuple):
-    """Bytes of a document, not yet looked at; line is its number in a JSON Lines file, None for a whole file."""
+    """The undecoded bytes of a document.
+
+    Attributes:
+        path: the file it stands in.
+        line: its line number in a JSON Lines file, from 1; None for a whole file.
+        content: the bytes of the line, or of the file.
+    """
 
     path: str
     line: int | None
@@ -23,11 +29,15 @@ class RawDocument(NamedTuple):
 
     @property
     def where(self) -> str:
+        """The place of the document for messages, FILE:LINE or FILE."""
         return self.path if self.line is None else f"{self.path}:{self.line}"
 
 
 def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
-    """Every document in order. .jsonl, .json and .ndjson (also .gz) have one per line, blank lines skipped.
+    """Yield all documents of all files in order.
+
+    Files named .jsonl, .json or .ndjson hold one document per line; blank lines are skipped. A file
+    may be compressed, with .gz after its name.
 
     Raises: DataError for a file that cannot be read.
     """
@@ -35,13 +45,13 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
         try:
             yield from _documents_of(path)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from error
+            raise _unreadable(path, error) from error
 
 
 def text_bytes(paths: Sequence[str]) -> int:
-    """The size of all files, unpacked; those that are no files, such as a pipe, count for nothing.
+    """Return the uncompressed size of all files in bytes; pipes and devices count as 0.
 
-    Raises: DataError for one that cannot be read.
+    Raises: DataError for a file that cannot be read.
     """
     total = 0
     for path in filter(os.path.isfile, paths):
@@ -49,65 +59,91 @@ def text_bytes(paths: Sequence[str]) -> int:
             if not path.endswith(".gz"):
                 total += os.path.getsize(path)
                 continue
+            # gzip stores the size modulo 4 GiB, so the file is decompressed to count.
             with gzip.open(path) as file:
                 while part := file.read(1 << 20):
                     total += len(part)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"--input {path}: {getattr(error, 'strerror', None) or error}") from error
+            raise _unreadable(path, error) from error
     return total
 
 
+def _unreadable(path: str, error: Exception) -> DataError:
+    """Return the error for an input file that cannot be read."""
+    return DataError(f"--input {path}: {getattr(error, 'strerror', None) or error}")
+
+
 def _documents_of(path: str) -> Iterator[RawDocument]:
+    """Yield the documents of one file."""
     packed = path.endswith(".gz")
     with gzip.open(path) if packed else open(path, "rb") as file:
         if not path.removesuffix(".gz").endswith(_JSON_LINES):
             yield RawDocument(path, None, file.read())
             return
         for number, line in enumerate(file, 1):
+            # Blank lines are counted, so that messages show the line that an editor shows.
             if not line.isspace():
                 yield RawDocument(path, number, line)
 
 
 def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
-    """The texts under `keys`; a plain text file has the one key "text".
+    """Return the texts of a document under `keys`; a plain text file has the one key "text".
 
-    Raises: DataError naming file, line and what is wrong with it.
+    Raises: DataError that says the file, the line and the problem.
     """
     if raw.line is None:
         if list(keys) != ["text"]:
-            raise DataError(f"{raw.where}: --json-keys {' '.join(keys)} needs JSON Lines (.jsonl), not plain text")
+            raise DataError(
+                f"{raw.where}: --json-keys {' '.join(keys)} needs JSON Lines (.jsonl), not plain "
+                "text"
+            )
         return [_decoded(raw)]
     try:
         record = json.loads(_decoded(raw))
     except json.JSONDecodeError as error:
         raise DataError(f"{raw.where}: not JSON: {error.msg} at column {error.colno}") from error
-    except ValueError as error:  # a number of more digits than Python converts
+    # Python refuses to convert a number of more than 4,300 digits.
+    except ValueError as error:
         raise DataError(f"{raw.where}: {error}") from error
     except RecursionError as error:
         raise DataError(f"{raw.where}: JSON nested too deep to be read") from error
     if not isinstance(record, dict):
-        raise DataError(f'{raw.where}: a JSON {type(record).__name__}; each line must be an object, {{"text": "..."}}')
+        raise DataError(
+            f"{raw.where}: a JSON {type(record).__name__}; each line must be an object, "
+            '{"text": "..."}'
+        )
     return [_text(raw, record, key) for key in keys]
 
 
 def _decoded(raw: RawDocument) -> str:
+    """Return the content as text.
+
+    Raises: DataError if it is not UTF-8.
+    """
     try:
         return raw.content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{raw.where}: not UTF-8 at byte {error.start} ({error.reason}). Convert the file") from error
+        raise DataError(
+            f"{raw.where}: not UTF-8 at byte {error.start} ({error.reason}). Convert the file"
+        ) from error
 
 
 def _text(raw: RawDocument, record: dict[str, object], key: str) -> str:
+    """Return the text under one key of a line.
+
+    Raises: DataError if the key is missing or its value cannot be encoded.
+    """
     text = record.get(key)
     if not isinstance(text, str):
-        has = (
-            f"of type {type(text).__name__}"
-            if key in record
-            else f"missing; the line has {', '.join(record) or 'no keys'}"
-        )
-        raise DataError(f"{raw.where}: key {key!r} must be a text, but is {has}. See --json-keys")
+        found = f"of type {type(text).__name__}"
+        if key not in record:
+            found = f"missing; the line has {', '.join(record) or 'no keys'}"
+        raise DataError(f"{raw.where}: key {key!r} must be a text, but is {found}. See --json-keys")
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise DataError(f"{raw.where}: key {key!r} has a lone surrogate at character {error.start}") from error
+    # JSON can spell half of a surrogate pair, which is no character.
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{raw.where}: key {key!r} has a lone surrogate at character {error.start}"
+        ) from error
     return text

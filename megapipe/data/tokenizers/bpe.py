@@ -1,7 +1,7 @@
-"""Tokenizers of the library `tokenizers`: GPT-2's pair of files, and a Hugging Face folder or tokenizer.json.
+"""Build tokenizers of the library `tokenizers`: GPT-2's two files, or a Hugging Face folder.
 
-Ids are those of transformers' classes, which Megatron-LM calls, without importing them; a folder that has no
-tokenizer.json is converted by transformers where that is installed.
+The ids equal those of the transformers classes that Megatron-LM calls, without importing
+transformers. Only a folder without a tokenizer.json needs transformers, which converts it.
 """
 
 from __future__ import annotations
@@ -19,61 +19,85 @@ from megapipe.config.typed import shown
 from megapipe.errors import DataError
 
 _GPT2_EOD = "<|endoftext|>"
+# The largest id that a .bin file can hold.
 _LAST = 2**31 - 1
-"""The largest id of a .bin file."""
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 class BPETokenizer:
-    """A tokenizer of the library.
+    """A tokenizer of the library `tokenizers`.
+
+    Args:
+        library: the library's tokenizer.
+        eod: end-of-document id.
+        flag: the flag and its value, for messages.
+        specials: add what the tokenizer puts around a text, such as a beginning-of-sequence id.
 
     Attributes:
-        vocab_size: number of ids, added ones and those of no token included.
-        eod: id that ends every document.
+        vocab_size: the largest id plus 1, so that added tokens and unused ids count.
+        eod: end-of-document id.
 
-    Raises: DataError for an id that no token file can hold.
+    Raises: DataError for an id that no .bin file can hold.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, eod: int, flag: str, *, specials: bool = True) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # --workers are processes; no threads to fork
-        self._library, self._specials, self.eod = library, specials, eod
-        token, last = max(library.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+    def __init__(
+        self, library: tokenizers.Tokenizer, eod: int, flag: str, *, specials: bool = True
+    ) -> None:
+        # --workers are processes. The library warns if a process with its threads is forked.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._library = library
+        self._specials = specials
+        self.eod = eod
+        ids = library.get_vocab(with_added_tokens=True)
+        token, last = max(ids.items(), key=lambda item: item[1])
         if last > _LAST:
-            raise DataError(f"{flag}: token {shown(token)} has the id {last}; ids are at most {_LAST}")
+            raise DataError(
+                f"{flag}: token {shown(token)} has the id {last}; ids are at most {_LAST}"
+            )
         self.vocab_size: int = last + 1
 
     def library(self) -> tokenizers.Tokenizer:
-        """A copy that encodes as this does when asked for special tokens."""
+        """Return a copy of the library's tokenizer that gives the ids of `encode` by default."""
         content = json.loads(self._library.to_str())
-        return tokenizers.Tokenizer.from_str(json.dumps(content | ({} if self._specials else {"post_processor": None})))
+        if not self._specials:
+            content["post_processor"] = None
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=self._specials)[0].ids
+        """Return the ids of a text."""
+        (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=self._specials)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids, special tokens included."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokenizer:
-    """GPT-2's byte-level BPE from vocab.json and merges.txt.
+    """Return GPT-2's byte-level BPE from vocab.json and merges.txt.
 
-    Raises: DataError for a file that is missing, not of that kind, or without <|endoftext|>.
+    Raises: DataError for a file that is missing, of another kind, or without <|endoftext|>.
     """
     if vocab_file is None or merge_file is None:
-        missing = [n for n, f in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if f is None]
+        flags = (("--vocab-file", vocab_file), ("--merge-file", merge_file))
+        missing = [flag for flag, file in flags if file is None]
         verb = "is" if len(missing) == 1 else "are"
         raise DataError(
-            f"{' and '.join(missing)} {verb} missing: --tokenizer-type GPT2BPETokenizer reads vocab.json and merges.txt"
+            f"{' and '.join(missing)} {verb} missing: --tokenizer-type GPT2BPETokenizer reads "
+            "vocab.json and merges.txt"
         )
+    # Read for its error alone: the library does not say which of two files is missing.
     _read("--merge-file", merge_file)
     vocab = _json("--vocab-file", vocab_file)
     try:
         library = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
-    except Exception as error:  # the library raises nothing more particular
+    # The library raises no narrower type.
+    except Exception as error:
         raise DataError(f"--vocab-file {vocab_file} --merge-file {merge_file}: {error}") from None
     if _GPT2_EOD not in vocab:
         raise DataError(f"--vocab-file {vocab_file} has no {_GPT2_EOD}, which ends a document")
+    # What transformers' GPT2Tokenizer sets; the two files do not say it.
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([_GPT2_EOD])
@@ -81,22 +105,27 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokeniz
 
 
 def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETokenizer:
-    """A tokenizer.json, or the folder that has one; eod is the folder's eos_token.
+    """Return the tokenizer of a tokenizer.json, or of a folder; eod is the folder's eos_token.
 
     Args:
-        specials: whether a text gets what the tokenizer puts around it, such as a beginning-of-sequence id.
-    Raises: DataError.
+        path: the file or folder.
+        specials: add what the tokenizer puts around a text, such as a beginning-of-sequence id.
+    Raises: DataError for a path that is missing or has no tokenizer, or without an eos_token.
     """
     flag = f"--tokenizer-model {path}"
     if path is None:
-        raise DataError("--tokenizer-model is missing: --tokenizer-type HuggingFaceTokenizer reads a folder")
+        raise DataError(
+            "--tokenizer-model is missing: --tokenizer-type HuggingFaceTokenizer reads a folder"
+        )
     if not os.path.exists(path):
         raise DataError(
             f"{flag}: no such file or folder. Nothing is downloaded during a run; get one first: "
             f"hf download {path} --include '*token*' --local-dir DIR"
         )
-    folder = Path(path) if os.path.isdir(path) else Path(path).parent
-    file = folder / "tokenizer.json" if os.path.isdir(path) else Path(path)
+    file = Path(path)
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    folder = file.parent
     if file.is_file():
         try:
             library = tokenizers.Tokenizer.from_file(str(file))
@@ -108,33 +137,52 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
 
 
 def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
+    """Return the id of the eos_token in the settings of a folder, or of a common name for it.
+
+    Raises: DataError if the eos_token is not a token of the library, or if no name is known.
+    """
     for name in _SETTINGS:
-        if (folder / name).is_file():
-            token: Any = _json("--tokenizer-model", str(folder / name)).get("eos_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            if token is not None:
-                i = None
-                if isinstance(text, str) and text.encode(errors="ignore").decode() == text:  # no half of a pair
-                    i = library.token_to_id(text)
-                if i is None:
-                    raise DataError(f"{flag}: eos_token {shown(token)} of {folder / name} is none of its tokens")
-                return i
+        if not (folder / name).is_file():
+            continue
+        token: Any = _json("--tokenizer-model", str(folder / name)).get("eos_token")
+        if token is None:
+            continue
+        text = token.get("content") if isinstance(token, dict) else token
+        i = None
+        # JSON can spell a lone surrogate, which the library cannot take.
+        if isinstance(text, str) and text.encode(errors="ignore").decode() == text:
+            i = library.token_to_id(text)
+        if i is None:
+            raise DataError(
+                f"{flag}: eos_token {shown(token)} of {folder / name} is none of its tokens"
+            )
+        return i
     for text in (_GPT2_EOD, "</s>"):
-        if (i := library.token_to_id(text)) is not None:
+        i = library.token_to_id(text)
+        if i is not None:
             return i
-    raise DataError(f"{flag}: no eos_token in {' or '.join(_SETTINGS)} of {folder}. It ends a document; add one.")
+    raise DataError(
+        f"{flag}: no eos_token in {' or '.join(_SETTINGS)} of {folder}. It ends a document; add "
+        "one."
+    )
 
 
 def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a folder without a tokenizer.json, converted by transformers.
+
+    Raises: DataError without transformers, or if transformers cannot convert it.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise DataError(
-            f"{flag} has no tokenizer.json; transformers would make one of its files, and is not installed. "
-            "pip install transformers"
+            f"{flag} has no tokenizer.json; transformers would make one of its files, and is not "
+            "installed. pip install transformers"
         ) from None
+    path = str(folder)
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        # Code in the folder must never run, and nothing is downloaded.
+        found = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         library = found._tokenizer
     except Exception as error:
         raise DataError(f"{flag} holds no tokenizer that transformers can read: {error}") from None
@@ -143,6 +191,10 @@ def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
 
 
 def _json(flag: str, path: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises: DataError if the file cannot be read or holds anything else.
+    """
     try:
         found = json.loads(_read(flag, path))
     except (ValueError, RecursionError) as error:
@@ -153,6 +205,10 @@ def _json(flag: str, path: str) -> dict[str, Any]:
 
 
 def _read(flag: str, path: str) -> bytes:
+    """Return the content of a file.
+
+    Raises: DataError with the flag if it cannot be read.
+    """
     try:
         return Path(path).read_bytes()
     except OSError as error:
