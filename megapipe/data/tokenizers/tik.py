@@ -117,6 +117,6 @@ def _ranks(path: str, count: int) -> list[bytes]:
     # The last rank of each byte string: an earlier one is a duplicate.
     places = {token: i for i, token in enumerate(ranks)}
     twice = next((i for i, token in enumerate(ranks) if places[token] != i), None)
-    if twice:
+    if twice is not None:
         raise DataError(f"{flag} those of rank {twice} and {places[ranks[twice]]} are the same")
     return ranks
