@@ -79,8 +79,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
         return _shared_if_it_pays(config, work, recomputes)
     recipe = recipe_of(config, moves=moves)
     draft = Draft(config, _empty(config, work), work.depths)
-    with _flags_named(config):
-        chain = _chain(config, recipe, draft)
+    chain = _chain(config, recipe, draft)
     draft = _as_searched(draft, chain.placement)
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and recomputes:
         whole = pieces_of(config, replace(config.model, recompute_granularity=None, recompute_activations=False))
@@ -132,18 +131,14 @@ def _empty(config: Config, work: Pieces) -> Plan:
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the table of the model's own chain."""
-    # Which ranks have depths is chosen later. They are one table's, so the pairs that come after them wait too.
-    waits = replace(recipe, depths=(0,) * len(draft.depths))
+    """Return the table of the model's own chain, without pairs."""
     try:
-        return waits.chain(draft)
-    except Refused:
-        raise
+        return recipe.chain(draft)
     except ScheduleError:
         if recipe.search is None:
             raise
         # No order fits the memory: the plan of one that does not says by how much.
-        return replace(waits, table=schedule_of(config, recipe.microbatches)).chain(draft)
+        return replace(recipe, table=schedule_of(config, recipe.microbatches)).chain(draft)
 
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
@@ -159,14 +154,21 @@ def _keeping(draft: Draft, whole: Pieces, chain: Schedule, some: int) -> Draft:
 
 def _balanced(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
     """Return a plan with depths and vocabulary; where flags leave it to `auto`, in the split of least time."""
-    plan = draft.plan(recipe.with_ends(chain, draft))
     config = draft.config
+    plan = draft.plan(_with_ends(config, recipe, chain, draft))
     if config.parallel.pipeline_model_parallel_layout == AUTO:
         limit = config.parallel.memory_limit_gib
         split = balanced_by_cost(plan, None if limit is None else limit * GIB)
         draft = replace(draft, counts=split.counts, base=replace(draft.base, before=split.before))
-        plan = draft.plan(recipe.with_ends(chain, draft))
+        plan = draft.plan(_with_ends(config, recipe, chain, draft))
     return draft, recipe, plan
+
+
+def _with_ends(config: Config, recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
+    """Return the chain with its pairs, depths and vocabulary, under the costs of the draft's split."""
+    with _flags_named(config):
+        paired = recipe.with_pairs(chain, draft)
+    return recipe.with_ends(paired, draft)
 
 
 def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
@@ -265,8 +267,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         recipe = replace(recipe, search=replace(recipe.search, placements=(main,)))
     base = replace(plan, pieces=plan.pieces.without_depths, copies=None, graphs=0.0)
     draft = Draft(config, base, depths, plan.counts)
-    with _flags_named(config):
-        chain = _chain(config, recipe, draft)
+    chain = _chain(config, recipe, draft)
     if chain.placement != main:
         raise ConfigError(
             f"--pipeline-schedule {chain.name} has other stages for {config.num_microbatches} microbatches than for "
@@ -274,7 +275,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         )
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and base.pieces.kept:
         draft = _keeping(draft, base.pieces.kept[0], chain, some)
-    table = recipe.with_ends(chain, draft)
+    table = _with_ends(config, recipe, chain, draft)
     try:
         return _finished(draft, recipe, table)
     except NothingToCopy:  # of so few microbatches none is under way for long: this size runs without copies

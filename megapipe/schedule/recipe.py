@@ -67,7 +67,7 @@ class Built:
 
     Attributes:
         plain: the table before offload and sharding.
-        chain: the table of the model's own chain, before depths and vocabulary too.
+        chain: the table of the model's own chain with its pairs, before depths and vocabulary.
     """
 
     recipe: Recipe
@@ -137,15 +137,20 @@ class Recipe:
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
-        chain = self.chain(terms)
+        chain = self.with_pairs(self.chain(terms), terms)
         return self.finish(self.with_ends(chain, terms), terms, chain)
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the table of the model's own chain, whose ends have embedding and loss."""
+        """Return the order on the model's own chain, from the embedding to the loss, without pairs that are asked for.
+
+        A plan chooses its split by this table. Pairs are chosen under the costs of the split.
+        """
         table = self._ordered(terms)
-        if self.pairs is False:
-            table = unpaired(table)
-        return table if self.depths else self._paired(table, terms)
+        return unpaired(table) if self.pairs is False else table
+
+    def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
+        """Return the chain with the pairs that are asked for. Where depths follow, `finish` makes the pairs."""
+        return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
         """Return the chain with depths of multi-token prediction and the passes of a shared vocabulary."""
@@ -235,9 +240,7 @@ class Recipe:
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: Terms) -> Schedule:
-        if self.pairs is False:
-            return unpaired(table)
-        if self.pairs is True:
+        if not isinstance(self.pairs, Pairing):
             return table
         room = terms.room(table)
         costs = self.pairs.linked(terms.costs(table))

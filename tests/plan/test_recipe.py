@@ -25,6 +25,15 @@ RUNS = {
     "depths and pairs": f"4 --pipeline-schedule zb-v {PLAIN} 16 {EXPERTS} --mtp-num-layers 1 {FEATURES['pairs'][0]}",
     "vocabulary and copies": f"2 --pipeline-schedule zb-h1 {PLAIN} 8 --vocab-parallel-pipeline {FEATURES['copies'][0]}",
     "copies and shards": f"4 --pipeline-schedule gpipe {PLAIN} 16 {FEATURES['copies'][0]} {FEATURES['sharding'][2]}",
+    "pairs and a split by cost": (
+        f"4 --pipeline-schedule zb-v {PLAIN} 16 --num-layers 7 {EXPERTS} {FEATURES['pairs'][0]} "
+        "--pipeline-model-parallel-layout auto"
+    ),
+    "pairs and some microbatches that compute nothing again": (
+        f"4 --pipeline-schedule zb-v {PLAIN} 16 {EXPERTS} {FEATURES['pairs'][0]} --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --num-microbatches-with-partial-activation-checkpoints 1"
+    ),
+    "slices of few microbatches": f"2 --pipeline-schedule dualpipe-v {PLAIN} 2 --pipeline-slices 4",
     "gathers and validation": (
         f"4 --pipeline-schedule zb-h1 {PLAIN} 16 {FEATURES['gather'][0]} {FEATURES['validation'][0]}"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
@@ -63,7 +64,9 @@ def references(
     if is_file(name):
         whole = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
-        whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
+        # Slices may be enough for a schedule where whole microbatches are too few: no reference then.
+        with suppress(ScheduleError):
+            whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
     return {what: table for what, table in (("in one document", one), ("undivided", whole)) if table}
 
 
