@@ -1,9 +1,10 @@
-"""A stage with its initial values: each follows from its name and the seed, wherever it lies and whoever builds it.
+"""Build a stage and its initial values, which depend only on parameter names and the seed.
 
-A parameter with a Layout is drawn from the stream of its name. Any other keeps the values that its module gives it, and
-those come from torch's global generator in the order in which the modules of a stage are made: another on each rank and
-under each split. So each layer, and what stands before and after the layers, is made once more by itself after a seed
-of its own, and its values are taken over.
+A parameter with a Layout is drawn from a random stream of its name. Any other parameter keeps the
+values that its module gives it. Those come from torch's global generator, in the order in which
+modules are made: they would differ with the rank and the split. So each layer is built a second
+time alone, after a seed of its own, and its values are copied. The same is done with the modules
+before and after the layers.
 """
 
 from __future__ import annotations
@@ -26,47 +27,68 @@ from megapipe.tensor_parallel.rng import initialize, stream_key
 
 @cache
 def _global_generator() -> Lock:
-    """The lock of torch's generator, of which there is one for all threads: who holds it may seed and use it."""
+    """Return the lock of torch's global generator, which all threads share.
+
+    Ranks may be threads; a thread seeds and uses the generator only while it holds the lock.
+    """
     return Lock()
 
 
-def build_stage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis, seed: int) -> nn.Module:
-    """The provider's stage with initial values, on the device of tp.
+def build_stage(
+    provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis, seed: int
+) -> nn.Module:
+    """Return the provider's stage with its initial values, on the device of tp.
 
-    Raises: ConfigError if the provider does not make a parameter without Layout where its layer is made by itself.
+    Raises: ConfigError if a parameter without Layout is missing, or has another shape, when its
+        layer is built alone.
     """
     with _global_generator(), torch.random.fork_rng(devices=[]):
         module = provider(model, span, tp)
-        if plain := {name for name, param in module.named_parameters() if not hasattr(param, "mesh_layout")}:
-            wanted = {name: x for name, x in _tensors(module).items() if not hasattr(x, "mesh_layout")}
+        plain = {
+            name for name, param in module.named_parameters() if not hasattr(param, "mesh_layout")
+        }
+        if plain:
+            tensors = _tensors(module)
+            wanted = {name: x for name, x in tensors.items() if not hasattr(x, "mesh_layout")}
             for piece in _pieces(model, span):
                 torch.manual_seed(stream_key(seed, piece.first, piece.embedding, piece.loss))
-                _take_over(wanted, provider(model, piece, tp))
-            _check_taken(plain & wanted.keys(), span)
+                _copy_values(wanted, provider(model, piece, tp))
+            _check_copied(plain & wanted.keys(), span)
     module = module.to(tp.device)
     initialize(module, seed, tp)
     return module
 
 
 @torch.no_grad()
-def _take_over(wanted: dict[str, Tensor], piece: nn.Module) -> None:
+def _copy_values(wanted: dict[str, Tensor], piece: nn.Module) -> None:
+    """Copy a piece's values into the tensors of the same name and shape.
+
+    wanted: tensors that have no value yet; the ones found here are removed.
+    """
     for name, value in _tensors(piece).items():
         if name in wanted and wanted[name].shape == value.shape:
             wanted.pop(name).copy_(value)
 
 
-def _check_taken(missing: set[str], span: LayerSpan) -> None:
+def _check_copied(missing: set[str], span: LayerSpan) -> None:
     if missing:
+        last = span.first + span.count - 1
         raise ConfigError(
-            f"the model provider makes {min(missing)} for layers {span.first} to {span.first + span.count - 1}, and "
-            "not, or in another shape, for one of them alone. A parameter without Layout must depend on its layer "
-            "alone: build what span.layers, span.embedding and span.loss say, or give it a Layout."
+            f"the model provider makes {min(missing)} for layers {span.first} to {last}, and not, "
+            "or in another shape, for one of them alone. A parameter without Layout must depend on "
+            "its layer alone: build what span.layers, span.embedding and span.loss say, or give it "
+            "a Layout."
         )
 
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
-    """Pieces that a span is made of; a layer belongs to the piece that is that layer alone."""
-    yield from (LayerSpan(layer, 1, False, False, depth=span.depth) for layer in span.layers)
+    """Yield the pieces of a span: each layer alone, then the embedding, then the loss.
+
+    The last two contain a layer too. Its values are ignored, because a layer's values come from
+    the piece with that layer alone.
+    """
+    for layer in span.layers:
+        yield LayerSpan(layer, 1, False, False, depth=span.depth)
     if span.embedding:
         yield LayerSpan(0, 1, True, False)
     if span.loss:
@@ -78,9 +100,10 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: Axis) -> nn.Module:
-    """A stage as it is trained: of its type, compiled or frozen as the flags say.
+    """Return a stage ready for training: in its dtype, and frozen or compiled as the flags say.
 
-    Raises: ConfigError for --compile, or --offload-modules, of a model with other layers than ours.
+    Raises: ConfigError if --compile or --offload-modules is given and the stage has layers, but
+        none of them is a TransformerLayer.
     """
     train = config.train
     module = build_stage(provider, config.model, span, tp, train.seed)
@@ -88,11 +111,14 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
         module.requires_grad_(False)
     if train.half:
         module = module.to(torch.bfloat16 if train.bf16 else torch.float16)
-    if (names := config.parallel.offload_modules) and not name_modules(module) and span.count:
+    names = config.parallel.offload_modules
+    if names and not name_modules(module) and span.count:
         raise ConfigError(
-            f"--offload-modules {' '.join(names)} is of the layers of megapipe, and this model has others. "
-            "Leave it out."
+            f"--offload-modules {' '.join(names)} names layers of megapipe, and this model has "
+            "others. Leave it out."
         )
     if train.compile and not compile_layers(module) and span.count:
-        raise ConfigError("--compile compiles the layers of megapipe, and this model has others. Leave it out.")
+        raise ConfigError(
+            "--compile compiles the layers of megapipe, and this model has others. Leave it out."
+        )
     return module

@@ -1,6 +1,7 @@
-"""Regions between the products of a layer: SwiGLU, rotary embedding, a residual sum with the norm behind it.
+"""The operations between a layer's matrix products, each fused into one kernel on a GPU.
 
-Each keeps its inputs for backward and computes the rest again.
+SwiGLU, rotary embedding, and a residual sum with the norm that follows it. Each saves only its
+inputs for backward and computes everything else again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def _swiglu(x: Tensor) -> Tensor:
 @region("swiglu_backward(Tensor x, Tensor grad) -> Tensor")
 def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)), dim=-1)
+    d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+    return torch.cat((d_gate, grad * F.silu(gate)), dim=-1)
 
 
 class _Swiglu(torch.autograd.Function):
@@ -39,7 +41,12 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) x up of [gate; up], [..., 2f] -> [..., f] (Shazeer 2020); x alone is kept."""
+    """Return silu(gate) x up (Shazeer 2020) for x = [gate, up].
+
+    Args:
+        x: [..., 2f]; the only tensor saved for backward.
+    Returns: [..., f].
+    """
     return _Swiglu.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -52,9 +59,13 @@ def _weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 @region("weighted_swiglu_backward(Tensor x, Tensor weight, Tensor grad) -> (Tensor, Tensor)")
 def _weighted_swiglu_backward(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = x.chunk(2, dim=-1)
-    silu, given = F.silu(gate), (grad * weight[:, None]).to(x.dtype)
-    d_x = torch.cat((torch.ops.aten.silu_backward(given * up, gate), given * silu), dim=-1)
-    return d_x, (grad * silu * up).sum(-1, dtype=torch.promote_types(weight.dtype, torch.float32)).to(weight.dtype)
+    silu = F.silu(gate)
+    weighted = (grad * weight[:, None]).to(x.dtype)
+    d_gate = torch.ops.aten.silu_backward(weighted * up, gate)
+    d_x = torch.cat((d_gate, weighted * silu), dim=-1)
+    # A row's sum of f products in 16 bits would lose most of its digits.
+    sums = torch.promote_types(weight.dtype, torch.float32)
+    return d_x, (grad * silu * up).sum(-1, dtype=sums).to(weight.dtype)
 
 
 class _WeightedSwiglu(torch.autograd.Function):
@@ -69,16 +80,30 @@ class _WeightedSwiglu(torch.autograd.Function):
 
 
 def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """`swiglu` of rows x [R, 2f], each times its weight [R] -> [R, f], in x's type."""
+    """Return `swiglu` of each row times the row's weight, in x's type.
+
+    Args:
+        x: [R, 2f].
+        weight: [R].
+    Returns: [R, f].
+    """
     return _WeightedSwiglu.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @region("rotate(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
-    sin, dim = -sin if back else sin, cos.shape[-1]
+    """Rotate the first channels of x, or rotate them back.
+
+    back: use the opposite angle. A rotation's gradient is the rotation back.
+    """
+    if back:
+        sin = -sin
+    dim = cos.shape[-1]
     half = dim // 2
-    turn, rest = x[..., :dim].to(cos.dtype), x[..., dim:]
+    turn = x[..., :dim].to(cos.dtype)
+    rest = x[..., dim:]
     if interleaved:
+        # Pairs (2i, 2i+1) become (i, i + dim/2), are rotated so, and go back to their places.
         turn = turn.reshape(*turn.shape[:-1], half, 2).transpose(-1, -2).flatten(-2)
     swapped = torch.cat((-turn[..., half:], turn[..., :half]), dim=-1)
     turned = turn * cos + swapped * sin
@@ -102,12 +127,19 @@ class _Rotate(torch.autograd.Function):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [s, b, heads, d] with its first channels rotated, by angles whose cos and sin [s, 1 or b, 1, dim] are given."""
+    """Rotate the first `dim` channels of every head by given angles.
+
+    Args:
+        x: [s, b, heads, d], d at least dim.
+        cos, sin: [s, 1 or b, 1, dim], of each channel's angle.
+        interleaved: channels 2i and 2i+1 form a pair; otherwise i and i + dim/2.
+    Returns: [s, b, heads, d] in x's type; channels from dim on are unchanged.
+    """
     return _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """LayerNorm of x [..., n], without bias RMSNorm, by torch's kernel."""
+    """Return torch's LayerNorm of x [..., n], or its RMSNorm if there is no bias."""
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)
@@ -116,58 +148,103 @@ def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) 
 _norm = region("norm(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor")(_plain_norm)
 
 
-@region("add_norm(Tensor x, Tensor delta, Tensor weight, Tensor? bias, float epsilon) -> (Tensor, Tensor)")
-def _add_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+@region(
+    "add_norm(Tensor x, Tensor delta, Tensor weight, Tensor? bias, float epsilon) "
+    "-> (Tensor, Tensor)"
+)
+def _add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor]:
     total = x + delta
     return total, _plain_norm(total, weight, bias, epsilon)
 
 
-@region("norm_backward(Tensor grad, Tensor? carried, Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor[]")
+@region(
+    "norm_backward(Tensor grad, Tensor? carried, Tensor x, Tensor weight, Tensor? bias, "
+    "float epsilon) -> Tensor[]"
+)
 def _norm_backward(
-    grad: Tensor, carried: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
+    grad: Tensor,
+    carried: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
 ) -> list[Tensor]:
+    """Return the gradients of x, weight and, for LayerNorm, bias.
+
+    Args:
+        grad: gradient of the norm's output. carried: gradient of x from elsewhere, added to x's.
+    """
+    # With u = (x - mean) scale and g = dy weight (Ba et al. 2016):
+    #   dx = scale (g - u mean(g u) - mean(g)). RMSNorm has neither mean.
     dtype = torch.promote_types(x.dtype, torch.float32)
-    wide, dy = x.to(dtype), grad.to(dtype)
+    wide = x.to(dtype)
+    dy = grad.to(dtype)
     if bias is not None:
         wide = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    unit, inner = wide * scale, dy * weight
+    unit = wide * scale
+    inner = dy * weight
     dx = inner - unit * (inner * unit).mean(-1, keepdim=True)
     if bias is not None:
         dx = dx - inner.mean(-1, keepdim=True)
-    dx = dx * scale if carried is None else dx * scale + carried
-    sums = [(dy * unit).flatten(0, -2).sum(0)] + ([] if bias is None else [dy.flatten(0, -2).sum(0)])
+    dx = dx * scale
+    if carried is not None:
+        dx = dx + carried
+    sums = [(dy * unit).flatten(0, -2).sum(0)]
+    if bias is not None:
+        sums.append(dy.flatten(0, -2).sum(0))
     return [dx.to(x.dtype), *(total.to(weight.dtype) for total in sums)]
 
 
 class _AddNormed(torch.autograd.Function):
-    """x [..., n] and what is added to it -> the sum and its norm; the gradients of both are added where they meet."""
+    """(x, delta) -> (x + delta, norm(x + delta)).
+
+    Both outputs have gradients with respect to the sum; backward adds the two in its kernel.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
     ) -> tuple[Tensor, Tensor]:
         if delta is None:
-            total, y = x.view_as(x), _norm(x, weight, bias, epsilon)
+            total = x.view_as(x)
+            y = _norm(x, weight, bias, epsilon)
         else:
             total, y = _add_norm(x, delta, weight, bias, epsilon)
         ctx.save_for_backward(total, weight, bias)
-        ctx.epsilon, ctx.adds = epsilon, delta is not None
+        ctx.epsilon = epsilon
+        ctx.adds = delta is not None
+        # An unused output then has the gradient None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         return total, y
 
     @staticmethod
-    def backward(ctx: Any, carried: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, carried: Tensor | None, grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad is None:
             return carried, carried if ctx.adds else None, None, None, None
-        dx, dweight, *dbias = _norm_backward(grad, carried, *ctx.saved_tensors, ctx.epsilon)
-        return dx, dx if ctx.adds else None, dweight, *(dbias or [None]), None
+        dx, d_weight, *d_bias = _norm_backward(grad, carried, *ctx.saved_tensors, ctx.epsilon)
+        return dx, dx if ctx.adds else None, d_weight, *(d_bias or [None]), None
 
 
 def add_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """x [..., n] + delta and the LayerNorm of that, without bias its RMSNorm; on a CPU by torch's kernels."""
+    """Return (x + delta, norm(x + delta)): one kernel on a GPU, torch's operations on a CPU.
+
+    Args:
+        x: [..., n]. delta: [..., n], or None to add nothing.
+        weight: [n]. bias: [n] for LayerNorm, None for RMSNorm.
+        epsilon: added to the variance, or to the mean square.
+    """
     if is_fused(x):
         return fused_add_norm(x, delta, weight, bias, epsilon)  # type: ignore[no-any-return]
     total = x if delta is None else x + delta

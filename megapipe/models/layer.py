@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""The transformer layer: attention and an MLP, each with a norm before it and a residual sum."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ from megapipe.tensor_parallel.saving import named
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). `layer` is its number in the whole model, from 0.
+    """A pre-norm layer: x += attention(norm(x)), then x += mlp(norm(x)).
 
-    Overrides of the configuration that name this layer apply; they may leave out either half, or both.
+    Options that the configuration overrides for this layer apply. An override may also remove the
+    attention half, the MLP half, or both.
+
+    Args:
+        layer: the layer's number in the whole model, from 0.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
@@ -34,38 +38,61 @@ class TransformerLayer(nn.Module):
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
         self.recompute_norms = config.recompute_norms
-        self.recompute_mlp = config.recompute_moe if config.has_experts else config.recompute_mlp
-        sharded, norm = config.sequence_parallel, parts_of(config).norm
+        self.recompute_mlp = config.recompute_mlp
+        if config.has_experts:
+            self.recompute_mlp = config.recompute_moe
+        sharded = config.sequence_parallel
+        norm = parts_of(config).norm
         self.shares_sequence = tp if sharded else None
-        self.input_layernorm = None if config.no_attention else norm(config, config.hidden, sum_over_tp=sharded)
-        attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.self_attention = None if config.no_attention else attention(config, tp, layer)
-        self.pre_mlp_layernorm = None if config.no_mlp else norm(config, config.hidden, sum_over_tp=sharded)
+        self.input_layernorm: Norm | None = None
+        self.self_attention: LatentAttention | SelfAttention | None = None
+        if not config.no_attention:
+            self.input_layernorm = norm(config, config.hidden, sum_over_tp=sharded)
+            attention = LatentAttention if config.multi_latent_attention else SelfAttention
+            self.self_attention = attention(config, tp, layer)
+        self.pre_mlp_layernorm: Norm | None = None
         self.mlp: nn.Module | None = None
         if not config.no_mlp:
+            self.pre_mlp_layernorm = norm(config, config.hidden, sum_over_tp=sharded)
             self.mlp = MoE(config, tp, layer) if config.has_experts else MLP(config, tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        """Apply the layer: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        # The sum of one half waits for the next norm, so that a GPU does both in one kernel.
         delta = None
         if self.input_layernorm is not None and self.self_attention is not None:
-            x, delta = self._half(x, delta, self.input_layernorm, self.self_attention, "attention_out")
+            x, delta = self._half(
+                x, delta, self.input_layernorm, self.self_attention, "attention_out"
+            )
         if self.pre_mlp_layernorm is not None and self.mlp is not None:
             mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
             x, delta = self._half(x, delta, self.pre_mlp_layernorm, mlp, "mlp_out")
         return x if delta is None else x + delta
 
     def _half(
-        self, x: Tensor, delta: Tensor | None, norm: Norm, half: Callable[[Tensor], Tensor], site: str
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Norm,
+        half: Callable[[Tensor], Tensor],
+        site: str,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of what came in, and what this half of the layer adds to it."""
+        """Return (x + delta, dropout(half(norm(x + delta)))); the caller adds these two.
+
+        Args:
+            delta: output of the half before, not yet added to x; None at the start of a layer.
+            half: attention or MLP.
+            site: names the dropout mask within the layer.
+        """
         if self.recompute_norms:
-            x = x if delta is None else x + delta
+            if delta is not None:
+                x = x + delta
             return x, self._drop(without_result(norm, x, half), site)
-        x, y = norm.behind(x, delta)
+        x, y = norm.add_and_norm(x, delta)
         return x, self._drop(half(y), site)
 
-    @eager  # it reads the layer's number, by which each layer would be compiled anew
+    # Not compiled: the layer's number would be a constant of the code, compiled for every layer.
+    @eager
     def _drop(self, x: Tensor, site: str) -> Tensor:
         if not self.training:
             return x
@@ -73,35 +100,45 @@ class TransformerLayer(nn.Module):
 
 
 def name_modules(stage: nn.Module) -> int:
-    """Have every TransformerLayer of a stage say which of Megatron-LM's modules runs, for hooks on what it saves;
-    returns how many there are."""
+    """Label the parts of every TransformerLayer with Megatron-LM's module names.
+
+    Hooks on saved tensors read the label of the part that runs, see tensor_parallel.saving.
+
+    Returns: the number of TransformerLayers in the stage.
+    """
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
-    both = "behind", "forward"
     for layer in layers:
-        attention, mlp = layer.self_attention, layer.mlp
+        attention = layer.self_attention
+        experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
+        # (label, part, the methods that run it)
         parts: list[tuple[str, nn.Module | None, tuple[str, ...]]] = [
-            ("attn_norm", layer.input_layernorm, both),
+            ("attn_norm", layer.input_layernorm, ("add_and_norm", "forward")),
             ("qkv_linear", attention, ("forward",)),
             ("core_attn", attention, ("attend",)),
             ("attn_proj", attention and attention.linear_proj, ("forward",)),
-            ("mlp_norm", layer.pre_mlp_layernorm, both),
-            ("expert_fc1", mlp.experts if isinstance(mlp, MoE) else None, ("forward",)),
+            ("mlp_norm", layer.pre_mlp_layernorm, ("add_and_norm", "forward")),
+            ("expert_fc1", experts, ("forward",)),
         ]
         for name, part, methods in parts:
-            for method in methods if part is not None else ():
+            if part is None:
+                continue
+            for method in methods:
                 setattr(part, method, named(name, getattr(part, method)))
     return len(layers)
 
 
 def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:
-    """Compile what lies between the matrix products of every TransformerLayer in a stage; returns how many there are.
+    """Compile every TransformerLayer of a stage with torch.compile.
 
-    Linear layers, attention, dropout and recomputation stay as they are: they do more than their result says. Layers of
-    one kind share their code.
+    Linear layers, attention, dropout and recomputation stay uncompiled: they have side effects
+    that a compiler would lose. Layers of one kind share their code.
+
+    Returns: the number of TransformerLayers in the stage.
     """
     from torch._dynamo import trace_rules  # imports the compiler, which only this run needs
 
-    trace_rules.add("megapipe.tensor_parallel.eager")  # its wrappers, one code for many functions, would be compiled
+    # Every `eager` function has the same wrapper code; compiled, it would be compiled for each.
+    trace_rules.add("megapipe.tensor_parallel.eager")
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         layer.compile(backend=backend, dynamic=False)

@@ -1,5 +1,7 @@
-"""The feed-forward half of a layer: GELU, squared ReLU (So et al. 2021), or gated (Shazeer 2020) with gate and up in
-one column-parallel weight.
+"""The feed-forward half of a layer.
+
+Activations: GELU, squared ReLU (So et al. 2021), or a gated unit (Shazeer 2020) whose gate and up
+projections are one column-parallel weight.
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ from megapipe.models.parts import parts_of
 
 
 class MLP(nn.Module):
-    """h -> ffn -> h. linear_fc1 of a gated MLP holds [gate; up], each split over tp on its own.
+    """Two linear layers with an activation between them: h -> ffn -> h.
 
-    ffn: its width. Default: --ffn-hidden-size.
+    The rows of a gated MLP's linear_fc1 are [gate; up]; tensor parallelism splits each of the two
+    separately.
+
+    Args:
+        ffn: width between the layers; --ffn-hidden-size by default.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, ffn: int | None = None) -> None:
         super().__init__()
         self.config = config
-        parts, blocks, ffn = parts_of(config), 2 if config.gated else 1, ffn or config.ffn
+        parts = parts_of(config)
+        ffn = ffn or config.ffn
+        blocks = 2 if config.gated else 1
         self.linear_fc1 = parts.column(
             config.hidden,
             blocks * ffn,
@@ -44,17 +52,28 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        """Apply the MLP: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         return self.linear_fc2(activate(self.linear_fc1(x), self.config))  # type: ignore[no-any-return]
 
 
 def activate(x: Tensor, config: ModelConfig) -> Tensor:
-    """linear_fc1's output [..., ffn], of a gated MLP [..., 2 ffn], -> [..., ffn]."""
+    """Apply the configured activation to linear_fc1's output.
+
+    Args:
+        x: [..., ffn], or [..., 2 ffn] = [gate, up] of a gated MLP.
+    Returns: [..., ffn].
+    """
     if config.gated:
+        # torch.compile fuses plain operations itself.
         if config.swiglu and not torch.compiler.is_compiling():
             return swiglu(x)
         gate, up = x.chunk(2, dim=-1)
-        return (F.silu(gate) if config.swiglu else gate * torch.sigmoid(1.702 * gate)) * up
+        if config.swiglu:
+            return F.silu(gate) * up
+        # x sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016): "quick GELU".
+        return gate * torch.sigmoid(1.702 * gate) * up
     if config.squared_relu:
         return F.relu(x).square()
-    return F.gelu(x) if config.erf_gelu else gelu(x)
+    if config.erf_gelu:
+        return F.gelu(x)
+    return gelu(x)

@@ -1,7 +1,9 @@
-"""One depth of multi-token prediction (DeepSeek-V3 report, section 2.2): a layer that predicts one token further.
+"""One depth of multi-token prediction (DeepSeek-V3 report, section 2.2).
 
-From the hidden states of the depth before and the embedding of the token that was predicted there: both normed, the
-embedding first, and projected to one width; a transformer layer; a norm; the model's head. Names are Megatron-LM's.
+A depth predicts one token further ahead than the depth before it. Its inputs are the hidden states
+of that depth and the embedding of the token that those predict. Both are normed, concatenated with
+the embedding first, and projected to the hidden size. A transformer layer, a norm and the model's
+head follow. Parameter names are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -19,20 +21,30 @@ from megapipe.models.parts import parts_of
 from megapipe.models.recompute import recompute, units
 
 LayerProvider = Callable[[ModelConfig, Axis, int], nn.Module]
+"""(model configuration, tensor-parallel axis, the layer's number in the whole model) -> a layer."""
 
 
 class MultiTokenLayer(nn.Module):
-    """Hidden states and the embedding of the tokens that follow -> hidden states, normed for the head.
+    """Combine hidden states with the next token's embedding, and apply a transformer layer.
 
     Args:
-        layer: its number, counted on from the model's layers; what it draws and routes is named by that.
-        make: builds its transformer layer.
+        layer: the layer's number; depths count on from the model's last layer. It names the
+            layer's random streams and routing.
+        make: builds the transformer layer.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis, layer: int, make: LayerProvider = TransformerLayer) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: Axis,
+        layer: int,
+        make: LayerProvider = TransformerLayer,
+    ) -> None:
         super().__init__()
-        parts, sharded = parts_of(config), config.sequence_parallel
-        self.tp, self.shares_sequence = tp, sharded
+        parts = parts_of(config)
+        sharded = config.sequence_parallel
+        self.tp = tp
+        self.shares_sequence = sharded
         self.recomputes = units(config, 1)[0][1]
         self.enorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
         self.hnorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
@@ -48,7 +60,13 @@ class MultiTokenLayer(nn.Module):
         self.final_layernorm = parts.norm(config, config.hidden, sum_over_tp=sharded)
 
     def forward(self, x: Tensor, embedded: Tensor) -> Tensor:
-        """[s, b, h] and [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        """Return the depth's hidden states, normed for the head.
+
+        Args:
+            x: hidden states of the depth before, [s, b, h].
+            embedded: embedding of the tokens that those predict, [s, b, h].
+        Returns: [s, b, h]. All three are [s/t, b, h] under sequence parallelism.
+        """
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), dim=-1))
         x = whole_features(x, self.tp, self.shares_sequence)
         x = recompute(self.mtp_model_layer, x) if self.recomputes else self.mtp_model_layer(x)
@@ -58,8 +76,11 @@ class MultiTokenLayer(nn.Module):
 class _WholeFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis, shares_sequence: bool) -> Tensor:
-        ctx.tp, ctx.shares_sequence = tp, shares_sequence
-        if shares_sequence:  # rows for features: each rank keeps its own tokens
+        ctx.tp = tp
+        ctx.shares_sequence = shares_sequence
+        if shares_sequence:
+            # All-to-all: a rank gives away its features of other ranks' tokens, and receives all
+            # features of its own tokens. An all-gather would bring all tokens to every rank.
             return torch.cat(tp.all_to_all(torch.stack(x.chunk(tp.size))).unbind(), dim=-1)
         return torch.cat(tp.all_gather(x[None].contiguous()).unbind(), dim=-1)
 
@@ -69,6 +90,7 @@ class _WholeFeatures(torch.autograd.Function):
         pieces = grad.chunk(tp.size, dim=-1)
         if ctx.shares_sequence:
             return torch.cat(tp.all_to_all(torch.stack(pieces)).unbind()), None, None
+        # Every rank has the same gradient, so a rank keeps its features and sums nothing.
         return pieces[tp.rank].contiguous(), None, None
 
 
@@ -76,5 +98,10 @@ _whole_features: Callable[..., Tensor] = _WholeFeatures.apply
 
 
 def whole_features(x: Tensor, tp: Axis, shares_sequence: bool) -> Tensor:
-    """[s, b, h/t] -> [s, b, h], the same on all ranks; under sequence parallelism this rank's [s/t, b, h]."""
+    """Gather the features of a column-parallel output over tensor parallelism.
+
+    Args:
+        x: [s, b, h/t], this rank's features of all tokens.
+    Returns: [s, b, h], the same on all ranks; if shares_sequence, this rank's tokens [s/t, b, h].
+    """
     return _whole_features(x, tp, shares_sequence) if tp.size > 1 else x

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension, the same on every tensor-parallel rank."""
+"""LayerNorm and RMSNorm over the last dimension; every tensor-parallel rank holds all weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from megapipe.models.fused import add_norm
 
 
 class Norm(nn.Module):
-    """Norm of `config.normalization` kind over vectors of `size`; the weight starts at 1, LayerNorm's bias at 0.
+    """LayerNorm or RMSNorm, as `config.normalization` says, over vectors of `size` elements.
 
-    With --apply-layernorm-1p the parameter is the weight minus 1.
+    The weight starts at 1 and LayerNorm's bias at 0. With --apply-layernorm-1p the parameter holds
+    the weight minus 1.
 
     Args:
-        sum_over_tp: this rank's vectors are a part of those that share the weight, see Layout.
+        sum_over_tp: set if this rank normalises only some of the vectors that share the weight, so
+            that the weight's gradients must be summed over tensor parallelism. See Layout.
     """
 
     def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:
@@ -25,22 +27,29 @@ class Norm(nn.Module):
         self.epsilon = config.norm_epsilon
         self.one_more = config.apply_layernorm_1p
         start = 0.0 if self.one_more else 1.0
-        self.weight = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), mean=start, sum_over_tp=sum_over_tp))
+        layout = Layout((size,), mean=start, sum_over_tp=sum_over_tp)
+        self.weight = set_layout(nn.Parameter(torch.empty(size)), layout)
         self.bias = None
         if config.normalization == "LayerNorm":
-            self.bias = set_layout(nn.Parameter(torch.empty(size)), Layout((size,), sum_over_tp=sum_over_tp))
+            layout = Layout((size,), sum_over_tp=sum_over_tp)
+            self.bias = set_layout(nn.Parameter(torch.empty(size)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        return self._behind(x, None)[1]
+        """Normalise x: [..., size] -> [..., size]."""
+        return self._add_norm(x, None)[1]
 
-    def behind(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, with delta if there is one added to it, and the norm of that."""
+    def add_and_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, norm(x + delta)), each [..., size]. A delta of None adds nothing.
+
+        On a GPU both are one kernel.
+        """
+        # A subclass has its own arithmetic, and a hook on forward must see the call.
         if type(self) is Norm and is_fused(x) and not self._forward_hooks:
-            return self._behind(x, delta)
-        x = x if delta is None else x + delta
+            return self._add_norm(x, delta)
+        if delta is not None:
+            x = x + delta
         return x, self(x)
 
-    def _behind(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         weight = self.weight + 1 if self.one_more else self.weight
         return add_norm(x, delta, weight, self.bias, self.epsilon)

@@ -1,4 +1,7 @@
-"""Classes that a layer is built of: plain torch's, or Transformer Engine's under the same interface."""
+"""Choose the classes that a layer is built of: plain torch, or Transformer Engine.
+
+Both sets have the same interface, so a layer asks for its classes here and names neither.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,21 @@ from megapipe.tensor_parallel.fp8.products import Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d]: causal, within the model's window."""
+"""(q, k, v) -> attention output, causal and within the model's window.
+
+Shapes: q [s, b, heads/t, d], k and v [s, b, groups/t, d], output [s, b, heads/t x d].
+"""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Layers take these instead of naming a class.
+    """The classes of a transformer layer.
 
     Attributes:
-        attention: makes a kernel for whole sequences without dropout; None for torch's.
+        column, row: the linear layers; called as ColumnParallelLinear and RowParallelLinear.
+        norm: LayerNorm or RMSNorm, as the configuration says.
+        attention: (config, tp) -> a kernel for uncut sequences without dropout, or None to use
+            torch's attention.
     """
 
     column: Callable[..., ColumnParallelLinear]
@@ -45,25 +54,41 @@ _TRANSFORMER_ENGINE = Parts(TEColumnParallelLinear, TERowParallelLinear, TENorm,
 
 
 def parts_of(config: ModelConfig) -> Parts:
-    """The parts that --transformer-impl names; `auto` is local until choose_layers has looked for a GPU."""
-    parts = _TRANSFORMER_ENGINE if config.transformer_impl == "transformer_engine" else _LOCAL
-    fp8, given = recipe_of(config), dict[str, Any]()
-    # Delayed scales must be the same in all passes of a step; Transformer Engine's change with each. Nor has it seen
-    # weights that come quantised, and its own pieces ask for buffers that it must be given beforehand.
-    theirs = (fp8 is None or (knows(fp8) and not config.fp8_param_gather)) and not config.tp_comm_overlap
-    linear = parts if theirs else _LOCAL
+    """Return the classes that --transformer-impl names.
+
+    The value `auto` counts as local: `choose_layers` replaces it once the device is known.
+    """
+    parts = _LOCAL
+    if config.transformer_impl == "transformer_engine":
+        parts = _TRANSFORMER_ENGINE
+    linear = parts
+    fp8 = recipe_of(config)
+    # Delayed scales must be the same in every pass of a step; Transformer Engine changes them in
+    # each pass. It does not know the form in which quantised weights arrive here. Its own overlap
+    # of products and messages needs buffers that have to be allocated beforehand.
+    fp8_fits = fp8 is None or (knows(fp8) and not config.fp8_param_gather)
+    if not fp8_fits or config.tp_comm_overlap:
+        linear = _LOCAL
+    options: dict[str, Any] = {}
     if fp8 is not None:
-        given["fp8"] = fp8
+        options["fp8"] = fp8
     if config.tp_comm_overlap:
-        given["in_pieces"] = True
-    return replace(parts, column=partial(linear.column, **given), row=partial(linear.row, **given)) if given else parts
+        options["in_pieces"] = True
+    if not options:
+        return parts
+    column = partial(linear.column, **options)
+    return replace(parts, column=column, row=partial(linear.row, **options))
 
 
 def recipe_of(config: ModelConfig) -> Recipe | None:
-    """The recipe of a layer's products; None without FP8."""
+    """Return how the operands of linear layers are quantised; None without --fp8-format."""
     if config.fp8_format is None:
         return None
-    delayed = config.fp8_margin, config.fp8_amax_history_len, config.fp8_amax_compute_algo
+    recipe = Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
     if config.fp8_recipe != "delayed":
-        return Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
-    return Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad, *delayed)
+        return recipe
+    return recipe._replace(
+        margin=config.fp8_margin,
+        history=config.fp8_amax_history_len,
+        algorithm=config.fp8_amax_compute_algo,
+    )

@@ -1,6 +1,8 @@
-"""Providers build stages. A model of your own is one function, given to `pretrain` or named by --model-provider.
+"""Model providers: functions that build one pipeline stage.
 
-Two signatures are understood: ours, and Megatron-LM's model_provider(pre_process, post_process, vp_stage).
+A model of your own is one function, given to `pretrain` or named by --model-provider. Two
+signatures are accepted: (config, span, tp), and Megatron-LM's model_provider(pre_process,
+post_process, vp_stage).
 """
 
 from __future__ import annotations
@@ -18,24 +20,26 @@ from megapipe.named import find_named
 from megapipe.partition.spans import LayerSpan
 
 StageProvider = Callable[[ModelConfig, LayerSpan, Axis], nn.Module]
-"""(architecture, the stage's share of it, tensor-parallel axis) -> the stage, its parameters not yet initialised."""
+"""(model configuration, the stage's layers, tensor-parallel axis) -> the stage, uninitialised."""
 Provider = Callable[..., nn.Module]
-"""A StageProvider, or Megatron-LM's."""
+"""A StageProvider, or a function with Megatron-LM's signature."""
 FLAG = "--model-provider"
 
 
 def gpt_provider(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
-    """Our GPT."""
+    """Build a stage of megapipe's own GPT."""
     return GPTModel(config, span, tp)
 
 
 def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StageProvider:
-    """The provider with our signature.
+    """Return the provider as a function of (config, span, tp).
 
     Args:
-        provider: a StageProvider, or a function with a parameter `pre_process`. The latter is called by keywords, with
-            those of these that it names: pre_process, post_process, vp_stage, config, span, tp.
-        own: the spans of this rank's stages, which vp_stage counts; None is passed where there is but one.
+        provider: a StageProvider, or a function with a parameter `pre_process`. The latter is
+            called with the keywords that its signature names, among pre_process, post_process,
+            vp_stage, config, span and tp.
+        own: the spans of this rank's stages in order. A stage's position among them is its
+            vp_stage; vp_stage is None on a rank with a single stage.
     """
     names = inspect.signature(provider).parameters
     if "pre_process" not in names:
@@ -44,25 +48,25 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
     def adapted(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
         if span.depth:
             raise ConfigError(
-                f"--mtp-num-layers {config.depths}: depths are stages of their own, and a provider in Megatron-LM's "
-                "signature is not told of them. Write it as (config, span, tp), or leave the flag out."
+                f"--mtp-num-layers {config.depths}: depths are stages of their own, and a provider "
+                "in Megatron-LM's signature has no argument for them. Write it as "
+                "(config, span, tp), or leave the flag out."
             )
-        chunk = own.index(span) if len(own) > 1 and span in own else None
-        given = {
+        keywords = {
             "pre_process": span.embedding,
             "post_process": span.loss,
-            "vp_stage": chunk,
+            "vp_stage": own.index(span) if len(own) > 1 and span in own else None,
             "config": config,
             "span": span,
             "tp": tp,
         }
-        return provider(**{name: value for name, value in given.items() if name in names})
+        return provider(**{name: value for name, value in keywords.items() if name in names})
 
     return adapted
 
 
 def find_provider(name: str) -> Provider:
-    """The function that MODULE:NAME or FILE.py:NAME names.
+    """Import the function that MODULE:NAME or FILE.py:NAME names.
 
     Raises: ConfigError if there is no such module or function, or it takes other arguments.
     """
@@ -76,7 +80,7 @@ def find_provider(name: str) -> Provider:
             signature.bind(None, None, None)
     except TypeError:
         raise ConfigError(
-            f"{FLAG} {name} takes {signature}, but a provider takes (config, span, tp) or (pre_process, post_process, "
-            "vp_stage=None)"
+            f"{FLAG} {name} takes {signature}, but a provider takes (config, span, tp) or "
+            "(pre_process, post_process, vp_stage=None)"
         ) from None
     return found  # type: ignore[no-any-return]

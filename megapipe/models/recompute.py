@@ -1,7 +1,8 @@
-"""Compute a part of the model again in backward instead of keeping its activations (Chen et al. 2016).
+"""Activation recomputation: run a part of the model again in backward (Chen et al. 2016).
 
-Random streams and the stage that may put weight gradients off are context variables; the second run sees the values of
-the first, so masks are the same and under a B/W split the recomputation happens once, in B.
+The part's activations are not kept. The second run sees the context variables of the first. So it
+draws the same dropout masks, and finds the same WeightGrads: under a B/W split the part is
+recomputed once, in B.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from megapipe.tensor_parallel.rng import current_stream
 
 
 class _Catch(torch.autograd.Function):
-    """The identity, whose gradient ends in a list, as it lies in memory: `Tensor.grad` would bring it into the order of
-    the tensor's elements, and what sums it next, such as a norm's weight, would add in another order."""
+    """The identity; backward stores the gradient in a list, with the strides that it has.
+
+    `Tensor.grad` would copy it into the strides of x. A later sum over it, such as the gradient of
+    a norm's weight, would then add in another order than without recomputation.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, into: list[Tensor | None], place: int) -> Tensor:
-        ctx.into, ctx.place = into, place
+        ctx.into = into
+        ctx.place = place
         return x.view_as(x)
 
     @staticmethod
@@ -37,19 +42,25 @@ _catch: Callable[..., Tensor] = _Catch.apply
 
 
 class _Recompute(torch.autograd.Function):
+    """Save the inputs only; backward runs the function again and differentiates that run."""
+
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        ctx.function, ctx.context = function, copy_context()
+        ctx.function = function
+        ctx.context = copy_context()
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * len(ctx.saved_tensors)
-        # Leaves of a graph of its own: the gradients end here, and go on in the outer one as this node's result.
+        # The second run has a graph of its own, whose leaves these are. Its gradients end here and
+        # continue in the outer graph as this node's result.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
-            inputs = [_catch(x, grads, i) if x.requires_grad else x for i, x in enumerate(inputs)]
+            for place, x in enumerate(inputs):
+                if x.requires_grad:
+                    inputs[place] = _catch(x, grads, place)
             output = ctx.context.run(ctx.function, *inputs)
         torch.autograd.backward(output, grad)
         return None, *grads
@@ -60,10 +71,13 @@ _recompute: Callable[..., Tensor] = _Recompute.apply
 
 @eager
 def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), of which only the inputs are kept for backward. Costs a second forward.
+    """Return function(*inputs), saving only the inputs for backward.
+
+    Costs a second forward. Where the current stream forbids recomputation, or no input needs a
+    gradient, this is a plain call.
 
     Args:
-        function: must compute the same when called again; parameters it uses get their gradients.
+        function: must return the same when called again. Parameters that it uses get gradients.
     """
     if current_stream().recomputes and any(x.requires_grad for x in inputs):
         return _recompute(function, *inputs)
@@ -71,26 +85,32 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 @eager
-def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
-    """use(function(x)); what `use` would keep of function's result for its backward is computed again from x instead.
+def without_result(
+    function: Callable[[Tensor], Tensor], x: Tensor, use: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return use(function(x)) without keeping function's result until backward.
 
-    Costs a second forward of `function` alone, and nothing is kept that was not kept before: x is what function's own
-    backward needs.
+    Where `use` would save the result or a view of it, x is saved instead. Backward computes the
+    result again. No other tensor is kept, as function's own backward needs x anyway. Costs a
+    second forward of `function`.
     """
     y = function(x)
     if not (current_stream().recomputes and y.requires_grad):
         return use(y)
-    # By its storage, as views of it are kept too; the hooks live as long as the graph and must not hold y itself.
+    # The result is recognised by its storage, because views of it are saved too. The hooks live as
+    # long as the graph, so they must not hold y itself.
     storage = y.untyped_storage()._cdata
-    # Autograd asks the innermost hooks alone: what is kept is handed to those around, which may count or move it.
+    # Autograd calls the innermost hooks only. They pass each saved tensor on to the hooks around
+    # them, which may count it or move it to the host.
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack_around, unpack_around = around or (_as_it_is, _as_it_is)
-    again = pack_around(x)  # here and not where y is kept, which may be another's to count
+    pack_around, unpack_around = around or (_unchanged, _unchanged)
+    # Packed here and not where y is saved: there the hooks would count x for another module.
+    packed_x = pack_around(x)
 
     def pack(kept: Tensor) -> Any:
         if kept.untyped_storage()._cdata != storage:
             return pack_around(kept)
-        return _Again(again, (kept.size(), kept.stride(), int(kept.storage_offset())))
+        return _Again(packed_x, (kept.size(), kept.stride(), int(kept.storage_offset())))
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Again):
@@ -103,21 +123,29 @@ def without_result(function: Callable[[Tensor], Tensor], x: Tensor, use: Callabl
 
 
 class _Again(NamedTuple):
-    """A saved view of a result that comes again of x, as hooks have packed this."""
+    """A saved view of a result that is computed again from x.
+
+    Attributes:
+        x: the input, as the surrounding hooks have packed it.
+        view: size, stride and storage offset of the view.
+    """
 
     x: Any
     view: tuple[Sequence[int], Sequence[int], int]
 
 
-def _as_it_is(kept: Any) -> Any:
+def _unchanged(kept: Any) -> Any:
     return kept
 
 
 def units(config: ModelConfig, layers: int) -> list[tuple[int, bool]]:
-    """Cuts of a stage's layers for full recomputation: (number of layers, computed again?) of each run of layers.
+    """Cut a stage's layers into groups for --recompute-granularity full.
 
-    Megatron's two methods. uniform: runs of --recompute-num-layers, of each only the input is kept. block: so many
-    single layers are computed again, the others keep their activations.
+    Megatron's two methods: `uniform` recomputes groups of --recompute-num-layers layers, saving
+    each group's input; `block` recomputes that number of single layers, and keeps the activations
+    of the others.
+
+    Returns: (number of layers, whether they are recomputed) of each group, in order.
     """
     n = config.recompute_num_layers or 1
     if config.recompute_granularity != "full":

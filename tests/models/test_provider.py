@@ -161,7 +161,7 @@ def test_a_file_and_a_module_are_found(monkeypatch):
     "section, given, text",
     [
         ("train", {"compile": True}, "--compile compiles the layers of megapipe"),
-        ("parallel", {"offload_modules": ("core_attn",)}, "--offload-modules core_attn is of the layers of megapipe"),
+        ("parallel", {"offload_modules": ("core_attn",)}, "--offload-modules core_attn names layers of megapipe"),
     ],
 )
 def test_what_is_of_our_layers_is_refused_for_others(section, given, text):
