@@ -202,8 +202,8 @@ DEFECTS = {
     ),
     "positions begin anew on each sequence-parallel rank": Planted(
         "models/gpt.py",
-        "ids if tp is None else ids.chunk(tp.size)[tp.rank]",
-        "ids if tp is None else ids.chunk(tp.size)[0]",
+        "ids = ids.chunk(tp.size)[tp.rank]",
+        "ids = ids.chunk(tp.size)[0]",
         {"sequence": ["split"], "tp": ["2"], "style": ["gpt2"]},
     ),
     "a stage of a later batch size keeps the first one's table": Planted(
