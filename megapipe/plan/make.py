@@ -32,6 +32,10 @@ class NothingToCopy(ConfigError):
     """A table in which no activation stays long enough to be copied to the host and back."""
 
 
+class NothingToPair(ConfigError):
+    """A table that no two passes run together make shorter."""
+
+
 @lru_cache(maxsize=8)
 def make_plan(config: Config) -> Plan:
     """The plan of a validated configuration with a padded vocabulary.
@@ -208,7 +212,7 @@ def _flags_named(config: Config) -> Iterator[None]:
         par = config.parallel
         if error.part == "pairs":
             within = " within --memory-limit-gib, which may be raised" if par.memory_limit_gib is not None else ""
-            raise ConfigError(
+            raise NothingToPair(
                 f"--overlap-moe-expert-parallel-comm: no two passes run together make {schedule_name(config)} with "
                 f"{config.num_microbatches} microbatches shorter{within}. Leave the flag out, or give a step more "
                 "microbatches: a larger --global-batch-size or a smaller --micro-batch-size."
@@ -275,13 +279,21 @@ def with_batch(plan: Plan, config: Config) -> Plan:
         )
     if (some := config.model.num_microbatches_with_partial_activation_checkpoints) and base.pieces.kept:
         draft = _keeping(draft, base.pieces.kept[0], chain, some)
-    table = _with_ends(config, recipe, chain, draft)
+    return _of_few(draft, recipe, chain)
+
+
+def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
+    """Return the plan of a batch that may be too small for pairs or copies, which this size then does without."""
+    config = draft.config
     try:
-        return _finished(draft, recipe, table)
-    except NothingToCopy:  # of so few microbatches none is under way for long: this size runs without copies
+        return _finished(draft, recipe, _with_ends(config, recipe, chain, draft))
+    except NothingToPair:
+        return _of_few(draft, replace(recipe, pairs=True), chain)
+    except NothingToCopy:
         without = replace(config.parallel, fine_grained_activation_offloading=False, cpu_offload=False)
         config = replace(config, parallel=without)
-        return _finished(replace(draft, config=config), replace(recipe, offload=recipe_of(config).offload), table)
+        recipe = replace(recipe, offload=recipe_of(config).offload)
+        return _of_few(replace(draft, config=config), recipe, chain)
 
 
 def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from megapipe.commands import schedules
-from megapipe.errors import ScheduleError
-from megapipe.plan import with_batch
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan import make_plan, with_batch
+from megapipe.schedule import unpaired
 from megapipe.schedule.ingredients import Offload, Pairing, Sharding, StepPasses
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import to_line
@@ -46,6 +47,17 @@ def test_show_draws_the_table_of_a_run_from_its_recipe(name):
     assert different(config, plan) is None
     smaller = config.with_batch((config.global_batch_size or 0) // 2)
     assert different(smaller, with_batch(plan, smaller)) is None, "a batch that grows begins with another table"
+
+
+def test_a_batch_that_begins_too_small_for_pairs_runs_without_them():
+    # found by the covering array: the launch was refused, and its check was not
+    config, plan = planned(f"4 --pipeline-schedule zb-h1 {PLAIN} 32 {EXPERTS} {FEATURES['pairs'][0]}")
+    small = config.with_batch(8)
+    with pytest.raises(ConfigError, match="no two passes run together make zb-h1 with 4 microbatches shorter"):
+        make_plan(small)
+    assert unpaired(plan.schedule) != plan.schedule
+    begun = with_batch(plan, small).schedule
+    assert unpaired(begun) == begun
 
 
 def test_a_recipe_is_a_line_that_show_takes():
