@@ -1,8 +1,9 @@
-"""Transformer Engine's kernels in our layers (--transformer-impl transformer_engine): the one file that names them.
+"""Layers that compute with Transformer Engine (--transformer-impl transformer_engine).
 
-A layer here is its plain-torch sibling, parameters and layouts included, that lends its parameters to a Transformer
-Engine module for each call. Nobody else sees that module, so initialisation, optimizer and checkpoints know no
-difference. Written against 2.20; docs/transformer_engine.md says what is verified.
+No other file names its modules. A layer here subclasses its plain-torch counterpart and has the
+same parameters and layouts. For each call it sets its parameters on a Transformer Engine module,
+hidden from torch's module tree. So initialisation, optimizer and checkpoints see no difference.
+Written against version 2.20; docs/transformer_engine.md says how much is verified.
 """
 
 from __future__ import annotations
@@ -26,54 +27,67 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
 OLDEST = (2, 9)
+"""The oldest version accepted, (major, minor)."""
 _INSTALL = 'Install it with pip install --no-build-isolation "transformer_engine[pytorch]"'
-# What `import` raises where something is missing: exception, words of its text, what that means, what helps.
+# Failures of `import`: exception type, words of its text, the cause, and the remedy.
 _STATES: tuple[tuple[type[Exception], str, str, str], ...] = (
     (ModuleNotFoundError, "named 'transformer_engine'", "is not installed", _INSTALL),
     (ModuleNotFoundError, "named", "lacks a Python package", _INSTALL),
     (RuntimeError, "meta package", "is its meta package alone, without kernels", _INSTALL),
     (FileNotFoundError, "shared object file", "lacks its extension for torch", _INSTALL),
-    (RuntimeError, "cudnn shared object", "finds no cuDNN", "Install it with pip install nvidia-cudnn-cu{cuda}"),
+    (
+        RuntimeError,
+        "cudnn shared object",
+        "finds no cuDNN",
+        "Install it with pip install nvidia-cudnn-cu{cuda}",
+    ),
     (OSError, "libnccl", "finds no NCCL", "Install it with pip install nvidia-nccl-cu{cuda}"),
     (
         ImportError,
         "undefined symbol",
         "was built for another torch than {torch}",
-        "Build it again with pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps "
-        "transformer_engine_torch=={version}",
+        "Build it again with pip install --no-build-isolation --no-cache-dir --force-reinstall "
+        "--no-deps transformer_engine_torch=={version}",
     ),
     (
         AssertionError,
         "version mismatch",
         "is in parts of different versions",
-        "Make them one with pip install --no-build-isolation --force-reinstall --no-deps transformer_engine=={version} "
-        "transformer_engine_torch=={version} transformer_engine_cu{cuda}=={version}",
+        "Make them one with pip install --no-build-isolation --force-reinstall --no-deps "
+        "transformer_engine=={version} transformer_engine_torch=={version} "
+        "transformer_engine_cu{cuda}=={version}",
     ),
 )
 
 
+Impl = Literal["local", "transformer_engine"]
+"""The value of --transformer-impl once `auto` has been decided."""
+
+
 @cache
 def load() -> Any:
-    """The module transformer_engine.pytorch.
+    """Import and return the module transformer_engine.pytorch.
 
-    Raises: ConfigError that says what is missing and what helps; its first line alone says what is missing.
+    Raises: ConfigError with the cause in its first line and a remedy in the second, if the import
+        fails or the version is older than OLDEST.
     """
     try:
         import transformer_engine.pytorch as te  # torch has loaded the CUDA libraries by now
-    except Exception as error:  # a half-installed one raises whatever it likes
+    except Exception as error:  # an incomplete installation may raise any type
         raise ConfigError(_explain(error)) from error
     if tuple(map(int, version().split(".")[:2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise ConfigError(
-            f"--transformer-impl transformer_engine: Transformer Engine {version()} is older than {oldest}.\n"
-            f'      Use pip install --no-build-isolation "transformer_engine[pytorch]>={oldest}", or '
-            "--transformer-impl local."
+            f"--transformer-impl transformer_engine: Transformer Engine {version()} is older than "
+            f"{oldest}.\n"
+            f'      Use pip install --no-build-isolation "transformer_engine[pytorch]>={oldest}", '
+            "or --transformer-impl local."
         )
     return te
 
 
 def version() -> str:
-    """The version of the installed Transformer Engine; empty if there is none."""
+    """Return the version of the installed Transformer Engine; "" if it is not installed."""
     try:
         return metadata.version("transformer_engine")
     except metadata.PackageNotFoundError:
@@ -81,13 +95,17 @@ def version() -> str:
 
 
 def _explain(error: Exception) -> str:
+    """Return two lines for a failed import: the cause, and the remedy."""
     text = " ".join(str(error).split())
-    state, remedy = "cannot be imported", _INSTALL
-    for kind, words, means, helps in _STATES:
+    state = "cannot be imported"
+    remedy = _INSTALL
+    for kind, words, cause, helps in _STATES:
         if isinstance(error, kind) and words in text:
-            state, remedy = means, helps
+            state = cause
+            remedy = helps
             break
-    known = {"cuda": (torch.version.cuda or "13").split(".")[0], "torch": torch.__version__, "version": version()}
+    cuda = (torch.version.cuda or "13").split(".")[0]
+    known = {"cuda": cuda, "torch": torch.__version__, "version": version()}
     quoted = text if len(text) < 160 else f"{text[:160]}..."
     return (
         f"--transformer-impl transformer_engine: Transformer Engine {state.format(**known)} "
@@ -96,18 +114,21 @@ def _explain(error: Exception) -> str:
     )
 
 
-def choose_layers(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
-    """The layers that --transformer-impl means here, and a text on them for the log, with the reason.
+def choose_layers(config: Config, on_gpu: bool) -> tuple[Impl, str]:
+    """Decide between plain torch and Transformer Engine, as --transformer-impl says.
 
-    Raises: ConfigError if Transformer Engine is asked for and not usable.
+    Returns: the choice, and a text for the log that names the layers and the reason.
+    Raises: ConfigError if Transformer Engine is requested and cannot be used.
     """
     impl, text = _choose(config, on_gpu)
-    beside = ", linear layers of plain torch (--tp-comm-overlap)" if impl != "local" and config.overlaps_tp else ""
-    return impl, text + beside + _precision(config, impl, on_gpu)
+    if impl != "local" and config.overlaps_tp:
+        text += ", linear layers of plain torch (--tp-comm-overlap)"
+    return impl, text + _precision(config, impl, on_gpu)
 
 
-def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer_engine"], str]:
-    local, asked = "layers of plain torch (local)", config.model.transformer_impl
+def _choose(config: Config, on_gpu: bool) -> tuple[Impl, str]:
+    local = "layers of plain torch (local)"
+    asked = config.model.transformer_impl
     if asked == "local" or (asked == "auto" and not on_gpu):
         return "local", local
     if asked == "auto" and not config.train.half:
@@ -122,7 +143,7 @@ def _choose(config: Config, on_gpu: bool) -> tuple[Literal["local", "transformer
 
 
 def _precision(config: Config, impl: str, on_gpu: bool) -> str:
-    """Words on how products in FP8 are computed here; empty without."""
+    """Return a text for the log on how FP8 products are computed; "" without FP8."""
     model = config.model
     if model.fp8_format is None:
         return ""
@@ -130,7 +151,9 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
     text = f", products of linear layers in FP8 ({model.fp8_format}, {model.fp8_recipe}{gathered}"
     if not on_gpu:
         return f"{text}: rounded to it and multiplied in float32)"
-    own = model.fp8_recipe == "delayed" or model.no_fp8_wgrad or config.gathers_fp8 or config.overlaps_tp
+    # In these cases megapipe's own layers compute the FP8 products, see models/parts.py.
+    own_recipe = model.fp8_recipe == "delayed" or model.no_fp8_wgrad
+    own = own_recipe or config.gathers_fp8 or config.overlaps_tp
     if impl != "local" and not own:
         return f"{text})"
     if model.fp8_recipe in ("delayed", "tensorwise"):
@@ -139,29 +162,50 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
 
 
 def knows(fp8: Recipe) -> bool:
-    """Does te.Linear compute what this recipe says in every pass of a step, in any order?"""
+    """Return whether te.Linear can follow a recipe when a schedule reorders passes.
+
+    Its delayed scales change with every pass, and it always quantises for the weight's gradient.
+    """
     return fp8.kind != "delayed" and fp8.weight_grads
 
 
 def quantising(fp8: Recipe | None) -> Callable[[], AbstractContextManager[None]]:
-    """The maker of a context that te.Linear is called in."""
+    """Return a function that makes the context in which te.Linear quantises by this recipe.
+
+    The context changes nothing if there is no recipe.
+    """
     if fp8 is None:
         return nullcontext
     recipes = import_module("transformer_engine.common.recipe")
-    names = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
-    recipe = getattr(recipes, names[fp8.kind])(fp8_format=recipes.Format[fp8.format.upper()])
+    names = {
+        "tensorwise": "Float8CurrentScaling",
+        "blockwise": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+    }
+    make = getattr(recipes, names[fp8.kind])
+    recipe = make(fp8_format=recipes.Format[fp8.format.upper()])
     return partial(load().autocast, enabled=True, recipe=recipe)
 
 
 class _Product:
-    """x W^T between the edges of a tensor-parallel region, by te.Linear.
+    """x W^T by te.Linear, with the collectives of a column- or row-parallel layer.
 
-    Weight gradients go into `main_grad`. In a B pass Transformer Engine queues the product, and the stage's W pass asks
-    for one from the queue. It may be that of an earlier microbatch; their sum is what counts.
+    Weight gradients are added into `main_grad`. In a B pass Transformer Engine queues the product,
+    and a W pass runs the oldest product of the queue. That may belong to an earlier microbatch,
+    which leaves the sum over microbatches the same.
+
+    Args:
+        shape: (inputs, outputs) of the layer before it is split.
+        mode: "column" or "row".
     """
 
     def __init__(
-        self, shape: tuple[int, int], mode: str, tp: Axis, sequence_parallel: bool, fp8: Recipe | None
+        self,
+        shape: tuple[int, int],
+        mode: str,
+        tp: Axis,
+        sequence_parallel: bool,
+        fp8: Recipe | None,
     ) -> None:
         self.quantising = quantising(fp8)
         self.linear = load().Linear(
@@ -173,13 +217,17 @@ class _Product:
             delay_wgrad_compute=True,
             device="meta",
         )
-        assert self.linear.tp_size == tp.size, "Transformer Engine needs torch.distributed to be initialised"
+        assert self.linear.tp_size == tp.size, (
+            "Transformer Engine needs torch.distributed to be initialised"
+        )
 
     def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        te, owner = self.linear, current_weight_grads()
+        """Return x W^T: x [s, ..., in] -> [s, ..., out], split as the mode says."""
+        te = self.linear
+        owner = current_weight_grads()
         te.weight = weight
         te.fuse_wgrad_accumulation = getattr(weight, "main_grad", None) is not None
-        # A delayed product can only go into main_grad: te would overwrite weight.grad.
+        # A delayed product can only be added into main_grad: te would overwrite weight.grad.
         self._delay(owner is not None and te.fuse_wgrad_accumulation)
         with self.quantising():
             y: Tensor = te(x)
@@ -189,7 +237,8 @@ class _Product:
         return y
 
     def _before_backward(self, owner: WeightGrads, grads: Any) -> None:
-        # In a BW pass te hides the input gradient's collective behind the product, which a queue would prevent.
+        # In a BW pass te runs the weight's product during the input gradient's collective. A queued
+        # product could not overlap with it.
         self._delay(owner.is_deferring)
 
     def _after_backward(self, owner: WeightGrads, grad_inputs: Any, grads: Any) -> None:
@@ -202,11 +251,17 @@ class _Product:
 
     def _delay(self, on: bool) -> None:
         store = self.linear.wgrad_store
-        (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
+        if on:
+            store.enable_delay_wgrad_compute()
+        else:
+            store.disable_delay_wgrad_compute()
 
 
 class _AddBias(torch.autograd.Function):
-    """te queues one bias gradient and drops the others, so the bias stays ours."""
+    """y + bias, outside of te.Linear.
+
+    When te delays weight gradients, it keeps one bias gradient in its queue and drops the others.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
@@ -222,7 +277,11 @@ _add_bias: Callable[[Tensor, Tensor], Tensor] = _AddBias.apply
 
 
 class _ByTE:
-    """The arithmetic of a parallel linear layer by te.Linear."""
+    """Mixin: the forward of a parallel linear layer by te.Linear.
+
+    Attributes:
+        mode: "column" or "row".
+    """
 
     mode: str
     weight: nn.Parameter
@@ -231,35 +290,41 @@ class _ByTE:
     def __init__(self, input_size: int, output_size: int, *, tp: Axis, **options: Any) -> None:
         super().__init__(input_size, output_size, tp=tp, **options)  # type: ignore[call-arg]
         sequence_parallel = options.get("sequence_parallel", False)
-        self._product = _Product((input_size, output_size), self.mode, tp, sequence_parallel, options.get("fp8"))
+        self._product = _Product(
+            (input_size, output_size), self.mode, tp, sequence_parallel, options.get("fp8")
+        )
 
     @eager
     def forward(self, x: Tensor) -> Tensor:
-        """The output, as its plain-torch sibling's."""
+        """Return the layer's output, with the shapes of its plain-torch counterpart."""
         y = self._product(x, self.weight)
         return y if self.bias is None else _add_bias(y, self.bias)
 
 
 class TEColumnParallelLinear(_ByTE, ColumnParallelLinear):
+    """ColumnParallelLinear that computes with te.Linear."""
+
     mode = "column"
 
 
 class TERowParallelLinear(_ByTE, RowParallelLinear):
+    """RowParallelLinear that computes with te.Linear."""
+
     mode = "row"
 
 
 class TENorm(Norm):
-    """Its arithmetic by te.LayerNorm or te.RMSNorm."""
+    """Norm that computes with te.LayerNorm or te.RMSNorm."""
 
     def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:
         super().__init__(config, size, sum_over_tp=sum_over_tp)
         make = load().RMSNorm if self.bias is None else load().LayerNorm
-        # In a tuple, so that it is not a part of this module.
+        # In a tuple, so that torch does not register it as a submodule.
         self._te = (make(size, eps=self.epsilon, zero_centered_gamma=self.one_more, device="meta"),)
 
     @eager
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
+        """Normalise x: [..., size] -> [..., size]."""
         (te,) = self._te
         te.weight = self.weight
         if self.bias is not None:
@@ -267,10 +332,13 @@ class TENorm(Norm):
         return te(x)  # type: ignore[no-any-return]
 
 
-def attention_kernel(config: ModelConfig, tp: Axis) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Causal attention of a whole sequence: q [s, b, heads/t, d], k and v [s, b, groups/t, d] -> [s, b, heads/t x d].
+def attention_kernel(
+    config: ModelConfig, tp: Axis
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return Transformer Engine's causal attention for uncut sequences.
 
-    Returns: None if --attention-backend names one of torch's kernels.
+    Returns: a function (q, k, v) -> [s, b, heads/t x d], with q [s, b, heads/t, d], k and v
+        [s, b, groups/t, d]. None if --attention-backend names one of torch's kernels.
     """
     if config.attention_backend != "auto":
         return None
@@ -283,4 +351,5 @@ def attention_kernel(config: ModelConfig, tp: Axis) -> Callable[[Tensor, Tensor,
         attn_mask_type="causal",
         window_size=None if config.window is None else (config.window, 0),
     )
-    return lambda q, k, v: kernel(q, k, v)  # not the module itself, which its owner would save
+    # A function and not the module: torch would register a module in the layer that holds it.
+    return lambda q, k, v: kernel(q, k, v)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.distributed.axis import Axis
 from megapipe.flags.parse import parse, run
-from megapipe.models.attention.blocks import Sight
+from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -86,7 +86,7 @@ def dropout_attention(device: torch.device) -> Found:
     q, k, v, grad = (torch.randn(2, 4, s, s, generator=draw) for _ in range(4))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_attention(q, k, v, Sight(s, Stream(1, 5), p=p, site=("layer",)))
+        return context_attention(q, k, v, MaskSpec(s, Stream(1, 5), p=p, site=("layer",)))
 
     on_device = q.to(device), k.to(device), v.to(device)
     unit = torch.eye(s, device=device).expand(2, 4, s, s).contiguous()

@@ -1,8 +1,10 @@
-"""Attention of some tokens of a sequence to others, block of queries by block of queries: nothing of s x s is kept.
+"""Attention computed block by block, so that no tensor of s x s scores is ever kept.
 
-Keys may come in parts: outputs are merged by the logarithm of their sum of exponentials, from which backward makes a
-block's probabilities again (Dao et al. 2022, section 3.1; Liu et al. 2023, Ring Attention, section 3). torch's kernels
-draw dropout masks from a global generator; ours belong to layer, sample, head and place in the whole sequence.
+Keys and values may arrive in parts. Outputs for the parts are merged by the logarithms of their
+softmax denominators; from these, backward computes each block's probabilities again (Dao et al.
+2022, section 3.1; Liu et al. 2023, Ring Attention, section 3). torch's own kernels cannot be used
+with dropout: they draw masks from a global generator. Here a mask belongs to the layer, sample,
+head and position, and is the same under every parallel layout.
 """
 
 from __future__ import annotations
@@ -20,18 +22,23 @@ from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.tokens import Documents, Tokens, numbers_of
 from megapipe.tensor_parallel.rng import Stream, draws
 
-_SCORES, _ROWS = 1 << 21, 128
-"""Scores and queries of a block: more leave a CPU's cache, or compute more of what the mask removes."""
-_SCORES_GPU, _ROWS_GPU = 1 << 25, 512
+# Scores and queries of a block on a CPU. More would leave the cache, or compute more scores that
+# the causal mask then removes.
+_SCORES = 1 << 21
+_ROWS = 128
+_SCORES_GPU = 1 << 25
+_ROWS_GPU = 512
 
 
 class _Block(NamedTuple):
-    """Some queries, which see some keys.
+    """Some queries, and some keys that they attend to.
 
     Attributes:
-        queries, keys: their positions; rows, columns: where they lie in what is here.
-        whole, first: the queries of a block of the whole sequence, and the first key that any of them sees: dropout
-            draws for those.
+        queries, keys: their positions in the whole sequence.
+        rows, columns: where these lie in this rank's tensors of queries and of keys.
+        whole: the queries of the dropout block around this one. It is cut from the whole sequence.
+        first: the first key that any query of `whole` attends to. Dropout masks are drawn for the
+            queries `whole` and the keys from `first` on.
     """
 
     queries: range
@@ -43,15 +50,19 @@ class _Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The sight of a query: what it sees, and with which probability a part of that is dropped.
+class MaskSpec:
+    """Which keys each query attends to, and how dropout changes the probabilities.
+
+    Attention is causal: a query never attends to later tokens.
 
     Attributes:
-        length: of the whole sequences.
-        window: how many earlier tokens a query sees, beside itself; None for all.
-        documents: a query sees its own only.
-        p, site, stream: of dropout; site is layer and place in it, and with the stream it names the masks.
-        heads: who shares the heads.
+        length: tokens of the whole sequences.
+        stream: the microbatch's random stream, context-parallel ranks and slice.
+        window: how many earlier tokens a query attends to, besides itself; None for all.
+        documents: if given, a query attends only to its own document.
+        p: probability of dropout.
+        site: layer and place in the layer; together with the stream it names the dropout masks.
+        heads: the ranks that split the heads.
     """
 
     length: int
@@ -63,104 +74,162 @@ class Sight:
     heads: Axis = ALONE
 
     def first_seen(self, token: int) -> int:
-        """The first token that a query at this place sees, in the sequence of the microbatch where that is earliest."""
-        first = 0 if self.window is None else max(0, token - self.window)
-        return first if self.documents is None else max(first, self.documents.first_seen(token))
+        """Return the first token that the query at this position attends to.
+
+        Documents differ between the microbatch's sequences; the earliest token of all counts.
+        """
+        first = 0
+        if self.window is not None:
+            first = max(0, token - self.window)
+        if self.documents is not None:
+            first = max(first, self.documents.first_seen(token))
+        return first
 
     def blocks(self, q: Tensor, queries: Tokens, keys: Tokens) -> Iterator[_Block]:
-        """Blocks, with dropout cut where the whole sequence is, under any c and t, as masks belong to them, and with
-        all keys, as a mask is drawn at once."""
-        scores, size = (_SCORES, _ROWS) if q.device.type == "cpu" else (_SCORES_GPU, _ROWS_GPU)
+        """Yield the blocks of this rank's queries and the given keys that are not fully masked.
+
+        With dropout, blocks are cut from the whole sequence and span all of its keys. A mask then
+        is the same however context and tensor parallelism cut the sequence and the heads.
+
+        Args:
+            q: [b, heads, s/c, d], used for its sizes and device.
+            queries, keys: positions of the rows of q and of the keys at hand.
+        """
+        on_cpu = q.device.type == "cpu"
+        scores = _SCORES if on_cpu else _SCORES_GPU
+        size = _ROWS if on_cpu else _ROWS_GPU
         width = max(size, scores // (q.shape[0] * q.shape[1] * size))
-        # A mask is drawn for whole rows of scores, so that no cut of the sequence changes it.
         if self.p:
+            # A mask is drawn at once for all keys of a row; fewer rows keep the block small.
             width = self.length
-            size = min(size, max(16, scores // (q.shape[0] * q.shape[1] * self.heads.size * width)))
+            rows_drawn = scores // (q.shape[0] * q.shape[1] * self.heads.size * width)
+            size = min(size, max(16, rows_drawn))
         for begin in range(0, self.length, size):
             whole = range(begin, min(begin + size, self.length))
             first = 0 if self.window is None else max(0, begin - self.window)
-            for rows, here in _within(whole, queries):
-                low = first if self.documents is None else max(first, self.documents.first_seen(rows.start))
+            for rows, row_slice in _within(whole, queries):
+                low = first
+                if self.documents is not None:
+                    low = max(first, self.documents.first_seen(rows.start))
                 for left in range(low, rows.stop, width):
-                    for seen, there in _within(range(left, min(left + width, rows.stop)), keys):
-                        yield _Block(rows, seen, here, there, whole, first)
+                    columns = range(left, min(left + width, rows.stop))
+                    for seen, column_slice in _within(columns, keys):
+                        yield _Block(rows, seen, row_slice, column_slice, whole, first)
 
     def scores(self, rows: Tensor, keys: Tensor, block: _Block) -> Tensor:
-        """rows [n, r, d] and keys [n, m, d] of n pairs of a sequence and a group -> [n, r, m], in `_sums` type."""
+        """Return the scores q k^T / sqrt(d) of a block, minus infinity where masked.
+
+        Args:
+            rows: queries [n, r, d] of n pairs of a sequence and a query group.
+            keys: [n, m, d].
+        Returns: [n, r, m], at least float32.
+        """
         scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
-        scores = scores.baddbmm_(rows, keys.mT, beta=0, alpha=_scale(rows)).to(_sums(rows))  # scaled, then rounded
-        queries, seen = block.queries, block.keys
-        if self.window is None and self.documents is None:  # they see all before the first of them
-            seen = range(max(seen.start, queries.start), seen.stop)
-        if len(seen):
-            unseen = self._unseen(queries, seen, rows.device)
-            by_query = scores.view(len(unseen) if unseen.ndim > 2 else 1, -1, len(queries), keys.shape[1])
-            by_query[..., keys.shape[1] - len(seen) :].masked_fill_(unseen, float("-inf"))
+        # The product is scaled before it is rounded: unscaled scores could overflow.
+        scores = scores.baddbmm_(rows, keys.mT, beta=0, alpha=_scale(rows)).to(_sums(rows))
+        queries = block.queries
+        masked = block.keys
+        if self.window is None and self.documents is None:
+            # Every query attends to all keys before the first query: only the others need a mask.
+            masked = range(max(masked.start, queries.start), masked.stop)
+        if len(masked):
+            unseen = self._unseen(queries, masked, rows.device)
+            sequences = len(unseen) if unseen.ndim > 2 else 1
+            by_query = scores.view(sequences, -1, len(queries), keys.shape[1])
+            by_query[..., keys.shape[1] - len(masked) :].masked_fill_(unseen, float("-inf"))
         return scores
 
     def kept(self, scores: Tensor, sequences: int, block: _Block) -> Tensor:
-        """[b, heads, queries, keys]: 1 for those of the scores that are, 0 for those that dropout zeroes."""
+        """Return the block's dropout mask: 1 for a score that is kept, 0 for a dropped one.
+
+        Args:
+            scores: [n, r, m], used for its sizes and device.
+            sequences: b, the number of sequences.
+        Returns: [b, heads, queries, keys].
+        """
         n, rows, _ = scores.shape
-        whole, first = block.whole, block.first
-        # the heads first: of a slice of that dimension no more is drawn
-        shape = (n * rows // (sequences * len(block.queries)), sequences, len(whole), whole.stop - first)
+        whole = block.whole
+        first = block.first
+        # Heads come first: draws generates only this rank's slice of the first dimension.
+        heads = n * rows // (sequences * len(block.queries))
+        shape = (heads, sequences, len(whole), whole.stop - first)
         with self.stream.active():
             draw = draws(shape, *self.site, whole.start, device=scores.device, tp=self.heads, dim=0)
         draw = draw[:, :, _from(block.queries, whole.start), _from(block.keys, first)]
         return draw.ge_(self.p).transpose(0, 1)
 
     def _unseen(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """[queries, keys], or [b, 1, queries, keys] inside documents."""
+        """Return True where a query may not attend to a key.
+
+        Returns: [queries, keys], or [b, 1, queries, keys] with documents.
+        """
         reach = self.length if self.window is None else self.window
         seen = band(len(queries), len(keys), queries.start - keys.start, reach, device)
         if self.documents is not None:
-            of = numbers_of(self.documents, device)[:, None]
-            seen = seen & (of[..., _from(queries), None] == of[..., None, _from(keys)])
+            number = numbers_of(self.documents, device)[:, None]
+            same = number[..., _from(queries), None] == number[..., None, _from(keys)]
+            seen = seen & same
         return ~seen
 
 
-# Below, n: pairs of a sequence and a query group, g: query heads in a group. The rows of a group's heads, one head
-# after another, share one product with the group's keys.
+# Shapes below. n: pairs of a sequence and a query group. g: query heads in a group. The rows of a
+# group's heads, one head after another, are multiplied with the group's keys in one product.
 
 
 class Sums(NamedTuple):
-    """Attention to the keys so far: [n, g, s/c, d] and [n, g, s/c, 1]."""
+    """The attention to all keys seen so far.
+
+    Attributes:
+        out: [n, g, s/c, d], the output normalised over these keys.
+        lse: [n, g, s/c, 1], the logarithm of the softmax denominator; -inf before the first key.
+    """
 
     out: Tensor
     lse: Tensor
 
     @staticmethod
     def empty(q: Tensor, groups: int) -> Sums:
+        """Return the sums over no keys yet, for queries q [b, heads, s/c, d]."""
         shape = (q.shape[0] * groups, q.shape[1] // groups, q.shape[2])
         out = torch.zeros(*shape, q.shape[3], dtype=_sums(q), device=q.device)
         return Sums(out, out.new_full((*shape, 1), float("-inf")))
 
 
-def attend(sight: Sight, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sums: Sums) -> None:
-    """Add what keys and values [2, b, groups, m, d] at `held` are to q [b, heads, n, d] at `queries`."""
+def attend(
+    mask: MaskSpec, q: Tensor, queries: Tokens, kv: Tensor, held: Tokens, sums: Sums
+) -> None:
+    """Add the attention to some keys and values to the sums, in place.
+
+    Args:
+        q: [b, heads, n, d], at the positions `queries`.
+        kv: keys and values [2, b, groups, m, d], at the positions `held`.
+        sums: updated.
+    """
     keys, values = map(_pairs, kv)
-    for block in sight.blocks(q, queries, held):
-        scores = sight.scores(_rows(q, block, len(keys)), keys[:, block.columns], block)
+    for block in mask.blocks(q, queries, held):
+        scores = mask.scores(_rows(q, block, len(keys)), keys[:, block.columns], block)
         most = scores.amax(-1, keepdim=True)
-        most.masked_fill_(most == float("-inf"), 0)  # of rows that see none of these keys
+        # Rows that may attend to none of these keys: -inf - -inf would be nan.
+        most.masked_fill_(most == float("-inf"), 0)
         p = scores.sub_(most).exp_()
-        # Before dropout: what is dropped still counts in the denominator.
+        # Before dropout: a dropped probability still counts in the denominator.
         lse = most + p.sum(-1, keepdim=True).log()
-        if sight.p:
-            _drop(p, sight.kept(p, len(q), block))
+        if mask.p:
+            _drop(p, mask.kept(p, len(q), block))
         o = (p.to(values.dtype) @ values[:, block.columns]).to(p.dtype)
         out, before = (x[:, :, block.rows] for x in sums)
-        most, lse = most.view_as(before), lse.view_as(before)
-        after = torch.logaddexp(before, lse)
-        # Rows that have seen no key yet: -inf from -inf would be nan.
+        most = most.view_as(before)
+        after = torch.logaddexp(before, lse.view_as(before))
+        # Rows that have seen no key yet have -inf here, too.
         base = after.masked_fill(after == float("-inf"), 0)
-        o = o.view_as(out).mul_((most - base).exp_().mul_(1 / (1 - sight.p)))
+        # out = out e^(before - after) + o e^(most - after): both parts under one denominator.
+        o = o.view_as(out).mul_((most - base).exp_().mul_(1 / (1 - mask.p)))
         out.mul_((before - base).exp_()).add_(o)
         before.copy_(after)
 
 
 def differentiate(
-    sight: Sight,
+    mask: MaskSpec,
     q: Tensor,
     queries: Tokens,
     kv: Tensor,
@@ -170,21 +239,32 @@ def differentiate(
     delta: Tensor,
     dq: Tensor,
 ) -> Tensor:
-    """The gradient of `kv` from that of the whole output, [b, heads, n, d]; adds to that of q, `dq` [n, g, s/c, d].
+    """Return the gradient of some keys and values, and add their part to the queries' gradient.
 
-    delta: the sum over d of grad x output, which with `lse` [n, g, s/c, 1] stands for all keys that are not at hand.
+    Args:
+        q, queries, kv, held: as in `attend`.
+        grad: gradient of the whole output, [b, heads, n, d].
+        lse: [n, g, s/c, 1], of all keys.
+        delta: [n, g, s/c, 1], the sum over d of grad x output. With lse it makes the gradient of
+            one part of the keys independent of the other parts.
+        dq: [n, g, s/c, d], updated in place.
+    Returns: [2, b, groups, m, d].
     """
     keys, values = map(_pairs, kv)
-    dk, dv = (torch.zeros_like(x, dtype=dq.dtype) for x in (keys, values))
-    for block in sight.blocks(q, queries, held):
+    dk = torch.zeros_like(keys, dtype=dq.dtype)
+    dv = torch.zeros_like(values, dtype=dq.dtype)
+    for block in mask.blocks(q, queries, held):
         columns = block.columns
-        rows, do = (_rows(x, block, len(keys)) for x in (q, grad))
-        norm, share = (x[:, :, block.rows].reshape(len(keys), -1, 1) for x in (lse, delta))
-        p = sight.scores(rows, keys[:, columns], block).sub_(norm).exp_()
-        do = do * (1 / (1 - sight.p))
+        rows = _rows(q, block, len(keys))
+        do = _rows(grad, block, len(keys))
+        norm = lse[:, :, block.rows].reshape(len(keys), -1, 1)
+        share = delta[:, :, block.rows].reshape(len(keys), -1, 1)
+        p = mask.scores(rows, keys[:, columns], block).sub_(norm).exp_()
+        do = do * (1 / (1 - mask.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
-        kept = sight.kept(p, len(q), block) if sight.p else None
-        # Softmax's backward takes the probabilities from before dropout, the values' gradient those from after it.
+        kept = mask.kept(p, len(q), block) if mask.p else None
+        # The softmax's backward needs the probabilities before dropout. The values' gradient needs
+        # them after dropout.
         ds = _drop(dp, kept).sub_(share).mul_(p).to(rows.dtype)
         p = _drop(p, kept)
         into = dq[:, :, block.rows]
@@ -196,20 +276,31 @@ def differentiate(
 
 @lru_cache(maxsize=8)  # shared by all layers and blocks
 def band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
-    """[queries, keys], True where query i, which is key i + ahead, sees key j: 0 <= i + ahead - j <= window."""
-    distance = torch.arange(queries, device=device)[:, None] + ahead - torch.arange(keys, device=device)
+    """Return the mask of causal attention within a window.
+
+    Args:
+        ahead: query i has the position of key i + ahead.
+        window: how many earlier keys a query attends to.
+    Returns: [queries, keys], True where query i attends to key j: 0 <= i + ahead - j <= window.
+    """
+    rows = torch.arange(queries, device=device)[:, None]
+    distance = rows + ahead - torch.arange(keys, device=device)
     return (distance >= 0) & (distance <= window)
 
 
 def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
-    """Drop scores in place. A product is faster than a mask."""
+    """Zero the dropped scores in place, and return them. None drops nothing."""
     if kept is not None:
+        # A product is faster than masked_fill.
         scores.view(kept.shape).mul_(kept)
     return scores
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:
-    """Tokens that are in each span, and where they lie."""
+    """Yield the tokens that lie in each span, and the rows that these have in a tensor.
+
+    spans: positions of the tensor's rows, one span after another.
+    """
     for span, at in zip(spans, accumulate(map(len, spans), initial=0), strict=False):
         part = range(max(tokens.start, span.start), min(tokens.stop, span.stop))
         if len(part):
@@ -221,7 +312,7 @@ def _from(tokens: range, start: int = 0) -> slice:
 
 
 def _rows(x: Tensor, block: _Block, pairs: int) -> Tensor:
-    """The block's part of x [b, heads, s, d] as [pairs, rows, d]."""
+    """Return the block's rows of x [b, heads, s, d] as [pairs, rows, d]."""
     return _wide(x[:, :, block.rows]).reshape(pairs, -1, x.shape[-1])
 
 
@@ -231,7 +322,8 @@ def _pairs(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype == torch.float16 else x  # fp16 ends at 65504, which scores can pass
+    # The largest fp16 number is 65504, and scores can exceed it.
+    return x.float() if x.dtype == torch.float16 else x
 
 
 def _sums(x: Tensor) -> torch.dtype:

@@ -1,8 +1,10 @@
-"""Causal attention on a CPU: blocks of queries, each with the keys up to its end, so that half of s x s is computed.
+"""Causal attention on a CPU, which computes only half of the s x s scores.
 
-torch's kernel takes three times as long in bf16, because its tiles are too small for fast matrix products. Kept for
-backward are q, k and v, which the model holds anyway; the probabilities are computed again (Chen et al. 2016).
-A processor with tiles does a head at once (`kernels/attention.c`), in bf16, in 0.35 of their time.
+Queries are cut into blocks; each block meets the keys up to its end. torch's kernel takes three
+times as long in bf16, because its tiles are too small for fast matrix products. Saved for backward
+are q, k and v, which the model keeps anyway; probabilities are computed again (Chen et al. 2016).
+On a processor with AMX tiles, kernels/attention.c computes bf16 one head at a time, in 0.35 of the
+time of the blocks.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from megapipe.kernels.attention import attention_, has_attention
 from megapipe.kernels.cpu import has_loops
 
 _BLOCK = 128
-"""Queries of a block: fewer make small products, more compute more of what the mask removes."""
+"""Queries of a block. Fewer make small products; more compute scores that the mask removes."""
 _SCORES = 1 << 21
-"""Scores held at once, or those of a block of one query group."""
+"""Scores held at once, unless one query group's block has more."""
 
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        out, ctx.by_tiles = _empty_like(q), has_attention(q, k, v)
+        out = _empty_like(q)
+        ctx.by_tiles = has_attention(q, k, v)
         if ctx.by_tiles:
             attention_(q, k, v, out)
             return out
@@ -36,7 +39,8 @@ class _CausalAttention(torch.autograd.Function):
             q_rows, k_rows, v_rows = map(_rows, (queries, keys, values))
             space = _space(queries)
             for first, end, rows in _blocks(queries):
-                p = _probabilities(q_rows[:, rows], k_rows[:, :end].contiguous(), end - first, space)
+                k_seen = k_rows[:, :end].contiguous()
+                p = _probabilities(q_rows[:, rows], k_seen, end - first, space)
                 outs[:, first:end] = (p @ v_rows[:, :end]).view_as(outs[:, first:end])
         return out
 
@@ -45,16 +49,23 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grads = tuple(map(_empty_like, (q, k, v)))
         if ctx.by_tiles:
-            attention_(q, k, v, grad if grad.stride(-1) == 1 else grad.contiguous(), *grads, backward=True)
+            if grad.stride(-1) != 1:
+                grad = grad.contiguous()
+            attention_(q, k, v, grad, *grads, backward=True)
             return grads
-        scale, sums = _scale(q), torch.promote_types(q.dtype, torch.float32)
+        scale = _scale(q)
+        sums = torch.promote_types(q.dtype, torch.float32)
         for queries, keys, values, outs, dq, dk, dv in _pairs(q, k, v, grad, *grads):
             q_rows, k_rows, v_rows, do_rows = map(_rows, (queries, keys, values, outs))
-            dk_sum, dv_sum = (torch.zeros_like(k_rows, dtype=sums) for _ in range(2))
-            space, second_space = _space(queries), _space(queries)
+            dk_sum = torch.zeros_like(k_rows, dtype=sums)
+            dv_sum = torch.zeros_like(k_rows, dtype=sums)
+            space = _space(queries)
+            second_space = _space(queries)
             for first, end, rows in _blocks(queries):
-                q_block, do_block = (x[:, rows].contiguous() for x in (q_rows, do_rows))
-                k_seen, v_seen = (x[:, :end].contiguous() for x in (k_rows, v_rows))
+                q_block = q_rows[:, rows].contiguous()
+                do_block = do_rows[:, rows].contiguous()
+                k_seen = k_rows[:, :end].contiguous()
+                v_seen = v_rows[:, :end].contiguous()
                 p = _probabilities(q_block, k_seen, end - first, space)
                 dv_sum[:, :end].add_(p.mT @ do_block)
                 dp = torch.bmm(do_block, v_seen.mT, out=_part(second_space, p.shape))
@@ -70,51 +81,68 @@ _causal_attention: Callable[..., Tensor] = _CausalAttention.apply
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v with each query seeing the keys up to its own position.
+    """Return softmax(q k^T / sqrt(d)) v under the causal mask.
 
     Args:
         q: [b, heads, s, d].
-        k, v: [b, groups, s, d], each group for heads/groups successive heads.
-    Returns: [b, heads, s, d], contiguous as [s, b, heads, d]. Scores and probabilities have q's type, float32 for fp16;
-        softmax and the sums over blocks are float32 in between. Memory: two blocks of scores, at most 2M each or one
-        group's. By a processor's tiles: scores are float32, 32 rows of them and their gradient.
+        k, v: [b, groups, s, d]; heads/groups successive heads share a group.
+    Returns: [b, heads, s, d], contiguous as [s, b, heads, d]. Scores and probabilities have q's
+        type (float32 for fp16); softmax and the sums over blocks are float32 in between. Memory:
+        two blocks of scores, each at most 2M scores or one group's. With AMX tiles: 32 rows of
+        float32 scores and their gradient.
     """
     return _causal_attention(q, k, v)
 
 
-# Below, n: pairs of a sequence and a query group, g: query heads in a group. A token's g rows follow each other, so
-# that a group's heads share one product with its keys.
+# Shapes below. n: pairs of a sequence and a query group. g: query heads in a group. The g rows of
+# a token follow each other, so that a group's heads share one product with the group's keys.
 
 
 def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pairs of sequence and query group, [b, heads or groups, s, d], as views [n, s, g or 1, d] of a few at a time."""
-    views = [
-        x.view(len(x), k.shape[1], x.shape[1] // k.shape[1], *x.shape[2:]).transpose(2, 3).flatten(0, 1)
-        for x in (q, k, *others)
-    ]
+    """Yield the tensors for a few pairs of a sequence and a query group at a time.
+
+    Args:
+        q, k, others: [b, heads or groups, s, d].
+    Yields: views [n, s, g or 1, d] of each.
+    """
+    groups = k.shape[1]
+    views = []
+    for x in (q, k, *others):
+        by_group = x.view(len(x), groups, x.shape[1] // groups, *x.shape[2:])
+        views.append(by_group.transpose(2, 3).flatten(0, 1))
     _, s, per_token, _ = views[0].shape
     # As many pairs at a time as keep the scores of a block in the cache.
-    return zip(*(torch.split(x, max(1, _SCORES // (_BLOCK * s * per_token))) for x in views), strict=True)
+    size = max(1, _SCORES // (_BLOCK * s * per_token))
+    return zip(*(torch.split(x, size) for x in views), strict=True)
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """[b, heads, s, d] that is contiguous as [s, b, heads, d], as the layers around attention want it."""
+    """Return an uninitialised [b, heads, s, d] that is contiguous as [s, b, heads, d].
+
+    The projections around attention use that order.
+    """
     b, heads, s, d = x.shape
     return x.new_empty(s, b, heads, d).permute(1, 2, 0, 3)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n, s, g, d] -> [n, s g, d], contiguous: products of strided rows take longer than this copy."""
+    """[n, s, g, d] -> [n, s g, d], contiguous.
+
+    Products of strided rows take longer than this copy.
+    """
     return x.to(_wide(x)).contiguous().flatten(1, 2)
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The type of scores. fp16 ends at 65504, which they can pass."""
+    """Return the type of scores: float32 for fp16, whose largest number scores can exceed."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def _space(queries: Tensor) -> Tensor:
-    """Room for the scores of any block: allocated once, for the system clears what it hands out."""
+    """Return memory for the scores of any block.
+
+    Allocated once: the operating system clears the memory that it hands out, which takes time.
+    """
     n, s, per_token, _ = queries.shape
     return queries.new_empty(n * min(_BLOCK, s) * per_token * s, dtype=_wide(queries))
 
@@ -124,7 +152,7 @@ def _part(space: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """First token, end and rows of each block."""
+    """Yield (first token, token after the last, rows) of each block."""
     _, s, per_token, _ = queries.shape
     for first in range(0, s, _BLOCK):
         end = min(first + _BLOCK, s)
@@ -132,18 +160,30 @@ def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
 
 
 def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
-    """Probabilities of the rows q [n, tokens g, d], whose tokens are the last ones of the keys k [n, end, d]."""
+    """Return the attention probabilities of a block, in the given memory.
+
+    Args:
+        q: [n, tokens g, d]; the block's tokens are the last ones of the keys.
+        k: [n, end, d].
+        tokens: tokens of the block.
+    Returns: [n, tokens g, end].
+    """
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
     torch.baddbmm(scores, q, k.mT, beta=0, alpha=_scale(q), out=scores)
     if has_loops(scores):
         kernels.causal_softmax_(scores, tokens)
         return scores
-    scores[:, :, -tokens:].add_(_mask(tokens, q.shape[1] // tokens, q.dtype))  # += would copy the sum onto itself
+    mask = _mask(tokens, q.shape[1] // tokens, q.dtype)
+    scores[:, :, -tokens:].add_(mask)  # += would copy the sum onto itself
     return torch.softmax(scores, -1, out=scores)
 
 
 def _scores_grad(p: Tensor, dp: Tensor, scale: float) -> Tensor:
-    """The gradient of scores before they are scaled, in the place of dp, their probabilities' gradient."""
+    """Return the gradient of the unscaled scores, in the memory of dp.
+
+    Args:
+        p: probabilities. dp: their gradient, overwritten.
+    """
     if has_loops(p, dp):
         kernels.softmax_backward_(p, dp, scale)
         return dp
@@ -153,7 +193,7 @@ def _scores_grad(p: Tensor, dp: Tensor, scale: float) -> Tensor:
 
 @cache
 def _mask(tokens: int, per_token: int, dtype: torch.dtype) -> Tensor:
-    """[tokens per_token, tokens]: minus infinity where a key is later than the query."""
+    """Return [tokens per_token, tokens]: minus infinity where a key is later than the query."""
     later = torch.full((tokens, tokens), float("-inf"), dtype=dtype).triu_(1)
     return later.repeat_interleave(per_token, dim=0)
 

@@ -1,7 +1,8 @@
-"""Attention through latents (DeepSeek-V2, Liu et al. 2024, section 2.1; DeepSeek-V3, section 2.1.1).
+"""Multi-head latent attention (DeepSeek-V2, Liu et al. 2024, section 2.1; DeepSeek-V3, 2.1.1).
 
-Every tensor-parallel rank has the projections down to the latents and computes them of its tokens; those up to its
-heads are split. Up-projections are not absorbed into each other: that saves where keys are cached, not in training.
+Every tensor-parallel rank holds the down-projections to the latents, and computes the latents of
+its tokens. The up-projections to heads are split over the ranks. The up-projections are not
+absorbed into one another: that saves time where keys are cached, not in training.
 """
 
 from __future__ import annotations
@@ -26,17 +27,21 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLin
 
 
 class LatentAttention(Attention):
-    """Projections down, norms, projections up, attention, output projection; layers of plain torch.
+    """Down-projections, norms, up-projections, attention, output projection, in plain torch.
 
-    A query head is [not rotated; rotated], a key head too, and all heads of a token share the key's rotated channels.
-    Rows of linear_kv_up_proj are ordered by head: its key, its value.
+    The channels of a query head, and of a key head, are [not rotated, rotated]. All heads of a
+    token share the rotated channels of the key. The rows of linear_kv_up_proj are ordered by head:
+    the head's key, then its value.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__(config, tp, layer)
-        heads, split, std = config.heads, config.sequence_parallel, config.linear_std
+        heads = config.heads
+        split = config.sequence_parallel
+        std = config.linear_std
         fp8 = recipe_of(config)
-        kv_rank, q_rank = config.kv_lora_rank, config.q_lora_rank
+        kv_rank = config.kv_lora_rank
+        q_rank = config.q_lora_rank
 
         def up(inputs: int, outputs: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -44,19 +49,30 @@ class LatentAttention(Attention):
             )
 
         def down(outputs: int) -> ColumnParallelLinear:
-            made = ColumnParallelLinear(config.hidden, outputs, tp=ALONE, bias=False, init_std=std, fp8=fp8)
-            set_layout(made.weight, replace(layout_of(made.weight), dim=None, sum_over_tp=split))
+            made = ColumnParallelLinear(
+                config.hidden, outputs, tp=ALONE, bias=False, init_std=std, fp8=fp8
+            )
+            # Whole on every rank; under sequence parallelism a rank sees only its tokens.
+            layout = replace(layout_of(made.weight), dim=None, sum_over_tp=split)
+            set_layout(made.weight, layout)
             return made
 
-        self.linear_q_proj = self.linear_q_down_proj = self.linear_q_up_proj = self.q_layernorm = None
+        def norm(size: int) -> Norm | None:
+            return Norm(config, size, sum_over_tp=split) if config.qk_layernorm else None
+
+        self.linear_q_proj: ColumnParallelLinear | None = None
+        self.linear_q_down_proj: ColumnParallelLinear | None = None
+        self.linear_q_up_proj: ColumnParallelLinear | None = None
+        self.q_layernorm: Norm | None = None
         if q_rank is None:
             self.linear_q_proj = up(config.hidden, heads * config.qk_dim)
         else:
-            self.linear_q_down_proj, self.linear_q_up_proj = down(q_rank), up(q_rank, heads * config.qk_dim)
-            self.q_layernorm = Norm(config, q_rank, sum_over_tp=split) if config.qk_layernorm else None
+            self.linear_q_down_proj = down(q_rank)
+            self.linear_q_up_proj = up(q_rank, heads * config.qk_dim)
+            self.q_layernorm = norm(q_rank)
         self.linear_kv_down_proj = down(kv_rank + config.qk_pos_emb_head_dim)
         self.linear_kv_up_proj = up(kv_rank, heads * (config.qk_head_dim + config.v_head_dim))
-        self.kv_layernorm = Norm(config, kv_rank, sum_over_tp=split) if config.qk_layernorm else None
+        self.kv_layernorm = norm(kv_rank)
         self.linear_proj = RowParallelLinear(
             heads * config.v_head_dim,
             config.hidden,
@@ -69,40 +85,69 @@ class LatentAttention(Attention):
         self._opens = opening(tp, split)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h], the tokens that are here; under sequence parallelism [s/t, b, h]."""
-        config, q = self.config, x
+        """Apply latent attention to this rank's tokens.
+
+        Args:
+            x: [s, b, h]; under sequence parallelism [s/t, b, h].
+        Returns: the same shape.
+        """
+        config = self.config
+        q = x
         if self.linear_q_down_proj is not None:
             q = self.linear_q_down_proj(x)
-            q = q if self.q_layernorm is None else self.q_layernorm(q)
-        kv, rotated = torch.split(self.linear_kv_down_proj(x), [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
-        kv = kv if self.kv_layernorm is None else self.kv_layernorm(kv)
-        latents = q, kv, across(rotated, self._opens)  # each rank's heads use them: gradients are summed
-        out = recompute(self._heads, *latents) if config.recompute_mla_up_proj else self._heads(*latents)
+            if self.q_layernorm is not None:
+                q = self.q_layernorm(q)
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        kv, rotated = torch.split(self.linear_kv_down_proj(x), sizes, -1)
+        if self.kv_layernorm is not None:
+            kv = self.kv_layernorm(kv)
+        # The heads of every rank use the rotated channels, so their gradients are summed over tp.
+        rotated = across(rotated, self._opens)
+        if config.recompute_mla_up_proj:
+            out = recompute(self._heads, q, kv, rotated)
+        else:
+            out = self._heads(q, kv, rotated)
         return self.linear_proj(out)  # type: ignore[no-any-return]
 
     def _heads(self, q: Tensor, kv: Tensor, rotated: Tensor) -> Tensor:
-        """The queries' latent or the input, the latent of keys and values, and the keys' rotated channels [s, b, r] ->
-        [s, b, heads/t x v]."""
-        config, heads = self.config, self.config.heads // self.tp.size
+        """Return the attention output of this rank's heads.
+
+        Args:
+            q: the queries' latents [s, b, q_rank], or the layer's input if queries have none.
+            kv: the latents of keys and values, [s, b, kv_rank].
+            rotated: the key channels that are rotated, shared by all heads: [s, b, r].
+        Returns: [s, b, heads/t x v].
+        """
+        config = self.config
+        heads = config.heads // self.tp.size
         up = self.linear_q_up_proj if self.linear_q_proj is None else self.linear_q_proj
         assert up is not None
         q = up(q).unflatten(-1, (heads, config.qk_dim))
-        kv = self.linear_kv_up_proj(kv).unflatten(-1, (heads, config.qk_head_dim + config.v_head_dim))
+        key_value = config.qk_head_dim + config.v_head_dim
+        kv = self.linear_kv_up_proj(kv).unflatten(-1, (heads, key_value))
         k, v = torch.split(kv, [config.qk_head_dim, config.v_head_dim], -1)
-        rotary, here = Rotary.of_latents(config), positions_here(len(q), q.device)
+        rotary = Rotary.of_latents(config)
+        positions, cut = positions_here(len(q), q.device)
         plain, turned = torch.split(q, [config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
-        turned, shared = (rotate(part.contiguous(), rotary, *here) for part in (turned, rotated[:, :, None]))
-        # Attention is of one width, and divides by its root: zeros fill the rest, and the scale is the queries'.
-        width = max(config.qk_dim, config.v_head_dim)
-        scale = growth(config.rotary_scaling_factor, config.mscale_all_dim) ** 2 * math.sqrt(width / config.qk_dim)
+        turned = rotate(turned.contiguous(), rotary, positions, cut)
+        shared = rotate(rotated[:, :, None].contiguous(), rotary, positions, cut)
         q = torch.cat((plain, turned), -1)
-        q, k, v = (
-            F.pad(part, (0, width - part.shape[-1])) if part.shape[-1] < width else part
-            for part in (
-                q if scale == 1 else q * scale,
-                torch.cat((k, shared.expand(-1, -1, heads, -1)), -1),
-                v,
-            )
-        )
-        out: Tensor = self.attend(q, k, v)
-        return out.view(*out.shape[:2], heads, width)[..., : config.v_head_dim].flatten(-2)
+        k = torch.cat((k, shared.expand(-1, -1, heads, -1)), -1)
+        # The attention kernels take queries, keys and values of one width, and divide scores by
+        # its root. Zeros fill the narrower ones up, and the queries carry the correction of the
+        # scale: the true width is qk_dim, and YaRN adds a factor.
+        width = max(config.qk_dim, config.v_head_dim)
+        yarn = growth(config.rotary_scaling_factor, config.mscale_all_dim)
+        scale = yarn**2 * math.sqrt(width / config.qk_dim)
+        if scale != 1:
+            q = q * scale
+        out: Tensor = self.attend(_padded(q, width), _padded(k, width), _padded(v, width))
+        out = out.view(*out.shape[:2], heads, width)
+        return out[..., : config.v_head_dim].flatten(-2)
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """Fill the last dimension up with zeros to a width."""
+    if x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))

@@ -1,7 +1,8 @@
-"""Causal self-attention with heads split over tensor-parallel ranks; grouped-query, rotary and head norms as asked.
+"""Causal self-attention, with heads split over tensor-parallel ranks.
 
-Documents and sliding windows cut the sequence instead of masking it; dropout, and queries that meet other ranks' keys,
-go block by block: nothing of s x s is kept.
+Grouped queries, rotary positions and norms of queries and keys are options. Documents and sliding
+windows cut the sequence instead of masking it. Dropout, slices and context parallelism go block by
+block. No tensor of s x s scores is kept in any of these cases.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import layout_of, set_layout
 from megapipe.distributed.tokens import Cut, Documents, positions
-from megapipe.models.attention.blocks import Sight, band
+from megapipe.models.attention.blocks import MaskSpec, band
 from megapipe.models.attention.context import context_attention, whole_sequences
 from megapipe.models.attention.cpu import causal_attention
 from megapipe.models.attention.rope import Rotary, rotate
+from megapipe.models.norm import Norm
 from megapipe.models.parts import AttentionKernel, parts_of
 from megapipe.models.recompute import recompute
 from megapipe.tensor_parallel.eager import eager
@@ -35,20 +37,31 @@ _BACKENDS = {
     "unfused": [SDPBackend.MATH],
     "local": [SDPBackend.MATH],
 }
+"""Value of --attention-backend -> the kernels that torch may use."""
 _SMALLEST_BLOCK = 128
-"""Queries: below, a block is too small for its call to a kernel."""
+"""Queries of a block of windowed attention: a smaller one costs more to call than to compute."""
 
 
 class Attention(nn.Module):
-    """The part between the projections: heads that are here attend, however their tokens are cut.
+    """Attention between the projections, for the heads and tokens on this rank.
 
-    Attributes:
-        kernel: of another library, for whole sequences without dropout.
+    Args:
+        layer: the layer's number in the whole model.
+        kernel: an attention of another library, for uncut sequences without dropout; or None.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis, layer: int, kernel: AttentionKernel | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: Axis,
+        layer: int,
+        kernel: AttentionKernel | None = None,
+    ) -> None:
         super().__init__()
-        self.config, self.tp, self.layer, self.kernel = config, tp, layer, kernel
+        self.config = config
+        self.tp = tp
+        self.layer = layer
+        self.kernel = kernel
 
     @property
     def _drops(self) -> bool:
@@ -56,25 +69,42 @@ class Attention(nn.Module):
 
     @eager
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s/c, b, heads/t, d], k and v [s/c, b, groups/t, d] -> [s/c, b, heads/t x d]."""
-        stream, (way,) = current_stream(), self.config.cp_comm_type
-        cp, tp = stream.cp, self.tp
+        """Return the attention of the queries to all keys that the configuration allows.
+
+        Args:
+            q: [s/c, b, heads/t, d].
+            k, v: [s/c, b, groups/t, d].
+        Returns: [s/c, b, heads/t x d].
+        """
+        stream = current_stream()
+        (way,) = self.config.cp_comm_type
+        cp = stream.cp
+        tp = self.tp
         if cp.size > 1 and way == "a2a":
-            # Heads are spread over tp and, within, over cp: masks of dropout belong to heads by these numbers.
+            # Heads are split over tp, then over cp. Dropout masks belong to heads by number, and
+            # this axis counts them so.
             heads = Axis(tp.rank * cp.size + cp.rank, tp.size * cp.size)
             core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
-            return self._maybe_again(whole_sequences(core, cp), q, k, v)
+            return self._maybe_recomputed(whole_sequences(core, cp), q, k, v)
         if cp.size == 1 and not self._drops and stream.piece is None:
-            return self._maybe_again(partial(self._attend_whole, stream, tp), q, k, v)
+            core = partial(self._attend_whole, stream, tp)
+            return self._maybe_recomputed(core, q, k, v)
+        # Attention by blocks saves no scores, so it needs no recomputation.
         return self._attend_blocks(stream, tp, way, q, k, v)
 
-    def _maybe_again(self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, again in backward with --recompute-granularity selective; what goes by blocks does so itself."""
-        return recompute(attend, q, k, v) if self.config.recompute_attention else attend(q, k, v)
+    def _maybe_recomputed(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Return attend(q, k, v), recomputed in backward under selective recomputation."""
+        if self.config.recompute_attention:
+            return recompute(attend, q, k, v)
+        return attend(q, k, v)
 
-    def _attend_blocks(self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_blocks(
+        self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         config = self.config
-        sight = Sight(
+        mask = MaskSpec(
             stream.cut.whole(q.shape[0]),
             stream,
             config.window,
@@ -84,11 +114,17 @@ class Attention(nn.Module):
             heads,
         )
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = context_attention(q, k, v, sight, way)
+        out = context_attention(q, k, v, mask, way)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, heads, d], k and v [s, b, groups, d], of a share of the heads -> [s, b, heads x d]."""
+        """Return the attention of uncut sequences, for some of the heads.
+
+        Args:
+            heads: the ranks that split the heads.
+            q: [s, b, heads, d]. k, v: [s, b, groups, d].
+        Returns: [s, b, heads x d].
+        """
         if self._drops or stream.piece is not None:
             return self._attend_blocks(stream, heads, "p2p", q, k, v)
         documents = _isolated(stream)
@@ -105,14 +141,17 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """QKV projection, attention, output projection.
 
-    The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value (Megatron's order,
-    checkpoint version 2.0), so that a slice over tp is a set of whole groups.
+    The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value
+    (Megatron-LM's order, checkpoint version 2.0). A tensor-parallel slice is then a set of whole
+    groups.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         parts = parts_of(config)
         super().__init__(config, tp, layer, parts.attention(config, tp))
-        head, queries, groups = config.head_dim, config.heads, config.query_groups
+        head = config.head_dim
+        queries = config.heads
+        groups = config.query_groups
         self.groups = groups // tp.size
         self.linear_qkv = parts.column(
             config.hidden,
@@ -123,10 +162,14 @@ class SelfAttention(Attention):
             init_std=config.linear_std,
         )
         weight = self.linear_qkv.weight
-        set_layout(weight, replace(layout_of(weight), fused=(queries // groups * head, head, head)))
-        # A rank has its own heads only, with or without sequence parallelism.
-        self.q_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
-        self.k_layernorm = parts.norm(config, head, sum_over_tp=True) if config.qk_layernorm else None
+        fused = (queries // groups * head, head, head)
+        set_layout(weight, replace(layout_of(weight), fused=fused))
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:
+            # Each rank norms its own heads only, with or without sequence parallelism.
+            self.q_layernorm = parts.norm(config, head, sum_over_tp=True)
+            self.k_layernorm = parts.norm(config, head, sum_over_tp=True)
         self.linear_proj = parts.row(
             queries * head,
             config.hidden,
@@ -137,16 +180,23 @@ class SelfAttention(Attention):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h], the tokens that are here; under sequence parallelism [s/t, b, h], and all of these
-        tokens in between."""
+        """Apply self-attention to this rank's tokens.
+
+        Args:
+            x: [s, b, h]; under sequence parallelism [s/t, b, h]. The projections gather and
+                scatter the tokens of the t ranks.
+        Returns: the same shape.
+        """
         config = self.config
-        head, per_group = config.head_dim, config.heads // config.query_groups
+        head = config.head_dim
+        per_group = config.heads // config.query_groups
         qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
         s, b = qkv.shape[:2]
         q, k, v = qkv.split((per_group, 1, 1), dim=3)
         q, k, v = (part.reshape(s, b, -1, head) for part in (q, k, v))
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q = self.q_layernorm(q)
+            k = self.k_layernorm(k)
         if config.position_embedding_type == "rope":
             restarting, cut = positions_here(s, x.device)
             q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
@@ -155,48 +205,77 @@ class SelfAttention(Attention):
 
 @eager
 def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
-    """[s/c, b] where positions restart in each document, else None; and which tokens are here."""
-    documents, cut = current_stream().documents, current_stream().cut
-    if documents is None or not documents.restart:
-        return None, cut
-    return positions(cut.whole(rows), cut, documents, device).t(), cut
+    """Return the positions of this rank's tokens in the running pass.
+
+    Args:
+        rows: number of tokens of each sequence on this rank, s/c.
+    Returns: positions [s/c, b] if they restart in each document, else None; and the cut, which
+        says which tokens of the whole sequence these are.
+    """
+    stream = current_stream()
+    if stream.documents is None or not stream.documents.restart:
+        return None, stream.cut
+    found = positions(stream.cut.whole(rows), stream.cut, stream.documents, device)
+    return found.t(), stream.cut
 
 
 def _isolated(stream: Stream) -> Documents | None:
-    return stream.documents if stream.documents is not None and stream.documents.isolate else None
+    """Return the documents if attention must stay inside each, else None."""
+    if stream.documents is None or not stream.documents.isolate:
+        return None
+    return stream.documents
 
 
-# The three below: q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d].
-def _by_document(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, documents: Documents) -> Tensor:
-    """Each document by itself, so that no mask says which tokens belong together."""
+# The three functions below take q [b, heads, s, d], k and v [b, groups, s, d], and return
+# [b, heads, s, d].
+def _by_document(
+    q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, documents: Documents
+) -> Tensor:
+    """Return the attention of each document computed alone, so that no mask is needed."""
     rows = []
     for row, lengths in enumerate(documents.lengths):
-        parts = zip(*(torch.split(x[row : row + 1], list(lengths), dim=2) for x in (q, k, v)), strict=True)
-        rows.append(torch.cat([_by_window(*part, config=config) for part in parts], dim=2))
+        split = (torch.split(x[row : row + 1], list(lengths), dim=2) for x in (q, k, v))
+        outs = [_by_window(*part, config=config) for part in zip(*split, strict=True)]
+        rows.append(torch.cat(outs, dim=2))
     return torch.cat(rows)
 
 
 def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tensor:
-    """Queries in blocks of the window's width, each with the keys that any of them sees: memory and time s x window."""
-    s, window, backend = q.shape[2], config.window, config.attention_backend
+    """Return the attention within the model's sliding window, if it has one.
+
+    Queries are computed in blocks as wide as the window, each with the keys that any of its
+    queries attends to. Memory and time grow with s x window.
+    """
+    s = q.shape[2]
+    window = config.window
+    backend = config.attention_backend
     if window is None or window >= s - 1:
         return _sdpa(q, k, v, None, backend)
     outs = []
     step = max(window, _SMALLEST_BLOCK)
     for begin in range(0, s, step):
-        end, first = min(begin + step, s), max(0, begin - window)
+        end = min(begin + step, s)
+        first = max(0, begin - window)
         seen = band(end - begin, end - first, begin - first, window, q.device)
-        outs.append(_sdpa(q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end], seen, backend))
+        queries = q[:, :, begin:end]
+        outs.append(_sdpa(queries, k[:, :, first:end], v[:, :, first:end], seen, backend))
     return torch.cat(outs, dim=2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, backend: str) -> Tensor:
-    """Causal without a mask."""
+    """Return torch's attention by the chosen kernel.
+
+    seen: mask [queries, keys], True where a query attends to a key; None for a causal mask.
+    """
     if seen is None and backend == "auto" and q.device.type == "cpu":
         return causal_attention(q, k, v)
     per_group = q.shape[1] // k.shape[1]
-    if seen is not None and per_group > 1:  # torch's memory-efficient GPU kernel takes masks but no groups
-        k, v = (part.repeat_interleave(per_group, dim=1) for part in (k, v))
+    if seen is not None and per_group > 1:
+        # torch's memory-efficient GPU kernel takes masks but no groups.
+        k = k.repeat_interleave(per_group, dim=1)
+        v = v.repeat_interleave(per_group, dim=1)
         per_group = 1
     with nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend]):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=per_group > 1
+        )

@@ -1,4 +1,7 @@
-"""Rotary position embedding (Su et al. 2021, section 3.4), half-split as in Llama's Hugging Face weights by default."""
+"""Rotary position embedding (Su et al. 2021, section 3.4).
+
+By default channels i and i + dim/2 form a pair, as in Llama's Hugging Face weights.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +17,39 @@ from megapipe.distributed.tokens import WHOLE, Cut
 from megapipe.models.fused import turned
 from megapipe.tensor_parallel.eager import eager
 
-# Llama 3.1: wavelengths above ORIGINAL / LOW turn slower, those below ORIGINAL / HIGH as ever, the others in between.
-ORIGINAL, LOW, HIGH = 8192, 1.0, 4.0
-# YaRN, with Megatron-LM's numbers: from so many positions; pairs that turn as often in these, or more, turn as ever,
-# those below the second number so much slower, the others in between.
-YARN_ORIGINAL, YARN_FAST, YARN_SLOW = 4096, 32, 1
+# Llama 3.1: the original context length, and two numbers of turns in that length. Pairs that turn
+# less often than LOW are slowed down by the factor, pairs that turn more often than HIGH are not,
+# and the pairs in between are interpolated.
+ORIGINAL = 8192
+LOW = 1.0
+HIGH = 4.0
+# YaRN, with Megatron-LM's defaults: the same three numbers; FAST corresponds to HIGH.
+YARN_ORIGINAL = 4096
+YARN_FAST = 32
+YARN_SLOW = 1
 
 
 def growth(factor: float, weight: float) -> float:
-    """YaRN's attention factor for positions stretched so far (Peng et al. 2023, equation 15)."""
+    """Return YaRN's attention factor, 0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 15).
+
+    Args:
+        factor: how many times longer the context has become; 1 or less gives 1.
+        weight: 1 in the paper; --mscale or --mscale-all-dim.
+    """
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotation.
+    """The parameters of a rotary embedding.
 
     Attributes:
-        dim: channels of a head that are rotated, from the first.
+        dim: number of channels of a head that are rotated, from the first.
         base: of the frequencies base^(-2i/dim).
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
-        scaling: Llama 3.1's factor for low frequencies; None for none.
-        yarn: YaRN's factor; None for none.
-        length: of what is rotated, in times of what it was.
+        scaling: Llama 3.1's factor for low frequencies; None to leave them.
+        yarn: YaRN's factor; None to leave the frequencies.
+        length: factor on the length of the rotated vectors.
     """
 
     dim: int
@@ -48,7 +61,7 @@ class Rotary:
 
     @staticmethod
     def of(config: ModelConfig) -> Rotary:
-        """The rotation that the flags describe."""
+        """Return the rotation of self-attention's queries and keys that the flags describe."""
         return Rotary(
             int(config.head_dim * config.rotary_percent),
             config.rotary_base,
@@ -58,8 +71,9 @@ class Rotary:
 
     @staticmethod
     def of_latents(config: ModelConfig) -> Rotary:
-        """That of the channels beside attention's latents, whose pairs are neighbours."""
-        dim, base = config.qk_pos_emb_head_dim, config.rotary_base
+        """Return the rotation of latent attention's rotated channels; pairs are neighbours."""
+        dim = config.qk_pos_emb_head_dim
+        base = config.rotary_base
         if config.rope_type == "rope":
             return Rotary(int(dim * config.rotary_percent), base, interleaved=True)
         factor = config.rotary_scaling_factor
@@ -67,8 +81,9 @@ class Rotary:
         return Rotary(dim, base, interleaved=True, yarn=factor, length=length)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Radians per position of each pair, [dim / 2] in float64."""
-        plain = self.base ** (-torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim)
+        """Return each pair's rotation in radians per position: [dim / 2], float64."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
+        plain = self.base ** (-exponents / self.dim)
         if self.yarn is not None:
             keep = self._kept_by_yarn(plain)
             return keep * plain + (1 - keep) * plain / self.yarn
@@ -79,38 +94,58 @@ class Rotary:
         return keep * plain + (1 - keep) * plain / self.scaling
 
     def _kept_by_yarn(self, plain: Tensor) -> Tensor:
-        """1 for pairs that turn as ever, 0 for those that turn slower: a ramp between two pairs."""
+        """Return 1 for pairs that keep their frequency, 0 for slowed ones, a ramp in between.
+
+        plain: [dim / 2], the frequencies without YaRN.
+        """
 
         def pair(turns: float) -> float:
-            """Whose frequency turns so often in the original length."""
-            return self.dim * math.log(YARN_ORIGINAL / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            """Return the (fractional) pair that turns this often in the original length."""
+            turn_length = YARN_ORIGINAL / (turns * 2 * math.pi)
+            return self.dim * math.log(turn_length) / (2 * math.log(self.base))
 
-        low, high = max(math.floor(pair(YARN_FAST)), 0), min(math.ceil(pair(YARN_SLOW)), self.dim - 1)
-        ramp = (torch.arange(len(plain), dtype=plain.dtype, device=plain.device) - low) / max(high - low, 0.001)
+        low = max(math.floor(pair(YARN_FAST)), 0)
+        high = min(math.ceil(pair(YARN_SLOW)), self.dim - 1)
+        pairs = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
+        # 0.001, as in Megatron-LM, where both ends of the ramp fall on one pair.
+        ramp = (pairs - low) / max(high - low, 0.001)
         return 1 - ramp.clamp(0, 1)
 
 
 @eager  # a compiler does not see the cache
-@lru_cache(maxsize=64)  # of each slice
+@lru_cache(maxsize=64)  # one entry for each slice and device
 def rotary_table(
     length: int, rotary: Rotary, device: torch.device, dtype: torch.dtype, cut: Cut = WHOLE
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, each [rows, 1, 1, dim]; computed in float64, kept in `dtype`."""
+    """Return cos and sin of position x frequency, computed in float64 and kept in `dtype`.
+
+    Args:
+        length: tokens of the whole sequences.
+        cut: selects the positions.
+    Returns: two tensors [rows, 1, 1, dim].
+    """
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
     angle = rows.outer(rotary.frequencies(device))
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
-    return (angle.cos() * rotary.length).to(dtype), (angle.sin() * rotary.length).to(dtype)
+    cos = angle.cos() * rotary.length
+    sin = angle.sin() * rotary.length
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut = WHOLE) -> Tensor:
-    """Rotate the first channels of every head by its position.
+    """Rotate the first channels of every head by the token's position.
 
     Args:
-        x: [s/c, b, heads, head_dim], the tokens of the cut.
-        positions: [s/c, b], below s; default: the index in s.
+        x: [s/c, b, heads, head_dim], the tokens that the cut selects.
+        positions: [s/c, b], each below s; by default the index in the whole sequence.
+    Returns: the shape and type of x.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = rotary_table(cut.whole(x.shape[0]), rotary, x.device, wide, cut if positions is None else WHOLE)
-    if positions is not None:
-        cos, sin = cos[positions, 0], sin[positions, 0]
+    length = cut.whole(x.shape[0])
+    if positions is None:
+        cos, sin = rotary_table(length, rotary, x.device, wide, cut)
+    else:
+        # Positions restart in documents: any row of the whole table may be needed.
+        table = rotary_table(length, rotary, x.device, wide, WHOLE)
+        cos, sin = (part[positions, 0] for part in table)
     return turned(x, cos, sin, rotary.interleaved)

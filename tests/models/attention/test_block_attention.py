@@ -10,7 +10,7 @@ from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.models.attention import blocks
-from megapipe.models.attention.blocks import Sight
+from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.models.attention.cpu import causal_attention
 from megapipe.pipeline_parallel.threads import run_threads
@@ -33,8 +33,8 @@ def tensors(groups: int, d: int = S, dtype: torch.dtype = torch.float64) -> list
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sample: int = 3, tp: Axis | None = None, **how) -> Tensor:
-    sight = Sight(q.shape[2], Stream(1, sample), p=P, site=(5, "attention"), heads=tp or Axis(), **how)
-    return context_attention(q, k, v, sight)
+    mask = MaskSpec(q.shape[2], Stream(1, sample), p=P, site=(5, "attention"), heads=tp or Axis(), **how)
+    return context_attention(q, k, v, mask)
 
 
 def dropped(q: Tensor, k: Tensor, **how) -> Tensor:

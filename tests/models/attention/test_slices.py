@@ -11,7 +11,7 @@ from torch import nn
 from megapipe.distributed.axis import CPU, at_waits
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
-from megapipe.models.attention.blocks import Sight
+from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.pipeline_parallel.passes.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.memory import Activations
@@ -40,7 +40,7 @@ def sights(documents=None, window=None, keep=None):
     for number, begin in enumerate(range(0, S, S // SLICES)):
         stream = Stream(0, 0, piece=range(begin, begin + S // SLICES), length=S, prefix=prefix)
         stream = stream if keep is None else replace(stream, keep=slices.keeping(number, keep))
-        yield Sight(S, stream, window, documents, site=(0, "attention"))
+        yield MaskSpec(S, stream, window, documents, site=(0, "attention"))
 
 
 def most_kept(documents, *, again=False, window=None, copied=False):
@@ -53,26 +53,26 @@ def most_kept(documents, *, again=False, window=None, copied=False):
     moves = Activations(nn.Identity(), Host(CPU), [Sizes()] * SLICES, 1.0, out=range(SLICES), again=())
     all_sights, most, outs = list(sights(documents, window, moves.keep if copied else None)), [0, 0], []
 
-    def attend(sight):
-        cut = [x[:, :, sight.stream.piece.start : sight.stream.piece.stop] for x in (q, k, v)]
-        return context_attention(*cut, sight)
+    def attend(mask):
+        cut = [x[:, :, mask.stream.piece.start : mask.stream.piece.stop] for x in (q, k, v)]
+        return context_attention(*cut, mask)
 
     def look():
         found = kept_bytes(all_sights[0].stream.prefix)
         most[:] = max(most[0], found[0]), max(most[1], found[1])
 
-    for number, sight in enumerate(all_sights):
+    for number, mask in enumerate(all_sights):
         with torch.set_grad_enabled(not again), moves.saving(number):
-            outs.append(attend(sight))
+            outs.append(attend(mask))
         look()
         moves.saved(number, outs[-1], None)
         if copied:
             moves.offload(number)
-    for number, (sight, out) in reversed([*enumerate(zip(all_sights, outs, strict=True))]):
+    for number, (mask, out) in reversed([*enumerate(zip(all_sights, outs, strict=True))]):
         if copied:
             moves.load(number)()
         # Gradients of keys are there until the backward of their own slice has taken them.
-        (attend(sight) if again else out).sum().backward()
+        (attend(mask) if again else out).sum().backward()
         look()
     assert kept_bytes(all_sights[0].stream.prefix) == (0, 0)
     return most, torch.cat([out.detach() for out in outs], 2), (q, k, v)
@@ -127,11 +127,11 @@ def test_another_pass_has_as_many_turns_whatever_a_slice_sees_of_those_before(wa
 
     def turns_of(mesh: ProcessMesh) -> list[int]:
         turns, found, outs = [], [], []
-        all_sights = [replace(sight, stream=replace(sight.stream, cp=mesh.cp)) for sight in sights(QUARTERS)]
+        all_sights = [replace(mask, stream=replace(mask.stream, cp=mesh.cp)) for mask in sights(QUARTERS)]
         with at_waits.do(lambda: turns.append(0), None):
-            for sight in all_sights:
+            for mask in all_sights:
                 q, k, v = (torch.randn(1, HEADS, S // SLICES // 2, D, requires_grad=True) for _ in range(3))
-                outs.append(context_attention(q, k, v, sight, way))
+                outs.append(context_attention(q, k, v, mask, way))
                 found.append(len(turns))
             for out in reversed(outs):
                 out.sum().backward()

@@ -124,8 +124,8 @@ DEFECTS = {
     ),
     "gradients of a slice's gathered keys are cut as whole sequences are": Planted(
         "models/attention/context.py",
-        "    mine = Cut(cut.rank, cut.size)\n    return cp",
-        "    mine = cut\n    return cp",
+        "    mine = Cut(cut.rank, cut.size)\n",
+        "    mine = cut\n",
         {"cp": ["all-gather"], "slices": ["2", "documents"]},
     ),
     "the gradient of a depth's projection is the first rank's": Planted(
