@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from megapipe.pipeline_parallel.watch.diagnosis import Report
-from megapipe.pipeline_parallel.watch.watch import Watch
+from megapipe.pipeline_parallel.watch.watch import POLL_S, SILENCE_S, Watch
 
 RANKS = 300
 
@@ -74,3 +75,20 @@ def test_an_error_of_the_watchs_own_ends_neither_the_watch_nor_what_it_says_at_t
         "rank 0 is in pass 1F2 of iteration 3, since 1.0 s: timed out; the other ranks could not be heard" in said[-1]
     )
     assert codes == [4]
+
+
+LATE_S = 15.6
+"""How late a healthy store was on two cores with 100 programs to run."""
+
+
+def test_a_store_that_is_late_is_asked_again_and_one_that_stays_silent_is_gone(store):
+    watch, answers, each_s = watch_of(0, store), threading.Event(), 0.02
+    asked_s = 2.0 * LATE_S / (2.0 + POLL_S)  # of each poll two seconds are a wait for the store
+    watch._silent_s = asked_s - each_s
+    assert watch._ask(lambda store: answers.wait(), each_s) is None
+    assert watch._alone() is None
+    assert watch._ask(lambda store: store.add("left", 1)) == 1
+    watch._silent_s = SILENCE_S
+    assert watch._ask(lambda store: answers.wait(), each_s) is None
+    assert "store (by hand: rank 0) is gone" in watch._alone()
+    answers.set()
