@@ -199,8 +199,8 @@ def pieces(
     alike = model.per_layer_overrides is None and not model.has_experts and not model.first_last_layers_bf16
     different = 1 if alike else model.layers
     configs = [layer_config(model, layer) for layer in range(different)]
-    works = [(config, layer_work(config, load)) for config in configs]
-    layers = tuple(work.in_fp8(load) if config.fp8_format else work for config, work in works)
+    works = {config: layer_work(config, load) for config in dict.fromkeys(configs)}
+    layers = tuple(works[config].in_fp8(load) if config.fp8_format else works[config] for config in configs)
     embedding = Work(held=masks, parameters=rows * h)
     head = _head(model, load)
     depth = _depth(model, load) + head
