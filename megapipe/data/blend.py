@@ -44,7 +44,7 @@ class BlendedDataset:
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Return the prefixes and the normalised weights of a --data-path list: weight prefix ...
 
-    In a list of odd length, or with no number in the place of any weight, every item is a prefix.
+    In a list of odd length, or without a number in the place of any weight, all items are prefixes.
     The weights are then None. Megatron's `get_blend_from_list` decides in the same way.
 
     Raises: DataError for an empty list, or if only some items in the places of weights are positive
@@ -70,7 +70,7 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
     numbers = [weight or 0.0 for weight in weights]
     if math.isinf(sum(numbers)):
         raise DataError(
-            "the weights of --data-path have a sum that no number can hold. Give smaller ones, "
+            "the weights of --data-path have a sum that overflows float64. Give smaller ones, "
             "such as 1 and 2."
         )
     return prefixes, normalised(numbers)
@@ -111,7 +111,7 @@ def split_ranges(split: str, count: int) -> list[tuple[int, int] | None]:
     proportions = [float(n) for n in texts] + [0.0] * (3 - len(texts))
     if math.isinf(sum(proportions)):
         raise DataError(
-            f"--split {split[:40]!r} has a sum that no number can hold. "
+            f"--split {split[:40]!r} has a sum that overflows float64. "
             "Use --split 969,30,1 or the like."
         )
     if not any(proportions):

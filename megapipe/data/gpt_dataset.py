@@ -71,7 +71,7 @@ def build_indices(
     num_samples: int | None,
     seed: int,
 ) -> SampleIndices:
-    """Build the three indices, bitwise equal to those of Megatron-LM.
+    """Build the three indices, bitwise equal to Megatron-LM's.
 
     Compare megatron/core/datasets/gpt_dataset.py and helpers.cpp.
 
@@ -90,8 +90,8 @@ def build_indices(
         needed = num_samples * seq_length + 1
         epochs = max(1, math.ceil(needed / per_epoch))
     samples = (epochs * per_epoch - 1) // seq_length
-    # The numbers, the types and the order of the draws below are those of Megatron-LM: equal seeds
-    # must give equal samples.
+    # Numbers, types and the order of the random draws follow Megatron-LM: equal seeds must give
+    # equal samples.
     before_last = ((epochs - 1) * per_epoch - 1) // seq_length
     # If little of the last epoch is used, it is shuffled separately. Otherwise the few samples from
     # it would appear anywhere in the run.

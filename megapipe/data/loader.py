@@ -52,7 +52,7 @@ class Batch:
         Args:
             depth: number of tokens to shift; 0 returns this microbatch.
             weighs: scale the loss mask to the sum of this one's. A loss that is divided by the
-                number of tokens of the step then weighs as much as that of the main model.
+                number of tokens of the step then weighs as much as the main model's loss.
             ends: end-of-document id. A label is masked if a document ends between it and its input.
         """
         if not depth:

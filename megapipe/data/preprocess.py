@@ -35,7 +35,7 @@ _MAX_PROBLEMS = 10
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become token ids.
+    """The settings by which documents become token ids.
 
     Attributes:
         tokenizer: the flags of the tokenizer.

@@ -130,8 +130,8 @@ def test_tiktoken_gives_the_ids_of_its_ranks(tmp_path):
     "tokens, said",
     [
         ([bytes([i]) for i in range(255)], "256 tokens none is the byte 0xff, so no text with it has ids (1 lack)"),
-        ([bytes([i]) for i in range(256)], "257 tokens those of rank 7 and 256 are the same"),
-        ([bytes([i]) for i in (7, *range(256))], "258 tokens those of rank 0 and 8 are the same"),
+        ([bytes([i]) for i in range(256)], "257 tokens ranks 7 and 256 are the same"),
+        ([bytes([i]) for i in (7, *range(256))], "258 tokens ranks 0 and 8 are the same"),
     ],
 )
 def test_a_tiktoken_file_that_some_text_has_no_ids_in_is_named(tmp_path, tokens, said):

@@ -1,7 +1,7 @@
 """Build tokenizers of the library `tokenizers`: GPT-2's two files, or a Hugging Face folder.
 
-The ids equal those of the transformers classes that Megatron-LM calls, without importing
-transformers. Only a folder without a tokenizer.json needs transformers, which converts it.
+Megatron-LM calls classes of transformers; the ids here are equal, without importing transformers.
+Only a folder without a tokenizer.json needs transformers, which converts it.
 """
 
 from __future__ import annotations

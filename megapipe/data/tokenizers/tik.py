@@ -39,7 +39,7 @@ class TikTokenizer:
         ids: id of each byte string; byte strings with lower ids are merged first.
         specials: id of each special token.
         vocab_size: number of ids.
-        eod: end-of-document id, that of </s>.
+        eod: end-of-document id, the id of </s>.
 
     Raises: DataError without the library tiktoken, or for a file that is missing or of another
         kind.
@@ -118,5 +118,5 @@ def _ranks(path: str, count: int) -> list[bytes]:
     places = {token: i for i, token in enumerate(ranks)}
     twice = next((i for i, token in enumerate(ranks) if places[token] != i), None)
     if twice is not None:
-        raise DataError(f"{flag} those of rank {twice} and {places[ranks[twice]]} are the same")
+        raise DataError(f"{flag} ranks {twice} and {places[ranks[twice]]} are the same")
     return ranks

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 class SentencePieceTokenizer:
     """A SentencePiece model.
 
-    Its end-of-document id is that of </s>, or else of a piece named <eod> or <|endoftext|>.
+    Its end-of-document piece is </s>, or else a piece named <eod> or <|endoftext|>.
 
     Raises: DataError for a file that is missing, empty, damaged, of another kind, or without an
         end-of-document piece.
