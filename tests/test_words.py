@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 ROOMS = [
     "megapipe/data",
     "megapipe/data/tokenizers",
+    "megapipe/distributed",
+    "megapipe/distributed/meeting",
     "megapipe/kernels",
     "megapipe/models",
     "megapipe/models/attention",

@@ -108,7 +108,8 @@ def build_indices(
     _shuffle(documents, documents_cut, random)
     # Megatron-LM's limit for this type.
     fits_uint32 = samples < np.iinfo(np.uint32).max - 1
-    shuffle = np.arange(samples, dtype=np.uint32 if fits_uint32 else np.int64)
+    narrow: type[np.integer[Any]] = np.uint32 if fits_uint32 else np.int64
+    shuffle = np.arange(samples, dtype=narrow)
     _shuffle(shuffle, samples_cut, random)
     return SampleIndices(documents, _sample_index(lengths[documents], samples, seq_length), shuffle)
 
@@ -132,7 +133,8 @@ def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> 
     # empty documents too, but not before its first step, so row 0 is always document 0 (see below).
     begin = np.diff(-(-ends // seq_length), prepend=0)
     fits_int32 = len(lengths) <= np.iinfo(np.int32).max
-    index = np.empty((samples + 1, 2), np.int32 if fits_int32 else np.int64)
+    narrow: type[np.integer[Any]] = np.int32 if fits_int32 else np.int64
+    index = np.empty((samples + 1, 2), narrow)
     index[:, 0] = np.repeat(np.arange(len(lengths), dtype=index.dtype), begin)
     first_tokens = np.arange(samples + 1, dtype=np.int64) * seq_length
     index[:, 1] = first_tokens - np.repeat(ends - lengths, begin)

@@ -1,4 +1,7 @@
-"""One axis of the mesh as a rank sees it, with its collectives; what is pending is waited for by who reads it."""
+"""One axis of the mesh as a rank sees it, with its collectives.
+
+A collective that is started returns a Pending. The code that reads the result waits for it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from megapipe.distributed.shared_memory import SharedMemory, Started
 
-# torch 2.13 renamed these two and warns about the old names; 2.11 has only those.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _SHIFT_TAG = 1 << 20
@@ -24,22 +27,34 @@ CPU = torch.device("cpu")
 
 
 class Watch(Protocol):
-    """A watch that takes the times at which a pass waits: of each (mark before, mark after)."""
+    """A stopwatch for the time that a pass waits for collectives.
+
+    Attributes:
+        mark: returns the time now, in any form that the watch can read later.
+        waits: the marks before and after each wait.
+    """
 
     mark: Callable[[], Any]
     waits: list[tuple[Any, Any]]
 
 
 class AtWaits(threading.local):
-    """The thread's way to wait for a collective. give_turn: lets another pass go on first, see
-    `pipeline_parallel.together`."""
+    """The actions of a thread when it waits for a collective.
+
+    Attributes:
+        give_turn: lets another pass of the rank compute first, see `pipeline_parallel.together`.
+        watch: measures the wait.
+    """
 
     give_turn: Callable[[], None] | None = None
     watch: Watch | None = None
 
     @contextmanager
     def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
-        before, self.give_turn, self.watch = (self.give_turn, self.watch), give_turn, watch
+        """Set both attributes for the block."""
+        before = (self.give_turn, self.watch)
+        self.give_turn = give_turn
+        self.watch = watch
         try:
             yield
         finally:
@@ -51,42 +66,54 @@ at_waits = AtWaits()
 
 @dataclass(frozen=True)
 class Pending:
-    """The result of a collective that may still be under way: read it after `wait` only."""
+    """The result of a collective that may still be under way.
+
+    Attributes:
+        tensor: where the collective writes; read it only after `wait`.
+        work: waits for the collective; None if it is complete.
+        finish: makes the result of the tensor.
+    """
 
     tensor: Tensor
     work: dist.Work | Started | Sequence[dist.Work] | None = None
-    what: Callable[[Tensor], Tensor] = lambda x: x
+    finish: Callable[[Tensor], Tensor] = lambda x: x
 
     def wait(self) -> Tensor:
-        """The result, once it is here. To be called once."""
+        """Wait for the collective and return the result. Call it once."""
         if self.work is not None:
+            # Another pass may compute while this one only waits.
             if at_waits.give_turn is not None:
                 at_waits.give_turn()
             watch = at_waits.watch
+            # The turn comes first: time in which another pass computes is not lost.
             begin = None if watch is None else watch.mark()
-            for work in self.work if isinstance(self.work, Sequence) else (self.work,):
+            works = self.work if isinstance(self.work, Sequence) else (self.work,)
+            for work in works:
                 work.wait()
             if watch is not None:
                 watch.waits.append((begin, watch.mark()))
-        return self.what(self.tensor)
+        return self.finish(self.tensor)
 
-    def then(self, what: Callable[[Tensor], Tensor]) -> Pending:
-        """A pending result with something done to it."""
-        return Pending(self.tensor, self.work, lambda x: what(self.what(x)))
+    def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
+        """Return a pending result that applies `function` to this one's result."""
+        return Pending(self.tensor, self.work, lambda x: function(self.finish(x)))
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as a rank sees it. Size 1 needs no group and its collectives are the identity.
+    """One axis of the mesh as a rank sees it.
+
+    An axis of size 1 needs no group, and its collectives return their input.
 
     Attributes:
-        rank: position on the axis, 0..size-1.
+        rank: position of this rank on the axis, 0..size-1.
+        size: number of ranks.
         ranks: global rank at each position.
-        group: communicator; None where size is 1.
-        device: where its tensors live.
-        shared: a faster way between CPU ranks of one host, where there is one.
-        links: of a pipeline over NCCL, communicators of the same ranks for messages of one way, see `groups.link`.
-        beside: of tensor parallelism, the axes of experts by name.
+        group: communicator; None if size is 1.
+        device: device of the tensors.
+        shared: faster transfer between CPU ranks of one host, if there is one.
+        links: for a pipeline over NCCL, one-directional communicators, see `groups.link`.
+        expert_axes: for the tensor-parallel axis, the axes of experts by name.
     """
 
     rank: int = 0
@@ -96,92 +123,139 @@ class Axis:
     device: torch.device = CPU
     shared: SharedMemory | None = None
     links: tuple[dist.ProcessGroup, ...] = ()
-    beside: Mapping[str, Axis] = field(default_factory=dict, compare=False)
+    expert_axes: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """The axis of this name beside tensor parallelism, or itself; where none is, experts are split as all else."""
-        return self if name == "tp" else self.beside.get(name, ALONE if name == "ep" else self)
+        """Return the tensor-parallel axis itself for "tp", else the experts' axis of this name.
+
+        Without axes of experts, experts are split as everything else is: "ep" has size 1, and any
+        other name gives this axis.
+        """
+        if name == "tp":
+            return self
+        default = ALONE if name == "ep" else self
+        return self.expert_axes.get(name, default)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Combine x over the axis in place and return it. op: sum, max or min."""
+        """Combine x over the axis in place and return it.
+
+        Args:
+            op: "sum", "max" or "min".
+        """
         return self.start_all_reduce(x, op).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[n, ...] on each rank -> [size * n, ...], in rank order."""
+        """Gather [n, ...] of each rank to [size * n, ...], in rank order."""
         return self.start_all_gather(x).wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """[size * n, ...] on each rank -> the sum's own slice [n, ...]."""
+        """Sum [size * n, ...] over the ranks and return this rank's slice [n, ...]."""
         return self.start_reduce_scatter(x).wait()
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        """`all_reduce` that runs while its caller goes on; so are the two below. x must not change before the end."""
+        """Start `all_reduce` and return at once. x must not be used until the end."""
         if self.size == 1:
             return Pending(x)
         exchange = self._exchange(x, lambda parts: _combine(parts, x, _OF_TWO[op]))
+        if exchange is not None:
+            return Pending(x, exchange)
         op_of_torch = getattr(dist.ReduceOp, op.upper())
-        return Pending(x, exchange or dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
+        return Pending(x, dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """into: as in `start_reduce_scatter`, of the result's shape; x may be this rank's slice of it."""
+        """Start `all_gather` and return at once. x must not change until the end.
+
+        Args:
+            into: [size * n, ...], where the result is written if possible. On a GPU, x may be this
+                rank's slice of it.
+        """
         if self.size == 1:
             return Pending(x)
-        out = into if into is not None and _fits(x, into) else x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        out = into
+        if out is None or not _fits(x, out):
+            out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         exchange = self._exchange(x, lambda parts: torch.cat(list(parts), out=out))
-        return Pending(out, exchange or _all_gather(out, x.contiguous(), group=self.group, async_op=True))
+        if exchange is not None:
+            return Pending(out, exchange)
+        return Pending(out, _all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """into: where the result is to be left. If that is this rank's slice of x, a GPU does so alone: NCCL needs no
-        room beside x then."""
+        """Start `reduce_scatter` and return at once. x must not change until the end.
+
+        Args:
+            into: [n, ...], where the result is written if possible. On a GPU it may be this rank's
+                slice of x, for which NCCL needs no further memory.
+        """
         if self.size == 1:
             return Pending(x)
         rows = x.shape[0] // self.size
-        mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        out = into if into is not None and _fits(x, into) else x.new_empty(rows, *x.shape[1:])
-        exchange = self._exchange(x, lambda parts: _combine([part[mine] for part in parts], out, torch.add))
-        return Pending(out, exchange or _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
-
-    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
-        """Around the ring: x goes to the rank after, the rank before's comes; its receive is posted first.
-
-        lane: shifts that are under way side by side have different ones, and begin in one order on all ranks.
-        into: where what comes is to be left.
-        """
-        out, before, after = (
-            torch.empty_like(x) if into is None else into,
-            (self.rank - 1) % self.size,
-            (self.rank + 1) % self.size,
+        own = slice(self.rank * rows, (self.rank + 1) * rows)
+        out = into
+        if out is None or not _fits(x, out):
+            out = x.new_empty(rows, *x.shape[1:])
+        exchange = self._exchange(
+            x, lambda parts: _combine([part[own] for part in parts], out, torch.add)
         )
+        if exchange is not None:
+            return Pending(out, exchange)
+        return Pending(out, _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
+
+    def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
+        """Send x to the next rank of the ring and receive the previous rank's x.
+
+        Args:
+            channel: a number that differs between shifts that are under way at the same time. All
+                ranks must start such shifts in one order.
+            into: where the received tensor is written, like x; a new tensor by default.
+        """
+        out = torch.empty_like(x) if into is None else into
+        previous = (self.rank - 1) % self.size
+        following = (self.rank + 1) % self.size
         assert self.group is not None
         if self.device.type == "cuda":
-            # Both in one group: NCCL runs what is posted apart in order, and in a ring each rank would wait for the
-            # next.
-            calls = [dist.P2POp(dist.irecv, out, group=self.group, group_peer=before)]
-            calls.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=after))
+            # NCCL runs separate calls in order. In a ring, each rank's receive would then wait for
+            # a send that waits for the next rank's receive. In one batch both run together.
+            calls = [
+                dist.P2POp(dist.irecv, out, group=self.group, group_peer=previous),
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=following),
+            ]
             return Pending(out, dist.batch_isend_irecv(calls))
-        # Of the group itself, which may be one that torch.distributed does not know (threads).
-        arrives = self.group.recv([out], before, _SHIFT_TAG + lane)
-        return Pending(out, (arrives, self.group.send([x], after, _SHIFT_TAG + lane)))
+        # Methods of the group itself: torch.distributed does not know groups of threads.
+        tag = _SHIFT_TAG + channel
+        arrives = self.group.recv([out], previous, tag)
+        leaves = self.group.send([x], following, tag)
+        return Pending(out, (arrives, leaves))
 
     def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
-        """Rows of x to each rank, one behind the other, rows[this rank] says how many -> those that each rank has for
-        this one. rows: [size][size], the same on all ranks."""
+        """Start to send rows of x to each rank, and to receive each rank's rows for this one.
+
+        Args:
+            x: the rows for rank 0, then for rank 1, and so on.
+            rows: [size][size] numbers of rows, from each rank to each rank; equal on all ranks.
+        Returns: the received rows, pending, in the order of the sending ranks.
+        """
         arriving = [row[self.rank] for row in rows]
         out = x.new_empty(sum(arriving), *x.shape[1:])
         starts = [sum(row[: self.rank]) for row in rows]
 
         def read(parts: Sequence[Tensor]) -> None:
-            pieces = [part[start : start + n] for part, start, n in zip(parts, starts, arriving, strict=True)]
+            pieces = []
+            for part, start, n in zip(parts, starts, arriving, strict=True):
+                pieces.append(part[start : start + n])
             torch.cat(pieces, out=out)
 
+        # Each rank's tensor is shown in full, so the segments need room for the longest one.
         exchange = self._exchange(x, read, max(map(sum, rows)))
-        if exchange is None:
-            leaving = [*rows[self.rank]]
-            exchange = dist.all_to_all_single(out, x.contiguous(), arriving, leaving, group=self.group, async_op=True)
-        return Pending(out, exchange)
+        if exchange is not None:
+            return Pending(out, exchange)
+        leaving = [*rows[self.rank]]
+        work = dist.all_to_all_single(
+            out, x.contiguous(), arriving, leaving, group=self.group, async_op=True
+        )
+        return Pending(out, work)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [size, ...], its n-th row for rank n -> [size, ...], the n-th row from rank n."""
+        """Send row n of x [size, ...] to rank n; return [size, ...] with row n from rank n."""
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
         return Pending(out, work).wait()
@@ -189,23 +263,31 @@ class Axis:
     def _exchange(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
     ) -> Started | None:
-        return None if self.shared is None else self.shared.start(x, read, most)
+        """Start an exchange through shared memory; None if the ranks have none."""
+        if self.shared is None:
+            return None
+        return self.shared.start(x, read, most)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite x with the one at position `source`."""
+        """Overwrite x with the x of position `source` on the axis, and return it."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
 
     def barrier(self) -> None:
-        """No rank's device gets past it before every rank of the axis has come. Under NCCL this thread goes on."""
+        """Make each rank's device wait until all ranks have called this.
+
+        Under NCCL only the GPU waits; this thread goes on.
+        """
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. JSON, so that nothing is unpickled."""
+        """Return every rank's value, in rank order. Values must be representable in JSON."""
         if self.size == 1:
             return [value]
+        # Not pickle: nothing that another process sends may run code here.
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        # Values differ in length, and all_gather needs equal ones.
         sizes = self.all_gather(torch.tensor([data.numel()], device=self.device)).tolist()
         padded = data.new_zeros(max(sizes))
         padded[: data.numel()] = data
@@ -214,19 +296,26 @@ class Axis:
 
 
 ALONE = Axis()
-"""One rank has all."""
+"""An axis of size 1."""
 
 
-_OF_TWO: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_OF_TWO: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def _fits(x: Tensor, into: Tensor) -> bool:
-    """Can a result be left there? On a CPU not within what it is made of."""
+    """Return whether a collective on x can write to `into`.
+
+    On a CPU it cannot if both share memory: ranks would overwrite values that others still read.
+    """
     return into.is_cuda or x.untyped_storage()._cdata != into.untyped_storage()._cdata
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
-    """Combine all of them in this order, the same bits on every rank."""
+    """Combine the tensors in this order into `out`, so that all ranks get bitwise equal results."""
     of_two(parts[0], parts[1], out=out)
     for part in parts[2:]:
         of_two(out, part, out=out)

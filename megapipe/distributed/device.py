@@ -1,4 +1,4 @@
-"""The only module that touches CUDA. Everything else takes the device and backend it is given."""
+"""The only module that touches CUDA; all others take the device and the backend they are given."""
 
 from __future__ import annotations
 
@@ -19,17 +19,23 @@ from torch import Tensor
 from megapipe.config import ParallelConfig
 from megapipe.errors import ConfigError
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+# Options of mallopt, from glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 def has_cuda() -> bool:
-    """Is there a GPU that torch can use for each rank of this machine? NCCL refuses two ranks on one.
+    """Return whether torch can use a GPU for each rank of this machine; NCCL needs one per rank.
 
-    One GPU in sight of several ranks is taken for each one's own: a scheduler that binds a GPU to each task hides the
-    others from it. `ProcessMesh.create` asks whether it was the same one.
+    One visible GPU counts as one per rank: a scheduler that gives each task a GPU hides the others.
+    `ProcessMesh.create` checks that two ranks do not use one GPU.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = _num_gpus()
     return gpus == 1 or gpus >= max(1, _ranks_here())
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _ranks_here() -> int:
@@ -37,47 +43,60 @@ def _ranks_here() -> int:
 
 
 def cores() -> int:
-    """Cores of this machine for each rank that runs on it."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, here // _ranks_here())
+    """Return the number of CPU cores of this machine per rank that runs on it, at least 1."""
+    # A container or a scheduler may allow this process some of the machine's cores only.
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    return max(1, usable // _ranks_here())
 
 
 def built_for_cpus() -> bool:
-    """Can this build of torch use no GPU, whatever the machine has?"""
+    """Return whether this build of torch can use no GPU, whatever the machine has."""
     return torch.version.cuda is None and torch.version.hip is None
 
 
 def pick_device(parallel: ParallelConfig) -> torch.device:
-    """This process's device: its own GPU, or the CPU where there is none or gloo was asked for.
+    """Return this process's device: its own GPU, or the CPU without GPUs or with gloo.
 
-    Raises: ConfigError if this machine has GPUs, but not one for each rank: none trains on the CPU unasked.
+    Raises: ConfigError if this machine has GPUs, but not one for each rank. No rank then trains on
+        the CPU unasked.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = _num_gpus()
     if not gpus or parallel.distributed_backend == "gloo":
         return torch.device("cpu")
     if not has_cuda():
         raise ConfigError(
-            f"--nproc-per-node {_ranks_here()}, on a machine of {gpus} GPUs: start at most {gpus} ranks there "
-            f"(torchrun --nproc-per-node {gpus}), or compute on the CPU with --distributed-backend gloo."
+            f"--nproc-per-node {_ranks_here()}, on a machine of {gpus} GPUs: start at most {gpus} "
+            f"ranks there (torchrun --nproc-per-node {gpus}), or compute on the CPU with "
+            "--distributed-backend gloo."
         )
-    # A stage's activations and what its W passes keep outlive temporaries: blocks of fixed size fall to pieces.
+    # Activations, and the tensors that W passes keep, outlive temporaries. Blocks of fixed size
+    # would fragment the memory.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # Plain mode posts messages alone on communicators of one way, where torch's advice to batch them does not hold.
+    # torch advises to batch messages. Links post single messages in one direction each, where the
+    # advice does not hold.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0)
+    # A scheduler that shows one GPU to each rank numbers it 0 on every rank.
+    index = int(os.environ.get("LOCAL_RANK", "0")) if gpus > 1 else 0
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """A GPU's name among all of the world's: two ranks that say the same one share it. None for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    """Return the UUID of a GPU, which is equal on ranks that share the GPU; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def require_fp8(device: torch.device, asked: str | None) -> None:
-    """Raises: ConfigError if a GPU has no products of eight bits; a CPU computes the same in float32.
+    """Raise ConfigError if a GPU cannot multiply 8-bit numbers; a CPU emulates it in float32.
 
-    asked: by --fp8-format.
+    Args:
+        asked: the value of --fp8-format; None for no check.
     """
     if asked is not None and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -89,63 +108,70 @@ def require_fp8(device: torch.device, asked: str | None) -> None:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None for a CPU, which shares its own with all else."""
-    return None if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+    """Return the bytes of a GPU's memory; None for a CPU, whose memory other programs share."""
+    if device.type == "cpu":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether a tensor had no room. torch has no class of its own for the host's memory."""
-    return isinstance(error, MemoryError) or bool(re.search("allocate memory|out of memory|[Oo]verflow", str(error)))
+    """Return whether an error says that memory for a tensor was missing, on a GPU or the host."""
+    # torch has no exception class for missing memory of the host.
+    pattern = "allocate memory|out of memory|[Oo]verflow"
+    return isinstance(error, MemoryError) or bool(re.search(pattern, str(error)))
 
 
 def waits_for_kernels() -> bool:
-    """Does the host wait for each kernel that it starts? Set by who looks for the one that fails."""
+    """Return whether the host waits for each kernel, which a user sets to find one that fails."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next allocation, up to 2 GiB, where it is glibc's.
+    """Let glibc keep up to 2 GiB of freed memory for later allocations; no effect elsewhere.
 
-    A step on a CPU allocates the same tensors as the last one. Given back in between, each page of them would be
-    cleared by the system again: 1 to 5% of a step.
+    A step on a CPU allocates the same tensors as the step before. If they were returned to the
+    system in between, it would clear each page again, which costs 1 to 5% of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most that it takes; its own rule starts with 128 KiB
+        # 32 MiB is the largest value that glibc takes; it starts with 128 KiB.
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, (2 << 30) - 1)
 
 
 def backend_of(device: torch.device) -> str:
-    """The torch.distributed backend of a device."""
+    """Return the torch.distributed backend of a device, "nccl" or "gloo"."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def device_name(device: torch.device) -> str:
-    """Device and backend in words."""
+    """Return the device and its backend in words."""
     return "CUDA (nccl)" if device.type == "cuda" else "CPU (gloo)"
 
 
 def be_deterministic() -> None:
-    """Let torch refuse kernels whose results differ from run to run. Call it before any work on a GPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its sums with a fixed workspace only
+    """Let torch refuse kernels whose results differ between runs. Call it before any GPU work."""
+    # cuBLAS repeats its sums bitwise only with a workspace of fixed size.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device; nothing to wait for on a CPU."""
+    """Wait for all work on a GPU; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """The context that another thread enters, so that its work on the device follows this one's in one queue."""
+    """Return a context for another thread, in which its work enters this thread's stream."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)
 
     @contextmanager
     def entered() -> Iterator[None]:
-        # A thread begins with device 0. Leaving the stream would go back there, and make a context on it.
+        # A thread starts with device 0. Leaving the stream would return there and create a CUDA
+        # context on device 0.
         torch.cuda.set_device(device)
         with torch.cuda.stream(stream):
             yield
@@ -154,68 +180,89 @@ def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any
 
 
 class Clock:
-    """A device's time without waiting for it: `mark` now, and `seconds` once what was marked is over.
+    """Measures a device's time without waiting for the device.
 
-    Of a GPU marks are events in the order of its work, counted from the making of the clock; for that its queue should
-    be empty.
+    `mark` marks the current place in the device's work; `seconds` gives its time once that is done.
+    A GPU's marks are events, counted from the creation of the clock, when its queue must be empty.
     """
 
     def __init__(self, device: torch.device) -> None:
+        # An event has no time of its own, only a distance from another event. The first one ties
+        # all others to the host's clock.
         self._at = time.perf_counter()
         self._origin = _event() if device.type == "cuda" else None
 
     def mark(self) -> Any:
+        """Return a mark for `seconds`."""
         return time.perf_counter() if self._origin is None else _event()
 
     def seconds(self, mark: Any) -> float:
-        """The host's seconds of a mark, by `time.perf_counter`."""
-        return float(mark if self._origin is None else self._at + self._origin.elapsed_time(mark) / 1e3)
+        """Return the time of a mark in seconds of the host's `time.perf_counter`."""
+        if self._origin is None:
+            return float(mark)
+        return float(self._at + self._origin.elapsed_time(mark) / 1e3)
 
 
 class CopyLane:
-    """Copies in one direction between a device and the host: one after the other, beside the device's own work.
+    """Copies in one direction between a device and the host, while the device computes.
 
-    On a CPU a thread makes them. The streams and events of a GPU have never been run.
+    The copies run one after another, on a stream of a GPU or in a thread for a CPU. No GPU has run
+    this.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._thread = device, ThreadPoolExecutor(1, "copies")  # which begins with the first copy
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.device = device
+        # The thread starts with the first copy.
+        self._thread = ThreadPoolExecutor(1, "copies")
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def buffer(self, size: int) -> Tensor:
-        """Bytes on the host, where a GPU can copy to and from them by itself."""
+        """Return `size` bytes on the host, page-locked for a GPU, which copies them by itself."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
-        """Copy (to, from) behind the device's work so far and the copies `after`: what `wait` and `span` take."""
-        behind = [other for other in after if other is not None]
+        """Start copies that wait for the device's work so far.
+
+        Args:
+            pairs: (destination, source) of each copy.
+            after: copies that must be over before, as this function has returned them; or None.
+        Returns: the started copies, for `wait` and `span`.
+        """
+        previous = [other for other in after if other is not None]
         if self._stream is None:
-            return self._thread.submit(_copied, pairs, behind)
+            return self._thread.submit(_copied, pairs, previous)
+        # A copy must not start before the kernels that write its source.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        for _, ended in behind:
+        for _, ended in previous:
             self._stream.wait_event(ended)
         with torch.cuda.stream(self._stream):
             began = _event()
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
-                # The allocator gives this memory to no one else before the copy is done.
-                (to if to.is_cuda else source).record_stream(self._stream)
+                # Tell the allocator not to reuse this memory before the copy is done.
+                on_gpu = to if to.is_cuda else source
+                on_gpu.record_stream(self._stream)
             return began, _event()
 
     def wait(self, begun: Any) -> None:
-        """The device's further work waits for these copies."""
+        """Let the device's further work wait for started copies."""
         if self._stream is None:
             begun.result()
         else:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Marks, as of Clock, of the beginning and the end of these copies, once they are over."""
+        """Return marks for Clock of the begin and the end of started copies, once they are over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 
-def _copied(pairs: Sequence[tuple[Tensor, Tensor]], behind: Sequence[Future[Any]]) -> tuple[float, float]:
-    for other in behind:
+def _copied(
+    pairs: Sequence[tuple[Tensor, Tensor]], previous: Sequence[Future[Any]]
+) -> tuple[float, float]:
+    """Copy after `previous` copies; return the times of the begin and the end in seconds."""
+    for other in previous:
         other.result()
     began = time.perf_counter()
     for to, source in pairs:
@@ -223,43 +270,56 @@ def _copied(pairs: Sequence[tuple[Tensor, Tensor]], behind: Sequence[Future[Any]
     return began, time.perf_counter()
 
 
-# One stream: cuBLAS keeps memory for each.
-_stream_beside = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+# One stream per device for all captures: cuBLAS keeps a workspace for every stream.
+_capture_stream = cache(lambda device: torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 Capture = Callable[[Callable[[], Sequence[Tensor]]], tuple[Sequence[Tensor], Callable[[], None]]]
-"""function -> its results, whose memory stays, and what runs its kernels again, on the same memory."""
+"""capture(function) -> (results, replay).
+
+The memory of the results stays, and replay() runs the function's kernels again on that memory.
+"""
 
 
 def graph_pool(device: torch.device) -> Capture:
-    """A private pool of memory, in which it captures functions as CUDA graphs, one after the other. No GPU has run it.
+    """Return a function that captures others as CUDA graphs in one private memory pool.
 
-    torch's own context would wait for the whole device. Other threads may go on meanwhile, as NCCL's watchdog does.
+    Captures must not overlap. No GPU has run this.
     """
-    pool, side = torch.cuda.graph_pool_handle(), _stream_beside(device)
+    pool = torch.cuda.graph_pool_handle()
+    stream = _capture_stream(device)
 
-    def capture(function: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
+    # torch.cuda.graph would wait for the whole device. The mode thread_local lets other threads use
+    # the GPU meanwhile, such as NCCL's watchdog.
+    def capture(
+        function: Callable[[], Sequence[Tensor]],
+    ) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 made = function()
             except BaseException:
-                with suppress(RuntimeError):  # that the capture is broken; what broke it is told
+                # capture_end also complains about the broken capture; the first error says why.
+                with suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        here.wait_stream(side)
+        current.wait_stream(stream)
         return made, graph.replay
 
     return capture
 
 
 def _event() -> torch.cuda.Event:
+    """Return a new timing event, recorded on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
+# Dense 16-bit TFLOP/s from the data sheets, by a part of the device's name. The longest part of a
+# name counts.
 _PEAK_TFLOPS = {
     "V100": 125.0,
     "A100": 312.0,
@@ -277,45 +337,55 @@ _PEAK_TFLOPS = {
     "B200": 2250.0,
     "GB200": 2500.0,
 }
-"""Dense 16-bit products, from the makers' data sheets, by a part of the device's name; the longest that fits."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The most TFLOP/s that a device's data sheet names for dense 16-bit products; None if it is not in the table."""
+    """Return a GPU's peak of dense 16-bit matrix products in TFLOP/s, by its data sheet.
+
+    It is None for a CPU, and for a GPU that is not in the table.
+    """
     return None if device.type != "cuda" else peak_by_name(torch.cuda.get_device_name(device))
 
 
 def peak_by_name(name: str) -> float | None:
-    """The peak of a device by what its driver calls it: NVIDIA H100 80GB HBM3. See `peak_tflops`."""
-    words = name.replace("-", " ")
-    fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words.split())]
-    return _PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
+    """Return `peak_tflops` by the driver's name of a GPU, such as NVIDIA H100 80GB HBM3."""
+    words = name.replace("-", " ").split()
+    fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words)]
+    if not fitting:
+        return None
+    # "H100 PCIe" is slower than "H100", which fits its name too.
+    return _PEAK_TFLOPS[max(fitting, key=len)]
 
 
 def versions(device: torch.device) -> str:
-    """Versions of torch and of the libraries that it computes with on this device."""
+    """Return the versions of torch and of the libraries that it uses on this device."""
     if device.type != "cuda":
         return f"torch {torch.__version__}"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    cuda, cudnn = torch.version.cuda, torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    return f"torch {torch.__version__}, CUDA {cuda}, cuDNN {cudnn}, NCCL {nccl}"
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {cudnn}, NCCL {nccl}"
 
 
 @dataclass(eq=False)
 class Gauge:
-    """Bytes of one use of memory, of all stages of a rank, and the most that they were."""
+    """The bytes of memory that all stages of a rank use for one purpose.
+
+    Attributes:
+        bytes: the current number.
+        peak: the largest number so far.
+    """
 
     bytes: int = 0
     peak: int = 0
 
     def add(self, size: int) -> None:
-        """Count more bytes, or fewer."""
+        """Add bytes, or subtract them if `size` is negative."""
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Reserved and allocated device memory under TensorBoard's tag names; empty on a CPU."""
+    """Return reserved and allocated GPU memory by Megatron's TensorBoard tags; empty on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

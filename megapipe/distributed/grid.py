@@ -1,8 +1,8 @@
-"""The grids that the ranks of a world form: axes by name with their sizes, and which ranks lie along them.
+"""Arrange the ranks of a world along named axes, as two grids over the same ranks.
 
-There are two over the same ranks: of the dense part of a model, and of its experts. They share the pipeline alone, so
-that experts may lie over ranks that have different tokens (Liu et al. 2025, MoE parallel folding). An axis is a name in
-one of the two.
+One grid is for the dense part of a model, the other for its experts. They share only the pipeline
+axis. Experts may therefore be spread over ranks with different tokens, by MoE parallel folding (Liu
+et al. 2025). An axis is a name in one of the grids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAGS = {
     "etp": "expert_tensor_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-"""Fields of ParallelConfig that say the size of an axis; the others have what is left of the world."""
+"""The field of ParallelConfig with an axis's size. Other sizes follow from the world's."""
 
 
 @dataclass(frozen=True)
@@ -31,31 +31,35 @@ class Grid:
     """The ranks of a world along axes.
 
     Attributes:
-        sizes: of each axis by name, the one along which ranks are numbered first being the first.
+        sizes: size of each axis by name. Neighbouring ranks differ along the first axis.
     """
 
     sizes: dict[str, int]
 
     def ranks(self, *names: str) -> Tensor:
-        """All ranks, the axes of these names as the last dimensions in this order."""
+        """Return all ranks as a tensor; the last dimensions are the named axes in this order."""
+        # A tensor counts its last dimension fastest, `sizes` names the fastest axis first.
         slow = [*reversed(self.sizes)]
-        whole = torch.arange(math.prod(self.sizes.values())).view([self.sizes[name] for name in slow])
+        shape = [self.sizes[name] for name in slow]
+        ranks = torch.arange(math.prod(shape)).view(shape)
         first = [name for name in slow if name not in names]
-        return whole.permute([slow.index(name) for name in (*first, *names)])
+        return ranks.permute([slow.index(name) for name in (*first, *names)])
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """The sets of ranks that differ along these axes alone, each in ascending order."""
-        along = self.ranks(*(name for name in reversed(self.sizes) if name in names))
-        return [*map(tuple, along.reshape(-1, math.prod(self.sizes[name] for name in names)).tolist())]
+        """Return the sets of ranks that differ along the named axes only, each in rising order."""
+        along = [name for name in reversed(self.sizes) if name in names]
+        size = math.prod(self.sizes[name] for name in names)
+        return [*map(tuple, self.ranks(*along).reshape(-1, size).tolist())]
 
 
 @dataclass(frozen=True)
 class Grids:
-    """The grids of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
+    """The two grids of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
 
     Attributes:
-        dense: tp, cp, dp, pp.
-        experts: etp splits each expert, ep shares them, edp has the same ones; pp is that of `dense`.
+        dense: the axes tp, cp, dp and pp.
+        experts: the axes etp, ep, edp and pp. etp splits each expert, ep distributes the experts,
+            and ranks along edp have equal experts. pp is the same as in `dense`.
     """
 
     dense: Grid
@@ -63,7 +67,10 @@ class Grids:
 
     @staticmethod
     def of(parallel: ParallelConfig, world_size: int) -> Grids:
-        """Raises: ConfigError if the world does not divide by a grid's fixed sizes."""
+        """Return the grids of a world.
+
+        Raises: ConfigError if a grid's fixed sizes do not divide the world size.
+        """
         pp = parallel.pipeline_model_parallel_size
         dense = {"tp": parallel.tensor_model_parallel_size, "cp": parallel.context_parallel_size}
         experts = {"etp": parallel.etp, "ep": parallel.expert_model_parallel_size}
@@ -74,8 +81,9 @@ class Grids:
             if product < 1 or world_size % product:
                 text = " x ".join(f"{FLAGS[name]} {size}" for name, size in fixed.items())
                 raise ConfigError(
-                    f"the world has {world_size} rank{'s' * (world_size > 1)}, no multiple of {text} = {product}. Start"
-                    f" {max(product, 1)} processes, or a multiple (torchrun --nproc-per-node), or take other sizes."
+                    f"the world has {world_size} rank{'s' * (world_size > 1)}, no multiple of "
+                    f"{text} = {product}. Start {max(product, 1)} processes, or a multiple "
+                    "(torchrun --nproc-per-node), or take other sizes."
                 )
             outer = {replicas: world_size // product, "pp": pp}
             if parallel.use_tp_pp_dp_mapping:
@@ -85,12 +93,15 @@ class Grids:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """Sizes that flags say, as ranks compare them."""
+        """The sizes that flags give, as text by field name, for ranks to compare."""
         both = self.dense.sizes | self.experts.sizes
-        said = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
-        return said | ({FLAGS["etp"]: "the default"} if both["etp"] == both["tp"] else {})
+        texts = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
+        # A rank that was given the default's value equals one that was given nothing.
+        if both["etp"] == both["tp"]:
+            texts[FLAGS["etp"]] = "the default"
+        return texts
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Sets of ranks of the grid that has these axes."""
+        """Return `Grid.sets` of the grid that has all named axes."""
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts
         return grid.sets(*names)

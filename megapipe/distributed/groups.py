@@ -1,4 +1,4 @@
-"""The world of ranks that a mesh is made in: what must hold of it, and the groups that are made of its ranks."""
+"""Make process groups of the ranks of a mesh, and say how much memory NCCL takes for them."""
 
 from __future__ import annotations
 
@@ -16,53 +16,80 @@ from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError
 
 Sets = Sequence[tuple[int, ...]]
+"""Sets of ranks without a common rank; each becomes a group."""
 
 
 def check_backend(device: torch.device) -> None:
-    """Raises: ConfigError if the world that is there moves no tensors of the device."""
-    world, needed = dist.distributed_c10d._get_default_group(), backend_of(device)
+    """Raise ConfigError if the existing world cannot send tensors of the device."""
+    world = dist.distributed_c10d._get_default_group()
+    needed = backend_of(device)
     kinds = {kind.type for kind in world._device_types}
-    found = world._get_backend(torch.device(device.type)).name() if device.type in kinds else "no backend"
+    found = "no backend"
+    if device.type in kinds:
+        found = world._get_backend(torch.device(device.type)).name()
     if found != needed:
         raise ConfigError(
-            f"torch.distributed was initialised with {found} for tensors on {device.type}, and stages send theirs over "
-            f'{needed}. Call torch.distributed.init_process_group("{needed}"), or give ProcessMesh.create another '
-            "device."
+            f"torch.distributed was initialised with {found} for tensors on {device.type}, and "
+            f'stages send theirs over {needed}. Call torch.distributed.init_process_group("{needed}'
+            '"), or give ProcessMesh.create another device.'
         )
 
 
 def device_mesh_of(grids: Grids, device: torch.device) -> DeviceMesh:
-    """torch's view of the dense grid. It would make a group of each rank alone for an axis of size 1."""
-    names = ("pp", "dp", "cp", "tp") if grids.dense.sizes["cp"] > 1 else ("pp", "dp", "tp")
-    ranks = grids.dense.ranks(*names)
-    return DeviceMesh(device.type, ranks if len(names) == 4 else ranks[0], mesh_dim_names=names)
+    """Return torch's DeviceMesh of the dense grid: pp, dp, cp if it has several ranks, and tp.
+
+    cp is left out at size 1, because torch would make a group of one for every rank.
+    """
+    if grids.dense.sizes["cp"] > 1:
+        names: tuple[str, ...] = ("pp", "dp", "cp", "tp")
+        ranks = grids.dense.ranks(*names)
+    else:
+        names = ("pp", "dp", "tp")
+        # The first dimension of this tensor is cp, of size 1.
+        ranks = grids.dense.ranks(*names)[0]
+    return DeviceMesh(device.type, ranks, mesh_dim_names=names)
 
 
 def group_of_one(rank: int) -> dist.ProcessGroup:
+    """Return a new group of this rank alone, without a call on the other ranks."""
     group: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
     return group
 
 
 LINK_CTAS = 2
-"""Blocks of a link's kernels. A receive that is posted ahead of its turn lies on as many multiprocessors of a GPU until
-its sender comes, beside the passes: up to 32 of 132 by NCCL's own choice. 32 MiB over two take about a millisecond."""
+"""Thread blocks of a kernel of a link, the communicator of one direction between two neighbours.
+
+A receive that is posted early occupies this many multiprocessors of a GPU until its sender comes,
+while passes compute. NCCL's own choice is up to 32 of 132. 32 MiB over two blocks take about a
+millisecond.
+"""
 
 CTAS = 32
-"""Blocks that NCCL gives at most to any other communicator between GPUs of one node: as many channels of buffers."""
+"""Most thread blocks, and thus channels with buffers, of another communicator within a node."""
 CHANNEL_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + (4 << 20)
-"""Buffers of a channel from one other rank, 9.19 MiB: eight steps of NCCL's protocol LL (8 lines of 16 bytes of each of
-512 threads) and of LL128 (120 words of 8 bytes of each of 640), and NCCL_BUFFSIZE of the simple one. By NCCL's source
-(computeBuffSizes in src/init.cc); the rank that receives has them (p2pRecvSetup in src/transport/p2p.cc)."""
+"""Bytes of the buffers of one channel from one other rank, 9.19 MiB, on the receiving rank.
+
+They are eight steps of NCCL's protocols LL (8 lines of 16 bytes for each of 512 threads) and LL128
+(120 words of 8 bytes for each of 640 threads), and NCCL_BUFFSIZE for the simple protocol. See
+computeBuffSizes in NCCL's src/init.cc, and p2pRecvSetup in src/transport/p2p.cc.
+"""
 
 
-def buffer_bytes(collectives: Iterable[int], exchanges: Iterable[int] = (), senders: int = 0) -> int:
-    """Memory of each GPU of a node that NCCL's communicators take beside torch's, at most and without NVLink SHARP's.
+def buffer_bytes(
+    collectives: Iterable[int], exchanges: Iterable[int] = (), senders: int = 0
+) -> int:
+    """Return the most bytes that NCCL's communicators take on each GPU of a node.
+
+    torch does not count this memory. NVLink SHARP would take more, which is not included.
 
     Args:
-        collectives: ranks of each communicator: rings and trees of a node have the ranks before and behind.
-        exchanges: ranks of each in which all send rows to all, for which NCCL keeps channels of their own.
-        senders: ranks from which messages come over communicators of LINK_CTAS blocks.
+        collectives: number of ranks of each communicator. Rings and trees within a node receive
+            from the previous and from the next rank.
+        exchanges: number of ranks of each communicator with all-to-all, for which NCCL keeps
+            separate channels.
+        senders: number of ranks that send to this one over links.
     """
+    # From each of these ranks a channel receives; a sender's buffers lie on the receiver.
     others = sum(min(ranks - 1, 2) for ranks in collectives) + sum(ranks - 1 for ranks in exchanges)
     return CHANNEL_BYTES * (CTAS * others + LINK_CTAS * senders)
 
@@ -70,49 +97,67 @@ def buffer_bytes(collectives: Iterable[int], exchanges: Iterable[int] = (), send
 def group_of(
     sets: Sets, rank: int, device: torch.device, timeout: timedelta, *, is_link: bool = False
 ) -> dist.ProcessGroup | None:
-    """The group of the set with this rank: every rank of the world calls it, with all sets.
+    """Return the group of the set with this rank, or None if no set has it.
 
-    NCCL's communicators are split off the world's, in one call for all sets; in calls of their own, every rank of the
-    world would take part in each. A gloo group concerns its members alone.
+    Every rank of the world must call it with all sets.
+
+    Args:
+        is_link: the group is a link, see LINK_CTAS.
     """
     world = dist.distributed_c10d._get_default_group()
+    # NCCL's communicators are split off the world's in one call for all sets. In one call for each
+    # set, every rank of the world would have to take part in every call.
     if backend_of(device) == "nccl" and world.bound_device_id:
-        options = copy.deepcopy(world._get_backend(device).options)  # as torch takes them where none are given
+        # torch uses these options too when it is given none.
+        options = copy.deepcopy(world._get_backend(device).options)
         if is_link:
             options.config.max_ctas = LINK_CTAS  # type: ignore[attr-defined]
-        return dist.split_group(split_ranks=[list(ranks) for ranks in sets], timeout=timeout, pg_options=options)
+        split_ranks = [list(ranks) for ranks in sets]
+        return dist.split_group(split_ranks=split_ranks, timeout=timeout, pg_options=options)
+    # Gloo connects only the members of a group.
     groups = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sets}
     return next((group for ranks, group in groups.items() if rank in ranks), None)
 
 
 def links_of(parallel: ParallelConfig) -> int:
-    """The number of communicators for messages of a pipeline: its links, and one for messages beyond neighbours.
+    """Return the number of communicators for messages within a pipeline.
 
-    Those of a shared vocabulary go to every rank. On the pipeline's own communicator their receives would wait on all
-    blocks that NCCL gives it, and have buffers for as many from each rank.
+    They are the links between neighbours, and one more if a shared vocabulary sends messages to all
+    ranks. On the pipeline's own communicator, early receives would occupy all its thread blocks.
+    They would also need that many channels of buffers from every rank.
     """
     size = parallel.pipeline_model_parallel_size
-    return num_links(size) + (parallel.vocab_parallel_pipeline and size > 2)
+    sends_to_all = parallel.vocab_parallel_pipeline and size > 2
+    return num_links(size) + sends_to_all
 
 
 def num_links(size: int) -> int:
-    """The number of communicators of one way each that the links of a ring of `size` ranks need.
+    """Return the number of one-directional communicators that a ring of `size` ranks needs.
 
-    NCCL runs what is posted on one communicator one after another: a receive that waits for its sender would hold up
-    every message behind it. Where each communicator of a rank serves one neighbour, one way, a waiting receive holds up
-    only receives from the same neighbour, and may be posted before its turn.
+    NCCL runs the calls on one communicator one after another. A receive whose sender is late would
+    hold up every message after it. With a communicator for each neighbour and direction, it holds
+    up only receives from the same neighbour, and can be posted early.
     """
-    return 0 if size == 1 else 2 if size == 2 else 4 + 2 * (size % 2)
+    if size == 1:
+        return 0
+    if size == 2:
+        return 2
+    # Two directions for each colour, see `link`.
+    return 4 + 2 * (size % 2)
 
 
 def link(src: int, dst: int, size: int) -> int | None:
-    """The communicator from src to dst, 0..num_links-1; None if they are not neighbours on the ring.
+    """Return the number of the communicator from src to dst; None if they are not neighbours.
 
-    The links of a chain take two colours in turn, the one that closes an odd ring a third; each colour has two ways.
+    The edges of the ring are coloured so that the two edges of a rank differ: two colours in turn,
+    and a third one for the edge that closes an odd ring. Each colour has two directions.
+
+    Returns: a number in 0..num_links(size) - 1.
     """
     low, high = sorted((src, dst))
     if high - low not in (1, size - 1):
         return None
-    place = low if high - low == 1 else high
-    colour = 2 if size % 2 and place == size - 1 else place % 2
+    edge = low if high - low == 1 else high
+    closes_odd_ring = size % 2 and edge == size - 1
+    colour = 2 if closes_odd_ring else edge % 2
     return 2 * colour + (src < dst)

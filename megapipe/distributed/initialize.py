@@ -1,9 +1,9 @@
-"""Megatron-LM's initialize_model_parallel and destroy_model_parallel: the mesh is made and left."""
+"""Make and leave a mesh by Megatron-LM's initialize_model_parallel and destroy_model_parallel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from megapipe.distributed.device import pick_device
 from megapipe.distributed.mesh import JOINT, ProcessMesh
 from megapipe.errors import ConfigError
 
+# Further arguments of Megatron's initialize_model_parallel, with the values that ask for nothing.
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "pipeline_model_parallel_comm_backend": (None,),
     "use_sharp": (False,),
@@ -30,7 +31,6 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "rank_offset": (0,),
     "local_world_size": (None,),
 }
-"""Arguments of Megatron's initialize_model_parallel that ask for nothing with these values."""
 
 
 def initialize_model_parallel(
@@ -46,27 +46,42 @@ def initialize_model_parallel(
     device: torch.device | None = None,
     **others: Any,
 ) -> None:
-    """ProcessMesh.create with all of Megatron's groups, before or after init_process_group.
+    """Make the mesh of this process, with all of Megatron's groups.
+
+    It may be called before or after torch.distributed.init_process_group. The sizes are Megatron's.
 
     Args:
-        order: tp, then cp, then dp and pp either way.
-        device: of this process; by default its GPU, or the CPU in a world of gloo.
-        others: Megatron's, with values that ask for nothing.
-    Raises: ConfigError for other values, an order that is not here, or sizes that do not divide the world.
+        virtual_pipeline_model_parallel_size: chunks per rank, which `parallel_state` returns.
+        order: tp, then cp, then dp and pp in either order; the place of ep is free.
+        device: device of this process; by default its GPU, or the CPU in a gloo world.
+        others: Megatron's other arguments, only with values that ask for nothing.
+    Raises: ConfigError for other values, another order, or sizes that do not divide the world.
     """
-    if unknown := others.keys() - _NOTHING:
-        raise TypeError(f"initialize_model_parallel() got an unexpected keyword argument {min(unknown)!r}")
+    unknown = others.keys() - _NOTHING
+    if unknown:
+        raise TypeError(
+            f"initialize_model_parallel() got an unexpected keyword argument {min(unknown)!r}"
+        )
     problems = [
         f"initialize_model_parallel: {name} is {value}, which megapipe does not implement"
         for name, value in others.items()
         if value not in _NOTHING[name]
     ]
-    axes = [name for name in order.split("-") if name != "ep" and not (name == "cp" and context_parallel_size == 1)]
+    # An axis of size 1 may stand anywhere, and the experts' grid has an order of its own.
     inner = ["tp", "cp"] if context_parallel_size > 1 else ["tp"]
+    ignored = {"ep", "cp"} if context_parallel_size == 1 else {"ep"}
+    axes = [name for name in order.split("-") if name not in ignored]
     if axes not in ([*inner, "dp", "pp"], [*inner, "pp", "dp"]):
-        problems.append(f"initialize_model_parallel: order is {order}; megapipe has tp-cp-ep-dp-pp and tp-cp-ep-pp-dp")
+        problems.append(
+            f"initialize_model_parallel: order is {order}; megapipe has tp-cp-ep-dp-pp and "
+            "tp-cp-ep-pp-dp"
+        )
     if problems:
         raise ConfigError(problems)
+    backend: Literal["auto", "gloo"] = "auto"
+    # A gloo world cannot move tensors of a GPU, so the CPU is chosen even if there is one.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        backend = "gloo"
     parallel = ParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -75,13 +90,14 @@ def initialize_model_parallel(
         expert_tensor_parallel_size=expert_tensor_parallel_size,
         use_tp_pp_dp_mapping=axes[-1] == "dp",
         distributed_timeout_minutes=distributed_timeout_minutes,
-        distributed_backend="gloo" if dist.is_initialized() and dist.get_backend() == "gloo" else "auto",
+        distributed_backend=backend,
     )
     mesh = ProcessMesh.create(parallel, device or pick_device(parallel), joint=JOINT)
     replace(mesh, virtual_size=virtual_pipeline_model_parallel_size).activate()
 
 
 def destroy_model_parallel() -> None:
-    """Leave the mesh; a world that was there before stays."""
-    if (mesh := ProcessMesh.current()) is not None:
+    """Leave the current mesh. A world that existed before the mesh stays initialised."""
+    mesh = ProcessMesh.current()
+    if mesh is not None:
         mesh.close()

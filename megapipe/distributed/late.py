@@ -1,4 +1,4 @@
-"""Numbers that the host reads from the device, several in one copy: each copy waits for all that is under way."""
+"""Read numbers from the device in one copy: each copy to the host waits for all work under way."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Late(Generic[T]):
-    """A result of all ranks that is still on the device.
+    """A result of all ranks that is still being computed on the device.
+
+    Calling it waits for the result and returns it.
 
     Attributes:
-        tensor: its numbers in float64, once they are there; the host goes on.
-        read: what they mean, given as a flat list.
+        tensor: returns the numbers in float64, on the device and without waiting for them.
+        read: makes the result of the numbers as a flat list.
     """
 
     tensor: Callable[[], Tensor]
     read: Callable[[Sequence[float]], T]
 
     def __call__(self) -> T:
-        """Wait for it."""
         return self.read(self.tensor().flatten().tolist())
 
 
 def read_together(*results: Late[Any]) -> list[Any]:
-    """Results of all of them, in one copy to the host."""
+    """Wait for all results and return them, with a single copy to the host."""
     parts = [result.tensor().flatten() for result in results]
+    # The copy waits for the device; each result then takes its numbers from one flat list.
     values = iter(torch.cat(parts).tolist())
-    return [result.read(list(islice(values, part.numel()))) for result, part in zip(results, parts, strict=True)]
+    found = []
+    for result, part in zip(results, parts, strict=True):
+        found.append(result.read(list(islice(values, part.numel()))))
+    return found

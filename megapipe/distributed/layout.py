@@ -1,4 +1,4 @@
-"""The layout of a parameter over the ranks of a stage, and its name in the whole model."""
+"""Describe how a parameter is split over the ranks of a stage, and its name in the full model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from megapipe.distributed.axis import Axis
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a parameter over the axes that split weights, and its name in the whole model.
+    """The split of a parameter over tensor and expert parallelism, and its initial values.
 
     Attributes:
-        full: shape in which the parameter is saved, the same under every layout. The local tensor, viewed as `full`
-            with size full[dim] / t in dimension `dim`, is this rank's slice.
-        dim: dimension of `full` that tensor parallelism splits; None if every rank holds all of it.
-        tied_to: global name of the parameter whose weight this one repeats (a tied output head), else None.
-        mean, std: the initial weight is mean + std x N(0, 1). std None: uniform within sqrt(6 / (inputs + outputs)) of
-            the mean (Glorot and Bengio 2010), where the last dimension of `full` is the inputs, the others outputs.
-        sum_over_tp: whole on every rank, but each sees a part of what it is used on (its heads, or its share of a
-            sequence-parallel sequence), so that the gradients must be summed over tp.
-        part: (k, n): this is the k-th of n equal parts in `dim`, which ranks of the pipeline share, and tp splits it
-            further. Such a parameter's name ends in [k/n].
-        fused: rows of each matrix in one group, where the rows of several matrices take turns in groups (query, key
-            and value); empty for one matrix.
-        experts: the first dimension of `full` counts experts, whose weights are drawn one by one: expert parallelism
-            splits it, and expert tensor parallelism `dim`.
-        lent: a tied weight without state of its own even where its owner is on another rank, which then sends it after
-            each update; without this that rank updates a replica.
+        full: shape in which the parameter is saved, equal under every layout. The local tensor,
+            viewed as `full` with size full[dim] / t in dimension `dim`, is this rank's slice.
+        dim: dimension of `full` that tensor parallelism splits; None if every rank has all of it.
+        tied_to: global name of the parameter whose weight this one repeats, as a tied output head
+            does; None for a parameter with its own weight.
+        mean: mean of the initial weight.
+        std: standard deviation of the initial weight, which is normally distributed. None: uniform
+            within sqrt(6 / (inputs + outputs)) of the mean (Glorot and Bengio 2010). The inputs are
+            the last dimension of `full`, the outputs all others.
+        sum_over_tp: the gradients must be summed over tp. Every tensor-parallel rank has the full
+            parameter, but uses it on a part only: its heads, or its part of the sequence.
+        part: (k, n) if this is the k-th of n equal parts in `dim`, one for each of n pipeline
+            ranks; tp splits the part further. The name of such a parameter ends in [k/n].
+        fused: rows of each matrix in one group, if the rows of several matrices alternate in groups
+            (query, key and value); empty for a single matrix.
+        experts: the first dimension of `full` counts experts, which expert parallelism splits.
+            Expert tensor parallelism then splits `dim`. Each expert is initialised by itself.
+        received: a tied weight has no optimizer state, even if its owner is on another rank. The
+            owner sends it after each update. Otherwise that rank updates a replica.
     """
 
     full: tuple[int, ...]
@@ -43,84 +46,135 @@ class Layout:
     part: tuple[int, int] = (0, 1)
     fused: tuple[int, ...] = ()
     experts: bool = False
-    lent: bool = False
+    received: bool = False
 
     @property
     def splits(self) -> dict[int, str]:
-        """Dimension of `full` -> the axis that splits it."""
-        along = {} if self.dim is None else {self.dim: "etp" if self.experts else "tp"}
-        return {0: "ep"} | along if self.experts else along
+        """The name of the axis that splits each split dimension of `full`."""
+        found = {}
+        if self.experts:
+            found[0] = "ep"
+        if self.dim is not None:
+            found[self.dim] = "etp" if self.experts else "tp"
+        return found
 
     def pieces(self, tp: Axis) -> dict[int, tuple[int, int]]:
-        """Dimension of `full` -> (i, n): the local tensor is the i-th of n equal pieces there. tp: see Axis.beside."""
-        axes = {dim: tp.named(name) for dim, name in self.splits.items()}
-        (k, n) = self.part
-        return {dim: (k * axis.size + axis.rank, n * axis.size) for dim, axis in axes.items()}
+        """Return (i, n) for each split dimension: the local tensor is the i-th of n equal pieces.
+
+        Args:
+            tp: the tensor-parallel axis, which also knows the experts' axes.
+        """
+        found = {}
+        # Ranks along the axis split each of the n parts.
+        k, n = self.part
+        for dim, name in self.splits.items():
+            axis = tp.named(name)
+            found[dim] = (k * axis.size + axis.rank, n * axis.size)
+        return found
 
     def local(self, tp: Axis) -> tuple[int, ...]:
-        """`full` with the dimensions that are split divided over parts and axes."""
-        pieces = self.pieces(tp)
-        return tuple(size // pieces[dim][1] if dim in pieces else size for dim, size in enumerate(self.full))
+        """Return the shape of this rank's slice, with as many dimensions as `full`."""
+        shape = list(self.full)
+        for dim, (_, pieces) in self.pieces(tp).items():
+            shape[dim] //= pieces
+        return tuple(shape)
 
     def mine(self, whole: Tensor, tp: Axis) -> Tensor:
-        """This rank's slice of a whole parameter; of a single expert's its slice of that."""
+        """Return this rank's slice of a parameter.
+
+        Args:
+            whole: the parameter in the shape `full`, or a single one of its experts.
+            tp: the tensor-parallel axis.
+        """
         for dim, (piece, pieces) in self.pieces(tp).items():
+            # For a single expert, dimension 0 is smaller than in `full` and is not split.
             if whole.shape[dim] == self.full[dim]:
                 whole = whole.chunk(pieces, dim)[piece]
         return whole
 
     def is_first(self, tp: Axis) -> bool:
-        """Is this the first of the ranks of a stage that have the same slice?"""
-        return self.dim is not None or tp.named("etp" if self.experts else "tp").rank == 0
+        """Return whether this rank is the first one along tp, or etp, with its slice."""
+        # If an axis splits the parameter, no other rank along it has this slice.
+        name = "etp" if self.experts else "tp"
+        return self.dim is not None or tp.named(name).rank == 0
 
 
 def whole_name(name: str) -> str:
-    """The name in the whole model of a parameter of which there may be a part here."""
+    """Return a parameter's name without the number of its part: weight[1/4] -> weight."""
     return name.partition("[")[0]
 
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """Write down how a parameter is split, for code in Megatron's shape by its names too; returns it."""
+    """Attach a layout to a parameter and return the parameter.
+
+    The attributes by which Megatron's code recognises a split parameter are set, too.
+    """
     dim, stride = _partition(tuple(param.shape), layout)
-    said = {"tensor_model_parallel": dim >= 0, "partition_dim": dim, "partition_stride": stride}
-    said |= {"allreduce": False} if layout.experts else {}  # over the ranks of the dense grid
-    for name, value in ({"mesh_layout": layout} | said).items():
+    attributes = {
+        "mesh_layout": layout,
+        "tensor_model_parallel": dim >= 0,
+        "partition_dim": dim,
+        "partition_stride": stride,
+    }
+    # Megatron's mark of a parameter that is not reduced over the ranks of the dense grid.
+    if layout.experts:
+        attributes["allreduce"] = False
+    for name, value in attributes.items():
         setattr(param, name, value)
     return param
 
 
 def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
-    """The dimension of a local tensor that is split, -1 for none, and how many pieces of the whole it has there:
-    Megatron's partition_dim and partition_stride, whose whole has the local tensor's number of dimensions."""
+    """Return Megatron's partition_dim and partition_stride of a local tensor.
+
+    They are the dimension that is split, or -1, and the number of pieces of the full parameter in
+    that dimension. Megatron's full parameter has as many dimensions as the local tensor; `full` may
+    have more.
+    """
     if layout.dim is None:
         return -1, 1
-    dim, behind = layout.dim, prod(layout.full[layout.dim + 1 :])
+    dim = layout.dim
     if len(local) != len(layout.full):
-        dim = next((d for d in reversed(range(len(local))) if prod(local[d:]) > behind), 0)
-    before = (local[0], *layout.full[1 : layout.dim]) if layout.experts else layout.full[: layout.dim]
-    piece = prod(local) // max(prod(before), 1)  # elements at one place of the dimensions before
+        # Find the dimension of the local tensor that covers `dim` of `full`.
+        after = prod(layout.full[layout.dim + 1 :])
+        dim = next((d for d in reversed(range(len(local))) if prod(local[d:]) > after), 0)
+    before = layout.full[: layout.dim]
+    if layout.experts:
+        before = (local[0], *layout.full[1 : layout.dim])
+    # Elements of a piece, at one index of the dimensions before it.
+    piece = prod(local) // max(prod(before), 1)
     return dim, max(prod(local[dim:]) // max(piece, 1), 1)
 
 
 def layout_of(param: Tensor) -> Layout:
-    """The layout of a parameter; one that says nothing is whole on every rank."""
+    """Return the layout of a parameter; without one, every rank has the full parameter."""
     return getattr(param, "mesh_layout", Layout(tuple(param.shape)))
 
 
 SAVED_BUFFERS = ("expert_bias",)
-"""Buffers that training changes without a gradient: they are whole on every rank, and checkpoints have them."""
+"""Names of buffers that training changes without a gradient and that checkpoints hold.
+
+They are equal on all ranks of a stage.
+"""
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A stage's parameters and those buffers, by name."""
+    """Yield the names and tensors of a stage's parameters and of its SAVED_BUFFERS."""
     yield from stage.named_parameters()
-    yield from ((name, x) for name, x in stage.named_buffers() if name.rpartition(".")[2] in SAVED_BUFFERS)
+    for name, x in stage.named_buffers():
+        if name.rpartition(".")[2] in SAVED_BUFFERS:
+            yield name, x
 
 
 HISTORY = ".amax_history"
-"""The end of the name of what delayed scaling remembers. A run loads it where it is, and else begins to remember."""
+"""End of the name of the buffers that delayed FP8 scaling remembers the largest values in.
+
+A run loads them where a checkpoint has them, and otherwise starts with empty ones.
+"""
 
 
 def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Memories of a stage's delayed scaling, by name: whole on every rank."""
-    return ((name, x) for name, x in stage.named_buffers() if name.endswith(HISTORY))
+    """Yield the names and buffers of a stage's delayed FP8 scaling, equal on all its ranks."""
+    for name, x in stage.named_buffers():
+        if name.endswith(HISTORY):
+            yield name, x

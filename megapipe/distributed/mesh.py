@@ -1,6 +1,7 @@
-"""The mesh: who a process is and with whom it talks, the axes of both grids (grid.py) over one world of ranks.
+"""The mesh: the position of a process on every axis of both grids, and its communicators.
 
-Plain frozen objects, made once; nothing else in the package asks torch.distributed who it is.
+A mesh is a frozen value that is made once and handed down. Nothing else in the package asks
+torch.distributed for its rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import backend_of, gpu_name
 from megapipe.distributed.grid import Grids
-from megapipe.distributed.groups import Sets, check_backend, device_mesh_of, group_of, group_of_one, links_of
+from megapipe.distributed.groups import (
+    Sets,
+    check_backend,
+    device_mesh_of,
+    group_of,
+    group_of_one,
+    links_of,
+)
 from megapipe.distributed.meeting.agreement import agree, agree_in, taken
 from megapipe.distributed.meeting.meeting import meet
 from megapipe.distributed.meeting.position import Position
@@ -30,7 +38,7 @@ from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.errors import ConfigError
 
 SHARES: Mapping[str, Sequence[int]] = {"ends": (0, -1), "twins": ()}
-"""The ranks of a pipeline that share weights, where no plan says it."""
+"""The pipeline ranks that share weights, if no plan says which."""
 JOINT = {
     "tp-pp": ("tp", "pp"),
     "tp-cp": ("tp", "cp"),
@@ -38,7 +46,7 @@ JOINT = {
     "tp-dp-cp": ("tp", "dp_cp"),
     "etp-ep-pp": ("experts", "pp"),
 }
-"""Axes over several others, for code in Megatron's shape, and the two of the mesh that have the same ranks."""
+"""Axes over several others that Megatron has groups for, each as two axes of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -46,29 +54,35 @@ class ProcessMesh:
     """The axes of one process.
 
     Attributes:
-        tp: with `beside`, what splits weights: a layer is handed this axis alone.
-        dp_cp: data and context parallel together: the ranks that hold the same weights and sum their gradients. The
-            axis dp itself where sequences are not cut.
-        etp, ep, edp: of the experts: which split each one, which share them, which hold the same ones and sum their
-            gradients.
-        experts: ep and etp together: the ranks that have a stage's experts once among them.
-        ends: the ranks of this rank's pipeline that share a weight: the first and the last a tied embedding under a
-            loop placement, and those with depths of multi-token prediction; size 1 for all others.
-        twins: this rank and its mirror image r, p-1-r in its pipeline, which hold the same stages under DualPipe; size
-            1 for the middle rank of an odd pipeline, and under every other schedule.
-        device_mesh: torch's view (dimensions pp, dp, cp if it has ranks, tp), for distributed checkpoints; None in a
-            process of its own and for ranks that are threads.
-        position: where this rank is in its work.
-        store: what the launcher's processes share besides the groups; None where device_mesh is, and in a world that
-            was there before.
-        joint: axes over several others, "tp-pp" and the like, where they were asked for: the executor needs none.
-        alone: a group of this rank by itself, for code that asks for the group of an axis of size 1; None where
-            torch.distributed does not know the groups.
-        virtual_rank, virtual_size: of the chunk that code in Megatron's shape is at, and how many a rank has; only
-            read back by `parallel_state`.
+        tp: tensor parallelism. Layers are given this axis alone; it also knows etp, ep and experts.
+        cp: context parallelism, which splits sequences.
+        dp: data parallelism.
+        dp_cp: data and context parallelism together, the ranks with equal weights that sum their
+            gradients. It is the axis dp itself if sequences are not split.
+        pp: the pipeline.
+        etp: tensor parallelism of experts, which splits each expert.
+        ep: expert parallelism, which distributes experts.
+        edp: the ranks with equal experts, which sum the gradients of these.
+        experts: ep and etp together, the ranks that have all experts of a stage once.
+        world: all ranks.
+        ends: the ranks of this pipeline that share a weight: the first and the last one for a tied
+            embedding, and ranks with depths of multi-token prediction. Size 1 on all others.
+        twins: this rank r and rank p-1-r of its pipeline, which hold equal stages under DualPipe.
+            Size 1 for the middle rank of an odd pipeline, and under every other schedule.
+        device: device of this process.
+        device_mesh: torch's DeviceMesh (pp, dp, cp if it has several ranks, tp), for distributed
+            checkpoints. None without other processes, and for ranks that are threads.
+        position: where this rank is in its work, for diagnosis.
+        store: a store that all processes share. None without a device mesh, and in a world that was
+            initialised before.
+        joint: axes of JOINT that were asked for, by name. megapipe's own code needs none.
+        alone: a group of this rank alone, for code that asks for the group of an axis of size 1.
+            None if torch.distributed does not know the groups.
+        virtual_rank: the chunk that Megatron's code is working on, for `parallel_state` alone.
+        virtual_size: chunks per rank, for `parallel_state` alone.
         is_guest: torch.distributed was initialised before, and stays so after `close`.
-        kept: what code in Megatron's shape keeps from step to step, by a name of its own. All copies of a mesh have
-            the same dictionary.
+        kept: state that code in Megatron's shape keeps from step to step, by names of its choice.
+            All copies of a mesh have one and the same dictionary.
     """
 
     tp: Axis = Axis()
@@ -96,32 +110,36 @@ class ProcessMesh:
 
     @property
     def hides(self) -> bool:
-        """Do passes have collectives of their own, behind which one that runs together with them can compute?"""
+        """Whether passes wait for collectives, so that another pass could compute meanwhile."""
         return max(self.tp.size, self.cp.size, self.ep.size) > 1
 
     @staticmethod
     def current() -> ProcessMesh | None:
-        """The mesh that `create` made last in this process, or a thread was given as a rank, until its `close`."""
+        """Return the mesh that was activated last in this process or thread; None after `close`."""
         return _current.get()
 
     @staticmethod
     def required() -> ProcessMesh:
-        """The mesh as `current` has it. Raises: ConfigError if there is none."""
-        if (mesh := _current.get()) is None:
+        """Return the current mesh.
+
+        Raises: ConfigError if there is none.
+        """
+        mesh = _current.get()
+        if mesh is None:
             raise ConfigError(
-                "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the start of the program, "
-                "or parallel_state.initialize_model_parallel"
+                "there is no mesh: call ProcessMesh.create(ParallelConfig(...), device) at the "
+                "start of the program, or parallel_state.initialize_model_parallel"
             )
         return mesh
 
     def activate(self) -> ProcessMesh:
-        """Be the `current` one, for code in Megatron's shape, which hands none down."""
+        """Make this the current mesh and return it, for Megatron's code, which passes none on."""
         _current.set(self)
         return self
 
     @staticmethod
     def single(device: torch.device | None = None) -> ProcessMesh:
-        """One process, no groups."""
+        """Return the mesh of a single process, without groups."""
         device = device or CPU
         axes: dict[str, Any] = dict.fromkeys(axis_names(), Axis(device=device))
         return ProcessMesh(**axes, device=device)
@@ -134,32 +152,37 @@ class ProcessMesh:
         facts: Mapping[str, str] | None = None,
         joint: Collection[str] = (),
     ) -> ProcessMesh:
-        """The mesh of this process as torchrun started it; `single` when it is alone.
+        """Make the mesh of this process, as torchrun started it, and activate it.
 
-        Every communicator is made here, on all ranks in one order. World size must be tp x cp x dp x pp, and
-        etp x ep x edp x pp. Where torch.distributed is initialised already, the mesh is made inside that world.
+        All communicators are created here, on all ranks in one order. The world size must be
+        tp x cp x dp x pp, and etp x ep x edp x pp. If torch.distributed is initialised already, the
+        mesh is made within that world.
 
         Args:
-            shares: which of `ends` and `twins` share weights (Plan.shares), and need groups; of ends the ranks.
-            facts: what must be the same on all ranks, see `agreement.agree`; the sizes if None.
-            joint: of JOINT, which axes over several others get a group.
-        Raises: ConfigError if the sizes do not divide the world, the ranks do not meet in time, or their facts differ.
+            parallel: the sizes of the axes.
+            device: device of this process.
+            shares: for "ends", the pipeline ranks that share weights; "twins" if mirrored ranks
+                share weights. See Plan.shares.
+            facts: what must be equal on all ranks, see `agreement.agree`; by default the sizes.
+            joint: the keys of JOINT that get a group.
+        Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
+            if their facts differ.
         """
         guest = dist.is_initialized()
-        world_size = dist.get_world_size() if guest else int(os.environ.get("WORLD_SIZE", "1"))
-        rank = dist.get_rank() if guest else int(os.environ.get("RANK", "0"))
+        if guest:
+            world_size = dist.get_world_size()
+            rank = dist.get_rank()
+        else:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            rank = int(os.environ.get("RANK", "0"))
         grids = Grids.of(parallel, world_size)
         if world_size == 1:
             return replace(ProcessMesh.single(device), is_guest=guest).activate()
-        same = {**(facts or grids.sizes), "the kind of device": device.type}
-        timeout, store = timedelta(minutes=parallel.distributed_timeout_minutes), None
-        if guest:
-            check_backend(device)
-            agree_in(Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device), same)
-        else:
-            store = meet(rank, world_size, timeout.total_seconds())
-            same |= taken(PrefixStore("gpus", store), gpu_name(device))
-            agree(PrefixStore("agreement", store), rank, world_size, same)
+        equal = {**(facts or grids.sizes), "the kind of device": device.type}
+        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+        store = _compare(guest, rank, world_size, device, timeout, equal)
+        # Naming the device lets NCCL connect at once and split its communicators, see `group_of`.
+        device_id = device if device.type == "cuda" else None
         try:
             if store is not None:
                 dist.init_process_group(
@@ -168,12 +191,13 @@ class ProcessMesh:
                     rank=rank,
                     world_size=world_size,
                     timeout=timeout,
-                    device_id=device if device.type == "cuda" else None,
+                    device_id=device_id,
                 )
             mesh = _joined(grids, device, timeout, shares, joint, links_of(parallel))
             # A rank that closes its groups at once would cut off others that still connect to it.
             mesh.world.barrier()
-        except RuntimeError as error:  # whole: NCCL's reason stands in its last lines
+        except RuntimeError as error:
+            # The full text, because NCCL gives its reason in the last lines.
             raise ConfigError(
                 f"rank {rank} on {socket.gethostname()} could not make its process groups "
                 f"({backend_of(device)}, {device}):\n{error}"
@@ -183,31 +207,42 @@ class ProcessMesh:
         return mesh.activate()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a message or collective may take from now on.
+        """Set how long a message or a collective may take from now on.
 
-        Gloo's messages keep the time of their group's making, half an hour in a device mesh: `watch` ends those.
+        Gloo's messages keep the timeout with which their group was made, half an hour in a device
+        mesh. `pipeline_parallel.watch` ends such messages.
         """
         self.position.limit_s = seconds
-        # NCCL's own watchdog aborts the process without a word about the pass; ours comes first.
-        timeout = timedelta(seconds=seconds + (30 if self.device.type == "cuda" else 0))
-        # The public one is torch 2.14's; the private one warns from then on.
+        # NCCL's watchdog aborts the process without saying in which pass it was. With 30 s more,
+        # megapipe's own watch reports first.
+        extra = 30 if self.device.type == "cuda" else 0
+        timeout = timedelta(seconds=seconds + extra)
+        # torch 2.14 has a public function and warns about the private one.
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
         for group in self.groups():
             set_timeout(timeout, group)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Groups that were made for it."""
-        axes = (*(getattr(self, name) for name in axis_names()), *self.joint.values())
-        found = dict.fromkeys(group for axis in axes for group in (axis.group, *axis.links) if group is not None)
-        return [group for group in found if not (self.is_guest and group is dist.group.WORLD)]
+        """Return the groups that were made for this mesh, each once."""
+        axes = [*(getattr(self, name) for name in axis_names()), *self.joint.values()]
+        found: dict[dist.ProcessGroup, None] = {}
+        for axis in axes:
+            for group in (axis.group, *axis.links):
+                # The world of a guest belongs to the program that made it.
+                is_foreign = self.is_guest and group is dist.group.WORLD
+                if group is not None and not is_foreign:
+                    found[group] = None
+        return list(found)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups of this mesh; in a foreign world, the world itself stays."""
         current = _current.get()
+        # Copies of a mesh share its position.
         if current is not None and current.position is self.position:
             _current.set(None)
         if self.is_guest:
-            for group in self.groups() if dist.is_initialized() else ():
+            groups = self.groups() if dist.is_initialized() else []
+            for group in groups:
                 dist.destroy_process_group(group)
         elif self.device_mesh is not None:
             dist.destroy_process_group()
@@ -217,8 +252,35 @@ _current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 
 
 def axis_names() -> list[str]:
-    """The fields of a mesh that are axes."""
+    """Return the names of the fields of ProcessMesh that are axes."""
     return [x.name for x in fields(ProcessMesh) if isinstance(x.default, Axis)]
+
+
+def _compare(
+    guest: bool,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta,
+    facts: dict[str, str],
+) -> PrefixStore | None:
+    """Check that all ranks agree, before any group of the mesh exists.
+
+    Args:
+        guest: torch.distributed is initialised already.
+        facts: what must be equal on all ranks.
+    Returns: the store of all processes; None for a guest.
+    Raises: ConfigError if ranks differ or do not come.
+    """
+    if guest:
+        check_backend(device)
+        world = Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device)
+        agree_in(world, facts)
+        return None
+    store = meet(rank, world_size, timeout.total_seconds())
+    gpu = taken(PrefixStore("gpus", store), gpu_name(device))
+    agree(PrefixStore("agreement", store), rank, world_size, facts | gpu)
+    return store
 
 
 def _joined(
@@ -229,7 +291,9 @@ def _joined(
     joint: Collection[str],
     links: int,
 ) -> ProcessMesh:
-    rank, device_mesh = dist.get_rank(), device_mesh_of(grids, device)
+    """Return the mesh of this process, with the groups of torch.distributed."""
+    rank = dist.get_rank()
+    device_mesh = device_mesh_of(grids, device)
 
     def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
         if name in ("tp", "cp", "dp", "pp"):
@@ -240,8 +304,11 @@ def _joined(
 
     links = links if backend_of(device) == "nccl" else 0
     mesh = build_mesh(grids, rank, device, make_group, device_mesh, shares, links, joint)
-    alone = next((name for name in ("tp", "dp", "pp") if getattr(mesh, name).size == 1), None)
-    return replace(mesh, alone=device_mesh.get_group(alone) if alone else group_of_one(rank))
+    # The device mesh has made a group of one for each of its axes of size 1.
+    for name in ("tp", "dp", "pp"):
+        if getattr(mesh, name).size == 1:
+            return replace(mesh, alone=device_mesh.get_group(name))
+    return replace(mesh, alone=group_of_one(rank))
 
 
 def build_mesh(
@@ -254,52 +321,70 @@ def build_mesh(
     num_links: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
-    """The mesh of one rank of the grids.
+    """Return the mesh of one rank of the grids.
 
     Args:
-        make_group: (name, sets of ranks that share no rank) -> the group of this rank's set, or None if it is in none.
-            All ranks call it as often and in one order.
-        num_links: how many communicators the messages of a pipeline have, see `groups.links_of`.
-        joint: names of JOINT.
+        rank: the global rank.
+        device: its device.
+        make_group: called with a name and disjoint sets of ranks. It returns the group of this
+            rank's set, or None if no set has the rank. All ranks call it in one and the same order.
+        device_mesh: see ProcessMesh.
+        shares: see `ProcessMesh.create`.
+        num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
+        joint: keys of JOINT.
     """
+    # Axes by their sets of ranks, so that equal sets share one communicator.
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}
 
+    # A group is made for all sets at once: ranks outside a set take part in making its group.
     def axis(name: str, sets: Iterable[Sequence[int]]) -> Axis:
-        shared = [tuple(ranks) for ranks in sets if len(ranks) > 1]
-        group = make_group(name, shared) if shared else None
-        mine = next((ranks for ranks in shared if rank in ranks), None)
-        return Axis(mine.index(rank), len(mine), mine, group, device) if mine else Axis(ranks=(rank,), device=device)
+        """Return this rank's axis of the sets, with a new group if any set has several ranks."""
+        several = [tuple(ranks) for ranks in sets if len(ranks) > 1]
+        group = make_group(name, several) if several else None
+        own = next((ranks for ranks in several if rank in ranks), None)
+        if own is None:
+            return Axis(ranks=(rank,), device=device)
+        return Axis(own.index(rank), len(own), own, group, device)
 
     def along(name: str, *names: str) -> Axis:
-        """An axis of a grid; one that has the same ranks is the same."""
+        """Return an axis of a grid. Axes with equal ranks are one and the same object."""
         sets = tuple(grids.sets(*(names or (name,))))
-        # NCCL runs a communicator's calls one after another: tokens on their way do not stand behind sums of gradients.
-        apart = name == "experts" and sets != tuple(grids.sets("tp"))
-        if sets not in made or apart:
+        # NCCL runs the calls on a communicator one after another. With its own one, the exchange of
+        # tokens does not wait for sums of gradients.
+        is_separate = name == "experts" and sets != tuple(grids.sets("tp"))
+        if sets not in made or is_separate:
             made[sets] = axis(name, sets)
         found = made[sets]
-        if name in ("tp", "experts") and found.group is not None and found.shared is None and device == CPU:
-            called = "tensor-parallel group" if name == "tp" else "group of experts"
-            shared = SharedMemory(found.rank, found.gather_json, position, called)
+        # Passes wait for collectives on these two axes, and gloo sends through sockets.
+        if name in ("tp", "experts") and found.group is not None and device == CPU:
+            title = "tensor-parallel group" if name == "tp" else "group of experts"
+            shared = SharedMemory(found.rank, found.gather_json, position, title)
             found = replace(found, shared=shared)
         return found
 
-    pipelines, position = grids.sets("pp"), Position()
+    pipelines = grids.sets("pp")
+    position = Position()
     ends = [sorted({ranks[end] for end in shares.get("ends", ())}) for ranks in pipelines]
-    twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(len(ranks) // 2)]
+    twins = []
+    if "twins" in shares:
+        twins = [(ranks[r], ranks[-1 - r]) for ranks in pipelines for r in range(len(ranks) // 2)]
+    # Each call below may create groups. Its place is part of the one order that all ranks follow.
     axes: dict[str, Any] = {name: along(name) for name in ("tp", "cp", "dp", "pp")}
     links = [axis(f"link{number}", pipelines).group for number in range(num_links)]
     axes |= {name: along(name) for name in ("etp", "ep", "edp")}
-    axes |= {"dp_cp": along("dp_cp", "dp", "cp"), "experts": along("experts", "etp", "ep")}
+    axes["dp_cp"] = along("dp_cp", "dp", "cp")
+    axes["experts"] = along("experts", "etp", "ep")
+    # Dense layers and experts then share the segments of shared memory, too.
     if axes["experts"].ranks == axes["tp"].ranks:
         axes["experts"] = axes["tp"]
-    axes["tp"] = replace(axes["tp"], beside={name: axes[name] for name in ("etp", "ep", "experts")})
+    expert_axes = {name: axes[name] for name in ("etp", "ep", "experts")}
+    axes["tp"] = replace(axes["tp"], expert_axes=expert_axes)
     axes["pp"] = replace(axes["pp"], links=tuple(group for group in links if group is not None))
     return ProcessMesh(
         **axes,
         world=axis("world", [range(len(pipelines) * len(pipelines[0]))]),
         ends=axis("ends", ends),
-        twins=axis("twins", twins if "twins" in shares else ()),
+        twins=axis("twins", twins),
         device=device,
         device_mesh=device_mesh,
         position=position,

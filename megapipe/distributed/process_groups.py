@@ -1,4 +1,4 @@
-"""A mesh's process groups by Megatron-LM's names, for code that passes groups on."""
+"""Give a mesh's process groups Megatron-LM's names, for code that passes groups on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.mesh import JOINT, ProcessMesh
 
 Group = dist.ProcessGroup
+# Megatron-LM's name of a group -> the field of ProcessMesh, or the name in JOINT.
 _AXES = {name: name for name in ("tp", "pp", "cp", "dp", "dp_cp", "ep")}
 _AXES |= {"expt_tp": "etp", "expt_dp": "edp", "tp_ep": "experts"}
-_JOINT = {"mp": "tp-pp", "tp_cp": "tp-cp", "tp_dp": "tp-dp", "tp_dp_cp": "tp-dp-cp", "tp_ep_pp": "etp-ep-pp"}
-"""Megatron-LM's names, and those of a mesh's axes."""
+_JOINT = {
+    "mp": "tp-pp",
+    "tp_cp": "tp-cp",
+    "tp_dp": "tp-dp",
+    "tp_dp_cp": "tp-dp-cp",
+    "tp_ep_pp": "etp-ep-pp",
+}
 
 
 @dataclass(repr=False)
 class ProcessGroupCollection:
-    """Megatron's collection of a rank's groups; None where there is none, or none was asked for.
+    """Megatron's collection of a rank's process groups.
 
-    Attributes:
-        dp_cp_ag, expt_dp_ag: None, as parameters are gathered over dp_cp and expt_dp.
+    A group is None if the rank has none, or if it was not asked for. dp_cp_ag and expt_dp_ag are
+    None because parameters are gathered over dp_cp and expt_dp.
     """
 
     tp: Group | None = None
@@ -50,14 +56,22 @@ class ProcessGroupCollection:
 
     @staticmethod
     def of(mesh: ProcessMesh) -> ProcessGroupCollection:
-        """The groups of a mesh."""
-        axes = {name: getattr(mesh, of) for name, of in _AXES.items()}
-        axes |= {field: axis for field, name in _JOINT.items() if (axis := joint_axis(mesh, name)) is not None}
-        if mesh.pp.rank in (0, mesh.pp.size - 1) and (mesh.ends.size > 1 or mesh.pp.size == 1):
+        """Return the groups of a mesh."""
+        axes = {field: getattr(mesh, name) for field, name in _AXES.items()}
+        for field, name in _JOINT.items():
+            axis = joint_axis(mesh, name)
+            if axis is not None:
+                axes[field] = axis
+        # As in Megatron-LM, the first and the last rank have a group for tied embeddings, and the
+        # first one another for position embeddings.
+        is_end = mesh.pp.rank in (0, mesh.pp.size - 1)
+        if is_end and (mesh.ends.size > 1 or mesh.pp.size == 1):
             axes["embd"] = mesh.ends
         if mesh.pp.rank == 0:
             axes["pos_embd"] = Axis(device=mesh.device)
-        return ProcessGroupCollection(**{name: group_of(mesh, axis) for name, axis in axes.items()})
+        return ProcessGroupCollection(
+            **{field: group_of(mesh, axis) for field, axis in axes.items()}
+        )
 
     @staticmethod
     def use_mpu_process_groups(
@@ -70,41 +84,58 @@ class ProcessGroupCollection:
         found = ProcessGroupCollection.of(ProcessMesh.required())
         names = {field.name for field in fields(ProcessGroupCollection)}
         wanted = names if required_pgs is None else set(required_pgs)
-        if unknown := wanted - names:
+        unknown = wanted - names
+        if unknown:
             listed = ", ".join(map(str, sorted(unknown)))
-            raise ValueError(f"Invalid process groups requested: {listed}; there are {', '.join(sorted(names))}")
+            raise ValueError(
+                f"Invalid process groups requested: {listed}; there are {', '.join(sorted(names))}"
+            )
         return ProcessGroupCollection(**{name: getattr(found, name) for name in wanted})
 
     def __repr__(self) -> str:
-        """Name the groups with their sizes, as Megatron-LM does: ProcessGroupCollection(tp(4), pp(2))."""
+        """Name the groups with their sizes, as Megatron-LM does: ProcessGroupCollection(tp(4))."""
         groups = {field.name: getattr(self, field.name) for field in fields(self)}
         sizes = [f"{name}({group.size()})" for name, group in groups.items() if group is not None]
         return f"ProcessGroupCollection({', '.join(sizes) or 'empty'})"
 
 
 def group_of(mesh: ProcessMesh, axis: Axis) -> Group:
-    """The group of an axis; of one of size 1, which has none, a group of this rank alone."""
+    """Return the group of an axis; an axis of size 1 gets a group of this rank alone."""
     if axis.group is not None:
         return axis.group
+    # A world of one rank has a group of one already.
     if mesh.alone is None and dist.is_initialized() and dist.get_world_size() == 1:
         return dist.distributed_c10d._get_default_group()
     return mesh.alone or _nobody_else()
 
 
+# A group of one keeps no state of its rank, so that all threads can share it.
 @cache
 def _nobody_else() -> Group:
-    """A group of one that torch.distributed does not know of. It keeps nothing of its rank, so that all share it."""
+    """Return a group of size 1 that torch.distributed does not know."""
     store = HashStore()
     group = Group(store, 0, 1)
     for device in (CPU, torch.device("cuda")):
-        group._register_backend(device, Group.BackendType.GLOO, ProcessGroupGloo(store, 0, 1, timedelta(minutes=1)))
+        backend = ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
+        group._register_backend(device, Group.BackendType.GLOO, backend)
     return group
 
 
 def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
-    """An axis over several others, where one of them has all ranks, all ranks are in it, or it was asked for."""
+    """Return the axis over several others; None if the mesh has no group for it.
+
+    A group is needed only if several of the axes have more than one rank and the joint axis is not
+    the world.
+
+    Args:
+        name: a key of JOINT.
+    """
     parts: list[Axis] = [getattr(mesh, part) for part in JOINT[name]]
-    many = [axis for axis in parts if axis.size > 1]
-    if len(many) < 2:
-        return many[0] if many else parts[0]
-    return mesh.world if many[0].size * many[1].size == mesh.world.size else mesh.joint.get(name)
+    split = [axis for axis in parts if axis.size > 1]
+    if not split:
+        return parts[0]
+    if len(split) == 1:
+        return split[0]
+    if split[0].size * split[1].size == mesh.world.size:
+        return mesh.world
+    return mesh.joint.get(name)

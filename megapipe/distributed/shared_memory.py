@@ -1,7 +1,7 @@
-"""Tensors between CPU ranks of one host, through memory that all of them have mapped.
+"""Exchange tensors between CPU ranks of one host through memory that all of them have mapped.
 
-Gloo sends every tensor through the kernel's TCP stack, by threads of its own. Here each rank copies its tensor into a
-segment that the others read, and a byte in a pipe says that it is there.
+Gloo sends every tensor through the kernel's TCP stack, with threads of its own. Here each rank
+copies its tensor into a segment that the others read. A byte in a pipe says that the copy is done.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from megapipe.distributed.meeting.position import Position
 
 T = TypeVar("T")
 
+# Least bytes of a segment: making a segment takes many times as long as an exchange.
 _SMALLEST = 1 << 16
-"""Bytes of a segment, at least: to make room is many times the work of an exchange."""
 TIMEOUT_S = 1800.0
-"""Seconds that a rank is waited for where no other time is set; gloo's."""
+"""Seconds that a rank is waited for if no other timeout is set; gloo's default."""
 
 
 @dataclass
 class _Slot:
-    """One segment of every rank, as bytes.
+    """One segment of every rank.
 
     Attributes:
-        busy: from a rank's copy into its segment to its reading of all.
-        free_from: when this exchange or a later one is over, all ranks have read these segments.
+        segments: the segments as bytes, in rank order.
+        busy: this rank has copied into its segment and has not read all segments yet.
+        free_from: once this exchange or a later one is over, all ranks have read the segments.
     """
 
     segments: tuple[Tensor, ...]
@@ -47,7 +48,14 @@ class _Slot:
 
 @dataclass
 class _Peer:
-    """Another rank: the pipes from and to it, and the slot of each exchange that it has started."""
+    """Another rank of the group.
+
+    Attributes:
+        inbox: the pipe from it.
+        outbox: the pipe to it.
+        heard: number of exchanges that it has started, as far as this rank has read.
+        slots: the slot of each exchange that it has started and this rank has not waited for.
+    """
 
     inbox: int
     outbox: int
@@ -56,42 +64,60 @@ class _Peer:
 
 
 class SharedMemory:
-    """Exchanges between the ranks of a group, which all start and end the same ones in the same order.
+    """Exchanges between the ranks of a group, which all start the same ones in the same order.
 
-    What one rank cannot have, a pipe, a segment or a look at the other's, no rank uses from then on.
+    If a rank cannot have a pipe or a segment, or cannot open another rank's, no rank uses shared
+    memory from then on.
 
     Args:
-        gather: every rank's value, in rank order.
-        position: its limit_s is how long another rank is waited for.
-        name: what an error calls the ranks' group.
+        rank: position in the group.
+        gather: a collective that returns every rank's value, in rank order.
+        position: its limit_s is the timeout for another rank.
+        name: name of the group for errors.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]], position: Position, name: str) -> None:
-        self._rank, self._gather, self._position = rank, gather, position
+    def __init__(
+        self, rank: int, gather: Callable[[Any], list[Any]], position: Position, name: str
+    ) -> None:
+        self._rank = rank
+        self._gather = gather
+        self._position = position
         self._name = name
         self._works = True
         self._peers: dict[int, _Peer] = {}
         self._slots: list[_Slot] = []
+        # Number of exchanges that this rank has started, and the latest one that is over.
         self._started = 0
         self._over = -1
 
-    def start(self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None) -> Started | None:
-        """Show x to all ranks; then x may change. Collective at the first use of a size, as it makes room for it.
+    def start(
+        self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
+    ) -> Started | None:
+        """Show x to all ranks of the group; x may change after the call.
+
+        The call is collective if there is no room for a tensor of this size yet.
 
         Args:
-            read: is given every rank's x, in rank order, once all are there.
-            most: rows of the longest x, where they differ; all that are read then have so many.
-        Returns: None if there is no such way: not Linux, not one host, a sandbox, no room.
+            x: this rank's tensor.
+            read: called at the end with every rank's x, in rank order.
+            most: rows of the longest x, if ranks differ; `read` is given tensors with this many.
+        Returns: the started exchange; None if there is no shared memory, as on several hosts, in a
+            sandbox, without room, or outside Linux.
         """
         shape = x.shape if most is None else (most, *x.shape[1:])
         nbytes = math.prod(shape) * x.itemsize
         index = self._room(nbytes)
         if index is None:
             return None
-        slot, number = self._slots[index], self._started
-        slot.busy, self._started = True, number + 1
+        slot = self._slots[index]
+        slot.busy = True
+        number = self._started
+        self._started += 1
         views = [segment[:nbytes].view(x.dtype).view(shape) for segment in slot.segments]
-        views[self._rank][: len(x)].copy_(x) if x.ndim else views[self._rank].copy_(x)
+        own = views[self._rank]
+        if x.ndim:
+            own = own[: len(x)]
+        own.copy_(x)
         for rank, peer in self._peers.items():
             try:
                 os.write(peer.outbox, bytes((index,)))
@@ -102,50 +128,71 @@ class SharedMemory:
             with record_function("exchange through shared memory"):
                 for rank, peer in self._peers.items():
                     if self._hear(rank, peer, number) != index:
-                        raise AssertionError("the ranks of a group exchange tensors in different orders")
+                        raise AssertionError(
+                            "the ranks of a group exchange tensors in different orders"
+                        )
                 read(views)
             self._over = max(self._over, number)
-            # Free for this rank when all have read it, which shows when a later exchange is over.
-            slot.busy, slot.free_from = False, self._started
+            slot.busy = False
+            # Others may still be reading. Every rank starts exchange number `_started` only after
+            # it has read this one, so the end of that exchange proves that all have read.
+            slot.free_from = self._started
 
         return Started(wait)
 
     def _hear(self, rank: int, peer: _Peer, number: int) -> int:
-        """Wait until a peer has started an exchange. Returns: its slot there."""
-        limit_s, inbox = self._position.limit_s or TIMEOUT_S, select.poll()
+        """Wait until a peer has started an exchange, and return the peer's slot for it.
+
+        Raises: DistNetworkError after the timeout, or if the peer has ended.
+        """
+        limit_s = self._position.limit_s or TIMEOUT_S
+        inbox = select.poll()
         inbox.register(peer.inbox, select.POLLIN)
         while number not in peer.slots:
             if not inbox.poll(1000 * limit_s):
                 raise dist.DistNetworkError(
                     f"Timed out after {limit_s:g} s of waiting for rank {rank} of the {self._name}"
                 )
-            told = os.read(peer.inbox, 64)
-            if not told:
+            # One byte, the number of a slot, for each exchange.
+            received = os.read(peer.inbox, 64)
+            if not received:
                 raise self._gone(rank)
-            peer.slots.update(enumerate(told, peer.heard))
-            peer.heard += len(told)
+            peer.slots.update(enumerate(received, peer.heard))
+            peer.heard += len(received)
         return peer.slots.pop(number)
 
     def _gone(self, rank: int) -> dist.DistNetworkError:
+        """Return the error for a rank whose process has ended."""
         return dist.DistNetworkError(f"rank {rank} of the {self._name} has closed its pipe")
 
     def _room(self, nbytes: int) -> int | None:
-        """The first slot with room for nbytes whose segments all ranks have read, a new one if there is none."""
+        """Return the first slot with room for `nbytes` whose segments all ranks have read.
+
+        A new slot is made if there is none.
+
+        Returns: the slot's index; None without shared memory.
+        """
         if not self._works:
             return None
         for index, slot in enumerate(self._slots):
-            if not slot.busy and slot.free_from <= self._over and len(slot.segments[0]) >= nbytes:
+            is_free = not slot.busy and slot.free_from <= self._over
+            if is_free and len(slot.segments[0]) >= nbytes:
                 return index
         if not self._peers:
             self._works = self._meet()
-        segments = self._map(max(_SMALLEST, 1 << (nbytes - 1).bit_length())) if self._works else None
-        self._works = segments is not None
-        if segments is not None:
-            self._slots.append(_Slot(segments))
-        return None if segments is None else len(self._slots) - 1
+        if not self._works:
+            return None
+        # Powers of two, so that few slots serve tensors of many sizes.
+        power = 1 << (nbytes - 1).bit_length()
+        segments = self._map(max(_SMALLEST, power))
+        if segments is None:
+            self._works = False
+            return None
+        self._slots.append(_Slot(segments))
+        return len(self._slots) - 1
 
     def _meet(self) -> bool:
-        """Open a pipe from every rank to every other. False if a rank could not."""
+        """Open a pipe from every rank to every other; return False if a rank could not."""
         size = len(self._gather(None))
         pipes: list[tuple[int, int]] = []
         outboxes: list[int] = []
@@ -159,20 +206,25 @@ class SharedMemory:
         works = rows is not None and self._agreed(
             lambda: outboxes.extend(_open(row[self._rank], os.O_WRONLY) for row in rows)
         )
-        for _, mine in pipes:
-            os.close(mine)  # so that an inbox ends with the process that writes into it
+        # Only the sender keeps the writing end open, so that a read ends with the sender's process.
+        for _, own in pipes:
+            os.close(own)
         for descriptor in (*(inbox for inbox, _ in pipes), *outboxes):
             if works:
                 weakref.finalize(self, os.close, descriptor)
             else:
                 os.close(descriptor)
         if works:
-            ends = enumerate(zip(pipes, outboxes, strict=True))
-            self._peers = {rank: _Peer(inbox, outbox) for rank, ((inbox, _), outbox) in ends if rank != self._rank}
+            for rank, ((inbox, _), outbox) in enumerate(zip(pipes, outboxes, strict=True)):
+                if rank != self._rank:
+                    self._peers[rank] = _Peer(inbox, outbox)
         return bool(works)
 
     def _map(self, nbytes: int) -> tuple[Tensor, ...] | None:
-        """A segment of every rank; None if a rank could not. They have no name and end with the processes."""
+        """Return a new segment of every rank; None if a rank could not make or map one.
+
+        Segments have no name in the file system and end with the processes.
+        """
         descriptors: list[int] = []
         segments: list[Tensor] = []
 
@@ -184,46 +236,61 @@ class SharedMemory:
         def see(rows: list[Any]) -> None:
             for row in rows:
                 descriptors.append(_open(row, os.O_RDWR))
-                segments.append(torch.frombuffer(mmap.mmap(descriptors[-1], nbytes), dtype=torch.uint8))
+                mapped = mmap.mmap(descriptors[-1], nbytes)
+                segments.append(torch.frombuffer(mapped, dtype=torch.uint8))
 
         rows = self._agreed(make)
         works = rows is not None and self._agreed(lambda: see(rows))
+        # A mapping stays without its descriptor.
         for descriptor in descriptors:
             os.close(descriptor)
         return tuple(segments) if works else None
 
     def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
-        """Results of `work` on every rank; None on all if the system refuses it to any."""
+        """Return the results of `work` on every rank; None on all if the system refuses one."""
         try:
-            mine = [work()]
-        except (OSError, AttributeError):  # a Python built for an old C library has no memfd_create
-            mine = []
-        everyone = self._gather(mine)
-        return [given for (given,) in everyone] if all(everyone) else None
+            own = [work()]
+        # A Python built for an old C library has no memfd_create.
+        except (OSError, AttributeError):
+            own = []
+        everyone = self._gather(own)
+        if not all(everyone):
+            return None
+        return [result for (result,) in everyone]
 
 
 @dataclass(frozen=True)
 class Started:
-    """One that has been started. wait: until it is over, once."""
+    """An exchange that has been started.
+
+    Attributes:
+        wait: waits until it is over; call it once.
+    """
 
     wait: Callable[[], None]
 
 
 def _where(descriptor: int) -> list[Any]:
-    """A path by which another process of this host opens a descriptor of this one, and what must be there."""
-    return [f"/proc/{os.getpid()}/fd/{descriptor}", *_identity(f"/proc/self/fd/{descriptor}")]
+    """Return a path at which another process can open a descriptor, and the file's identity."""
+    identity = _identity(f"/proc/self/fd/{descriptor}")
+    return [f"/proc/{os.getpid()}/fd/{descriptor}", *identity]
 
 
 def _open(where: Sequence[Any], flags: int) -> int:
-    """A descriptor of another process, opened here. Raises: OSError; also if that process is on another host or in a
-    container."""
+    """Open a descriptor of another process here.
+
+    Args:
+        where: the result of `_where` in that process.
+    Raises: OSError if it cannot be opened, or if the process is on another host or in a container.
+    """
     path, *identity = where
+    # On another host or in a container, another process may have this path.
     if _identity(path) != identity:
         raise FileNotFoundError(path)
     return os.open(path, flags)
 
 
 def _identity(path: str) -> list[Any]:
-    """A file, and the system that it is in since its start."""
+    """Return what identifies a file, and the running system that it is in."""
     status = os.stat(path)
     return [status.st_dev, status.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text()]

@@ -1,6 +1,7 @@
-"""Tokens of its sequences that a rank has, and their documents: positions, labels and masks follow from them.
+"""Say which tokens of a sequence a rank has, and where its documents begin.
 
-Plain numbers, documents read from the token ids on the host: no layer needs a mask of s x s, every stage can know them.
+Positions, labels and masks follow from both. Both are plain numbers, read from the token ids on the
+host. Every stage can therefore know them, and no layer needs a mask of s x s.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from torch import Tensor
 from megapipe.errors import ConfigError
 
 Tokens = tuple[range, ...]
-"""Positions in whole sequences, in the order in which their rows lie in a tensor."""
+"""Positions in full sequences, in the order of the rows of a tensor."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut of sequences over c context-parallel ranks: of 2c equal pieces rank r has the r-th and the r-th from
-    the end, so that causal attention is the same work on each (Dubey et al. 2024, section 3.3.2).
+    """The tokens of a sequence that a context-parallel rank has.
+
+    A sequence is cut in 2c equal pieces, and rank r of c has the r-th and the r-th from the end.
+    Causal attention is then equal work on all ranks (Dubey et al. 2024, section 3.3.2).
 
     Attributes:
-        piece, length: the slice of sequences of this length that ranks share so; None: whole sequences.
+        rank: r.
+        size: c.
+        piece: the slice of each sequence that is cut in this way; None for the full sequence.
+        length: length of the full sequence if `piece` is given.
     """
 
     rank: int = 0
@@ -36,56 +42,79 @@ class Cut:
     length: int = 0
 
     def whole(self, rows: int) -> int:
-        """Length of the sequences of which so many tokens are here."""
+        """Return the length of the full sequence if this rank has `rows` tokens of it."""
         return rows * self.size if self.piece is None else self.length
 
     def spans(self, length: int, rank: int | None = None) -> Tokens:
-        """The tokens here, or on another rank, of sequences of so many.
+        """Return the tokens of this rank, or of another one.
 
-        Raises: ConfigError for a length, or a slice, that does not divide by 2c.
+        Args:
+            length: length of the full sequence.
+            rank: the other rank.
+        Raises: ConfigError if the length, or the slice's, is not a multiple of 2c.
         """
         piece = range(length) if self.piece is None else self.piece
         if self.size == 1:
             return (piece,)
-        if len(piece) % (2 * self.size):
+        num_pieces = 2 * self.size
+        if len(piece) % num_pieces:
             raise ConfigError(length_problem(len(piece), self.size))
-        n, r = len(piece) // (2 * self.size), self.rank if rank is None else rank
-        return tuple(piece[i * n : (i + 1) * n] for i in (r, 2 * self.size - 1 - r))
+        n = len(piece) // num_pieces
+        r = self.rank if rank is None else rank
+        return tuple(piece[i * n : (i + 1) * n] for i in (r, num_pieces - 1 - r))
 
     def take(self, x: Tensor, dim: int, rank: int | None = None) -> Tensor:
-        """The rank's tokens of an x that has whole sequences in dimension `dim`."""
+        """Return the tokens of this rank, or of another one, from a tensor of full sequences.
+
+        Args:
+            x: full sequences in dimension `dim`.
+            rank: the other rank.
+        """
         if self.size == 1 and self.piece is None:
             return x
-        return torch.cat([x.narrow(dim, r.start, len(r)) for r in self.spans(x.shape[dim], rank)], dim)
+        spans = self.spans(x.shape[dim], rank)
+        return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Whole sequences of what every rank has, in rank order."""
+        """Return full sequences from the tokens of every rank, in rank order.
+
+        It is the inverse of `take` for full sequences.
+        """
+        # Rank r's second piece is the r-th from the end, so the second pieces follow in reverse.
         halves = [part.chunk(2, dim) for part in parts]
-        return torch.cat([*(low for low, _ in halves), *(high for _, high in reversed(halves))], dim)
+        low = [first for first, _ in halves]
+        high = [second for _, second in reversed(halves)]
+        return torch.cat([*low, *high], dim)
 
 
 WHOLE = Cut()
 
 
 def length_problem(length: int, ranks: int) -> str:
-    """A sentence on why sequences cannot be cut so."""
-    pieces, low = 2 * ranks, length - length % (2 * ranks)
+    """Return the message for a length that cannot be cut for this many context-parallel ranks."""
+    pieces = 2 * ranks
+    low = length - length % pieces
     near = " or ".join(str(n) for n in (low, low + pieces) if n)
     return (
-        f"--context-parallel-size {ranks} cuts sequences into {pieces} equal pieces, and {length} = "
-        f"{pieces} x {length // pieces} + {length % pieces}. Use --seq-length {near}."
+        f"--context-parallel-size {ranks} cuts sequences into {pieces} equal pieces, and {length} ="
+        f" {pieces} x {length // pieces} + {length % pieces}. Use --seq-length {near}."
     )
 
 
 def ahead(x: Tensor, depth: int) -> Tensor:
-    """[b, s] -> what stands so many tokens further, zeros behind the end: how far multi-token prediction reads."""
+    """Shift [b, s] left by `depth` tokens and fill up with zeros, for multi-token prediction."""
     return F.pad(x[:, depth:], (0, min(depth, x.shape[1]))) if depth else x
 
 
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
-    """The n-th of so many equal runs of these tokens."""
+    """Return the n-th of `of` equal parts of these tokens, in their order.
+
+    Sequence parallelism gives the n-th tensor-parallel rank this part.
+    """
     rows = sum(map(len, tokens)) // of
-    skip, found = n * rows, []
+    # The number of tokens before the part, counted from the beginning of the current span.
+    skip = n * rows
+    found = []
     for span in tokens:
         part = span[max(skip, 0) : max(skip + rows, 0)]
         skip -= len(span)
@@ -96,12 +125,12 @@ def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of each sequence of a microbatch.
+    """The documents of each sequence of a microbatch.
 
     Attributes:
-        lengths: for each of the b sequences the lengths of its documents in order; their sum is s.
-        isolate: attention does not cross from one to another (--reset-attention-mask).
-        restart: positions begin at 0 in each (--reset-position-ids).
+        lengths: for each of the b sequences, the lengths of its documents in order; their sum is s.
+        isolate: attention does not cross document boundaries (--reset-attention-mask).
+        restart: positions begin at 0 in each document (--reset-position-ids).
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -110,38 +139,62 @@ class Documents:
 
     @cached_property
     def _begins(self) -> tuple[tuple[int, ...], ...]:
+        """The first token of each document, by sequence."""
         return tuple(tuple(accumulate(lengths[:-1], initial=0)) for lengths in self.lengths)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """Tokens behind the first with which a document begins in every sequence."""
+        """The tokens, except token 0, at which a document begins in every sequence."""
+        # All sequences of a microbatch are cut at one place, so all must have a border there.
         return tuple(sorted(set.intersection(*map(set, self._begins)) - {0}))
 
     def first_seen(self, position: int) -> int:
-        """The first token of the document that has this position, the earliest of all sequences'."""
+        """Return the first token of the document with this token; the least over all sequences."""
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
 
 
 def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) -> Documents:
-    """Cut after each end-of-document token. tokens: [b, s] on the host."""
+    """Return the documents of sequences: each ends with its end-of-document token.
+
+    Args:
+        tokens: [b, s] on the host.
+        eod: the end-of-document id.
+        isolate: see Documents.
+        restart: see Documents.
+    """
     lengths = []
-    for row in tokens == eod:
-        ends = [*(row[:-1].nonzero().flatten() + 1).tolist(), len(row)]
-        lengths.append(tuple(end - begin for begin, end in pairwise([0, *ends])))
+    for is_end in tokens == eod:
+        # An end-of-document token in the last place begins no document.
+        ends = (is_end[:-1].nonzero().flatten() + 1).tolist()
+        bounds = [0, *ends, len(is_end)]
+        lengths.append(tuple(end - begin for begin, end in pairwise(bounds)))
     return Documents(tuple(lengths), isolate, restart)
 
 
-@lru_cache(maxsize=16)  # all layers of a pass ask for the same
+# Cached, because all layers of a pass ask for the same positions.
+@lru_cache(maxsize=16)
 def positions(length: int, cut: Cut, documents: Documents | None, device: torch.device) -> Tensor:
-    """[b, s/c], or [1, s/c] where none restarts, int64: the positions of the tokens here; `length` is s."""
+    """Return the position ids of this rank's tokens, int64.
+
+    Args:
+        length: s, the length of the full sequence.
+        cut: which tokens the rank has, s/c of them.
+        documents: documents of the microbatch, or None.
+    Returns: [b, s/c], or [1, s/c] if positions do not restart in documents.
+    """
     if documents is None or not documents.restart:
         return cut.take(torch.arange(length)[None], 1).to(device)
-    rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in documents.lengths]
+    rows = []
+    for lengths in documents.lengths:
+        rows.append(torch.cat([torch.arange(n) for n in lengths]))
     return cut.take(torch.stack(rows), 1).to(device)
 
 
+# Cached like `positions`; only few microbatches are in use at a time.
 @lru_cache(maxsize=4)
 def numbers_of(documents: Documents, device: torch.device) -> Tensor:
-    """[b, s] int64: the number of each token's document in its sequence."""
-    rows = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in documents.lengths]
+    """Return [b, s] int64: for each token the number of its document in its sequence, from 0."""
+    rows = []
+    for lengths in documents.lengths:
+        rows.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
     return torch.stack(rows).to(device, non_blocking=True)

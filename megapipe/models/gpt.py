@@ -189,7 +189,7 @@ class Depth(nn.Module):
             self.heads[self.number] = head_of(config, tp, tied_to)
         # The owner's rank keeps the optimizer state, and sends the weight here after each update.
         for param in (*self.embeddings.parameters(), *self.heads.parameters()):
-            set_layout(param, replace(layout_of(param), lent=True))
+            set_layout(param, replace(layout_of(param), received=True))
 
     @property
     def head(self) -> ColumnParallelLinear | None:

@@ -56,7 +56,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
         for number, stage in enumerate(stages)
         for name, param in stage.named_parameters()
         for layout in [layout_of(param)]
-        for rest in [(param.requires_grad, layout.lent, list(param.shape))]
+        for rest in [(param.requires_grad, layout.received, list(param.shape))]
     ]
     rows, with_ends, with_twins = zip(
         *mesh.pp.gather_json((mine, mesh.ends.size > 1, mesh.twins.size > 1)), strict=True

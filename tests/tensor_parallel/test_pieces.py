@@ -56,7 +56,7 @@ class Told(Axis):
     def wait(self) -> None:
         self.events.append("wait")
 
-    def start_shift(self, x, lane=0, into=None):
+    def start_shift(self, x, channel=0, into=None):
         return self._sent("send", torch.zeros_like(x) if into is None else into)
 
     def start_all_reduce(self, x, op="sum"):

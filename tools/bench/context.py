@@ -39,9 +39,9 @@ class Counted(Axis):
 
     sent: list[int] = field(default_factory=list, compare=False)
 
-    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
+    def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
         self.sent.append(x.nbytes)
-        return super().start_shift(x, lane, into)
+        return super().start_shift(x, channel, into)
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
         self.sent.append((self.size - 1) * x.nbytes)

@@ -91,7 +91,7 @@ class Alone(Axis):
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
         return Pending(x[: x.shape[0] // self.size].clone())
 
-    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
+    def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
         return Pending(x.clone() if into is None else into.copy_(x))
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers
     )
     axes = {name: getattr(mesh, name) for name in axis_names()}
     alone = {name: (_World if name == "world" else Alone)(**vars(axis)) for name, axis in axes.items()}
-    tp = replace(alone["tp"], beside={name: alone[name] for name in mesh.tp.beside})
+    tp = replace(alone["tp"], expert_axes={name: alone[name] for name in mesh.tp.expert_axes})
     changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers), "tp": tp}
     return replace(mesh, **changed)
 

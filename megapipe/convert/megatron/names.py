@@ -74,8 +74,8 @@ def of_stage(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
     """Layouts of the parameters that a stage of Megatron-LM has; `tied_to` names another's weight: that of a tied head,
     and the embedding where depths of multi-token prediction stand without it."""
     layouts = our_layouts(model, span)
-    own = {name: layout for name, layout in layouts.items() if not layout.lent}
-    copies = [layout for layout in layouts.values() if layout.lent and layout.tied_to == WORD_EMBEDDINGS]
+    own = {name: layout for name, layout in layouts.items() if not layout.received}
+    copies = [layout for layout in layouts.values() if layout.received and layout.tied_to == WORD_EMBEDDINGS]
     return own | {WORD_EMBEDDINGS: copies[0]} if copies and not span.embedding else own
 
 

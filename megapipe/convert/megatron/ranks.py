@@ -121,7 +121,7 @@ def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, 
     layouts = of_stage(model, span)
     if sizes.pp == 1:  # where the embedding is, a tied head is nothing of its own
         layouts = {name: layout for name, layout in layouts.items() if layout.tied_to is None}
-    axis = Axis(t, sizes.tp, beside={"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)})
+    axis = Axis(t, sizes.tp, expert_axes={"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)})
     names = list(orders(layouts))[0 if sizes.local or model.multi_latent_attention else 1]
 
     def read(kind: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Agreement of all ranks before they begin, over the launcher's store, before any group exists.
+"""Check that all ranks agree before they begin, over the launcher's store, before any group exists.
 
-Ranks with other sizes would meet in groups that do not fit together and wait for each other until the timeout; ranks
-with other data or code would train something that nobody asked for, unnoticed.
+Ranks with other sizes would wait for each other in groups that do not fit together, until the
+timeout. Ranks with other data or other code would train a wrong model without a sign of it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 
 SHOWN = 16
-"""Ranks whose facts an error reads, beside the first's."""
+"""Most differing ranks whose facts an error shows, in addition to rank 0."""
 GRACE_S = 30.0
-"""Seconds that the first rank keeps the store for others that still read."""
+"""Seconds that rank 0, which may host the store, waits for other ranks to read from it."""
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
-    """Compare what must be equal on all ranks. Five small requests of a rank if it is.
+    """Compare facts that must be equal on all ranks.
+
+    If they are equal, each rank makes five small requests, independent of the world size.
 
     Args:
         store: shared by the ranks, without keys of an earlier comparison.
-        facts: by what a user calls them, a flag or a file.
-    Raises: ConfigError on all ranks alike, each differing fact with its values and their ranks.
+        facts: values by the names that a user knows, a flag or a file.
+    Raises: ConfigError, the same on all ranks, with the values of each differing fact.
     """
     text = json.dumps(facts, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -36,30 +38,43 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
         store.set("facts of 0", text)
         store.set("digest", digest)
     elif store.get("digest").decode() != digest:
+        # Only ranks that differ store their facts, so that rank 0's host serves few requests.
         store.set(f"facts of {rank}", text)
         store.set(f"differing {store.add('differing', 1)}", str(rank))
     _all_here(store, "compared", world_size)
-    if count := store.add("differing", 0):
-        ranks = [0, *sorted(int(store.get(f"differing {n}")) for n in range(1, min(count, SHOWN) + 1))]
+    # Adding 0 reads the counter, which does not exist if no rank has differed.
+    count = store.add("differing", 0)
+    if count:
+        shown = range(1, min(count, SHOWN) + 1)
+        ranks = [0, *sorted(int(store.get(f"differing {n}")) for n in shown)]
         everyone = {r: json.loads(store.get(f"facts of {r}")) for r in ranks}
         _leave_together(store, rank, world_size)
         raise ConfigError(_differences(everyone, count))
 
 
 def taken(store: Store, gpu: str | None) -> dict[str, str]:
-    """The fact that differs between ranks if two of them have taken one GPU; NCCL would fail or wait for ever.
+    """Return a fact for `agree` that differs between ranks if two of them use one GPU.
+
+    NCCL would fail or deadlock then.
 
     Args:
-        gpu: its name among all of the world's; None for a CPU, which ranks share.
+        store: shared by the ranks, for this purpose alone.
+        gpu: the GPU's name, unique in the world; None for a CPU, which ranks may share.
     """
     if gpu is None:
         return {}
-    owner = "its own" if store.add(gpu, 1) == 1 else f"{gpu}, which is another rank's"
-    return {"the GPU (start one rank for each, or compute on the CPU with --distributed-backend gloo)": owner}
+    name = (
+        "the GPU (start one rank for each, or compute on the CPU with --distributed-backend gloo)"
+    )
+    is_first = store.add(gpu, 1) == 1
+    return {name: "its own" if is_first else f"{gpu}, which is another rank's"}
 
 
 def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
-    """Agreement in a world of groups that is there already. Raises: ConfigError on all ranks alike."""
+    """Compare facts in a world whose groups exist already.
+
+    Raises: ConfigError, the same on all ranks, as `agree` does.
+    """
     everyone = world.gather_json(dict(facts))
     differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}
     if differing:
@@ -68,6 +83,13 @@ def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
 
 
 def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[str]:
+    """Return a line for each fact that differs.
+
+    Args:
+        everyone: facts of rank 0 and of some ranks that differ from it.
+        count: number of ranks that differ from rank 0.
+    """
+    # A dictionary instead of a set keeps the order in which ranks list their facts.
     names = dict.fromkeys(name for facts in everyone.values() for name in facts)
     lines = []
     for name in names:
@@ -75,17 +97,20 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
         for rank, facts in everyone.items():
             holders.setdefault(facts.get(name, "nothing"), []).append(rank)
         if len(holders) > 1:
-            values = (
-                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                for value, ranks in holders.items()
-            )
+            values = []
+            for value, ranks in holders.items():
+                listed = ", ".join(map(str, ranks))
+                values.append(f"{value} on rank{'s' * (len(ranks) > 1)} {listed}")
             lines.append(f"{name} differs between ranks: {'; '.join(values)}")
     more = count - (len(everyone) - 1)
-    return [*lines, f"and {more} more ranks differ from rank 0"] if more else lines
+    if more:
+        lines.append(f"and {more} more ranks differ from rank 0")
+    return lines
 
 
 def _leave_together(store: Store, rank: int, world_size: int) -> None:
-    """The store may live in the first rank, which therefore ends last: when all have read, they ask it nothing more."""
+    """Wait on rank 0 until all ranks have read the facts, or GRACE_S have passed."""
+    # The store may live in rank 0's process, which must therefore end last.
     store.add("read", 1)
     until = monotonic() + GRACE_S
     while rank == 0 and store.add("read", 0) < world_size and monotonic() < until:
@@ -93,6 +118,8 @@ def _leave_together(store: Store, rank: int, world_size: int) -> None:
 
 
 def _all_here(store: Store, name: str, world_size: int) -> None:
+    """Wait until all ranks have called this."""
+    # One counter and one key, so that each rank makes two requests however many there are.
     if store.add(f"{name} by", 1) == world_size:
         store.set(f"{name} by all", "")
     store.wait([f"{name} by all"])

@@ -1,4 +1,7 @@
-"""All ranks meet at one store before any group exists; who does not come is named by those who did."""
+"""Let all ranks meet at one store before any group exists.
+
+If a rank does not come, the others name it in their error.
+"""
 
 from __future__ import annotations
 
@@ -17,109 +20,149 @@ from megapipe.errors import ConfigError
 
 MET = "met"
 STAY_S = 1.0
-"""Seconds that the rank that keeps the store stays for the others to read why nobody goes on."""
+"""Seconds that the rank with the store stays after an error, for others to read the reason."""
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
-    """The store of the run's processes at MASTER_ADDR and MASTER_PORT: the launcher's, or one that rank 0 keeps.
+    """Return the store of all processes at MASTER_ADDR and MASTER_PORT, once all ranks are there.
 
-    Raises: ConfigError if this rank does not reach it, and on all ranks alike if one has not come in time.
+    The store belongs to torchrun, or rank 0 hosts it.
+
+    Args:
+        rank: the global rank.
+        world_size: number of ranks.
+        timeout_s: seconds to wait for the store and for all ranks.
+    Raises: ConfigError if this rank does not reach the store. The same ConfigError on all ranks if
+        some ranks have not come in time.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     limit = f"--distributed-timeout-minutes {timeout_s / 60:g}"
+    here = f"rank {rank} on {socket.gethostname()}"
+    start = (
+        f"Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and "
+        "WORLD_SIZE"
+    )
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps = rank == 0 and not launched
+    hosts = rank == 0 and not launched
     try:
-        if launched and not _listens(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
-            raise ConfigError(f"rank {rank} on {socket.gethostname()}: its launcher, which keeps {address}, has ended")
+        host = os.environ["MASTER_ADDR"]
+        if launched and not _listens(host, int(os.environ["MASTER_PORT"])):
+            raise ConfigError(f"{here}: its launcher, which keeps {address}, has ended")
         plain = TCPStore(
-            os.environ["MASTER_ADDR"],
+            host,
             int(os.environ["MASTER_PORT"]),
-            is_master=keeps,
+            is_master=hosts,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            multi_tenant=keeps,
+            multi_tenant=hosts,
         )
     except KeyError as error:
-        raise ConfigError(f"{error.args[0]} is not set, and WORLD_SIZE is {world_size}: start with torchrun") from None
-    except (RuntimeError, ValueError) as error:
-        where = "could not listen at" if keeps else "did not reach the other ranks at"
         raise ConfigError(
-            f"rank {rank} on {socket.gethostname()} {where} {address} ({limit}): {str(error).splitlines()[0]}\n"
-            f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE; "
-            "MASTER_ADDR is the machine of rank 0, and the port must be free there"
+            f"{error.args[0]} is not set, and WORLD_SIZE is {world_size}: start with torchrun"
         ) from None
-    # torchrun reuses its store over restarts, where a new attempt would read the addresses of dead peers. One that
-    # rank 0 keeps is new; a launcher that took another's place has counted fewer restarts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launched else ""
-    # A second mesh of the same processes must not read the first one's roll, facts and addresses.
+    except (RuntimeError, ValueError) as error:
+        failure = "could not listen at" if hosts else "did not reach the other ranks at"
+        raise ConfigError(
+            f"{here} {failure} {address} ({limit}): {str(error).splitlines()[0]}\n"
+            f"      {start}; MASTER_ADDR is the machine of rank 0, and the port must be free there"
+        ) from None
+    # torchrun reuses its store after a restart, and a new attempt would read the addresses of dead
+    # processes there. A store that rank 0 hosts is new; there, a replaced launcher has counted
+    # fewer restarts than the others, and its ranks would look under another prefix.
+    prefix = "attempt"
+    if launched:
+        prefix += os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # A second mesh of the same processes must not read the entries of the first one.
     mesh = next(_meshes())
-    store = PrefixStore(f"attempt{attempt}" + f" mesh{mesh}" * (mesh > 0), plain)
+    if mesh > 0:
+        prefix += f" mesh{mesh}"
+    store = PrefixStore(prefix, plain)
     try:
         problem = call_the_roll(PrefixStore("roll", store), rank, world_size, timeout_s)
     except RuntimeError as error:
-        problem = f"rank 0 or the launcher at its place has ended again ({str(error).splitlines()[0]})"
+        reason = str(error).splitlines()[0]
+        problem = f"rank 0 or the launcher at its place has ended again ({reason})"
     if problem:
-        if keeps:
+        if hosts:
             time.sleep(STAY_S)
         raise ConfigError(
             f"{problem}, within {limit}, to {address}\n"
-            f"      Start every rank of 0..{world_size - 1} with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, "
-            f"or wait longer: --distributed-timeout-minutes {max(10, timeout_s / 30):g}"
+            f"      {start}, or wait longer: "
+            f"--distributed-timeout-minutes {max(10, timeout_s / 30):g}"
         )
     return store
 
 
+# Cached, so that there is one counter per process.
 @cache
 def _meshes() -> Iterator[int]:
-    """Return the one count of meshes that this process has met for."""
+    """Return the counter of the meshes that this process has made."""
     return count()
 
 
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait for all ranks, in three requests of each. Returns: empty, or who is missing; the same on all ranks."""
+    """Wait for all ranks, with three requests of each.
+
+    Args:
+        store: shared by the ranks, without keys of an earlier call.
+    Returns: "" if all ranks have come, else a text that names the missing ones; the same on all.
+    """
     store.append("here", f"{rank}@{socket.gethostname()} ")  # type: ignore[attr-defined]
-    # The last to come says it for all: three requests of a rank, however many there are.
+    # The last rank to come answers for all, so that the number of requests per rank is constant.
     if store.add("count", 1) == world_size:
         store.set("result", MET)
     try:
         store.wait(["result"], timedelta(seconds=timeout_s))
-    except RuntimeError:  # the first whose time is over says it for all
-        here = dict(entry.split("@", 1) for entry in store.get("here").decode().split())
-        store.compare_set("result", "", _missing({int(r): host for r, host in here.items()}, world_size))
+    except RuntimeError:
+        # The first rank whose time is over answers for all; compare_set keeps an earlier answer.
+        entries = store.get("here").decode().split()
+        here = dict(entry.split("@", 1) for entry in entries)
+        missing = _missing({int(r): host for r, host in here.items()}, world_size)
+        store.compare_set("result", "", missing)
     result = str(store.get("result").decode())
     return "" if result == MET else result
 
 
 def _listens(host: str, port: int) -> bool:
-    """Does anybody listen there? Not if the system refuses: torchrun opens its store before it starts a rank."""
+    """Return whether a process listens at the port.
+
+    torchrun opens its store before it starts a rank, so a refused connection means that it ended.
+    """
     for _ in range(3):
         try:
             socket.create_connection((host, port), 5).close()
         except ConnectionRefusedError:
             time.sleep(0.5)
+        # No answer, perhaps because of a slow network, is not a refusal.
         except OSError:
-            return True  # no answer is no refusal
+            return True
         else:
             return True
     return False
 
 
 def _missing(here: dict[int, str], world_size: int) -> str:
+    """Return a text that names the ranks that did not come, and where the others are.
+
+    Args:
+        here: host of each rank that has come.
+    """
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in here.items():
         hosts[host].append(rank)
-    there = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in hosts.items())
-    return f"{_ranks(set(range(world_size)) - here.keys())} of {world_size} did not come (here: {there})"
+    listed = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+    missing = _ranks(set(range(world_size)) - here.keys())
+    return f"{missing} of {world_size} did not come (here: {listed})"
 
 
 def _ranks(numbers: Iterable[int]) -> str:
-    """Runs of consecutive numbers as 3..7."""
+    """Return ranks as text, with consecutive ones as a range: "ranks 0, 3..7"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
-    return f"rank{'s' * (not alone)} " + ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+    is_single = len(runs) == 1 and runs[0][0] == runs[0][1]
+    word = "rank" if is_single else "ranks"
+    return f"{word} " + ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)

@@ -1,4 +1,4 @@
-"""The place of a rank in its work: written by its main thread, read by a diagnosis when ranks stop moving."""
+"""Record where a rank is in its work, for a diagnosis when ranks stop moving."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Any
 
 
 class Position:
-    """The position of a rank's main thread, which writes it; another thread reads without a lock.
+    """The place of a rank's main thread in its work.
+
+    The main thread writes it, and another thread reads it without a lock.
 
     Attributes:
-        step: the iteration, in words.
-        at: the item of the plan or some other call (in words) the thread is in, and the time.monotonic() since which;
-            None where no rank waits for another.
-        limit_s: how long it may be at one place; None where the groups alone keep time.
-        plan, hand, comm: the executor's items (None until it begins), what it holds, and its communicator.
+        step: the training iteration, in words.
+        at: (place, since). The place is an item of the executor's program, or in words another call
+            that waits for ranks; since when is in seconds of time.monotonic(). None while the
+            thread waits for no other rank.
+        limit_s: seconds that the thread may stay at one place; None if only the process groups
+            have a timeout.
+        plan: the executor's program of this step; None until the executor begins.
+        hand: the tensors that the executor holds, by their names.
+        comm: the executor's communicator.
     """
 
     __slots__ = ("at", "comm", "hand", "limit_s", "plan", "step")
@@ -29,13 +35,15 @@ class Position:
         self.comm: Any = None
 
     def begin(self, step: str) -> None:
-        """A new step, none of whose passes has begun."""
-        self.step, self.plan, self.at = step, None, ("the start", monotonic())
+        """Record the start of a step, before any of its passes."""
+        self.step = step
+        self.plan = None
+        self.at = ("the start", monotonic())
 
     def enter(self, call: str) -> None:
-        """Into a call in which ranks wait for each other."""
-        self.at = call, monotonic()
+        """Record the start of a call in which ranks wait for each other."""
+        self.at = (call, monotonic())
 
     def leave(self) -> None:
-        """Out of it, to work in which no rank waits."""
+        """Record the end of such a call: the thread waits for no other rank."""
         self.at = None

@@ -1,4 +1,7 @@
-"""Work that ranks do together: an error on any of them is the same error on all, so that none waits for another."""
+"""Do work on all ranks so that an error on one rank becomes the same error on all.
+
+Otherwise the other ranks would wait for the failed one.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,24 @@ T = TypeVar("T")
 
 
 def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
-    """`work` on the first rank only; all get its result, a text or number, or its error."""
+    """Call `work` on the first rank only, and return its result on all ranks.
+
+    Args:
+        work: its result must be representable in JSON.
+    Raises: the errors of `together`.
+    """
     first = mesh.world.rank == 0
-    return mesh.world.gather_json(together(mesh, lambda: work() if first else None))[0]  # type: ignore[no-any-return]
+    result = together(mesh, lambda: work() if first else None)
+    return mesh.world.gather_json(result)[0]  # type: ignore[no-any-return]
 
 
 def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = None) -> T:
-    """`work` on every rank; an error on any becomes the same CheckpointError on all.
-
-    An error that is none of the user's is raised as it is on the rank that has it.
+    """Call `work` on every rank and return each rank's result.
 
     Args:
-        folder: where it writes, which torch does not say when the disk is full.
+        folder: where `work` writes, for the message about a full disk.
+    Raises: CheckpointError, the same on all ranks, if `work` raises on any of them. An error that
+        is neither a CheckpointError nor an OSError is raised unchanged on the rank that has it.
     """
     problems: list[str] = []
     unexpected: Exception | None = None
@@ -35,27 +44,33 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
     except CheckpointError as error:
         problems += error.problems
     except OSError as error:
-        problems.append(f"{error.filename or folder or 'checkpoint'}: {error.strerror or error}{room(error, folder)}")
+        # torch raises an OSError without a file name.
+        name = error.filename or folder or "checkpoint"
+        problems.append(f"{name}: {error.strerror or error}{room(error, folder)}")
     except Exception as error:
         unexpected = error
         problems.append(f"on rank {mesh.world.rank}: {type(error).__name__}: {error}")
-    found = dict.fromkeys(problem for row in mesh.world.gather_json(problems) for problem in row)
+    # Every rank gathers, also a rank with an error: the others wait for it here.
+    everyone = mesh.world.gather_json(problems)
     if unexpected is not None:
         raise unexpected
+    found = dict.fromkeys(problem for own in everyone for problem in own)
     if found:
         raise CheckpointError(tuple(found))
     return result
 
 
 def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
-    """The files that this rank reads for all."""
+    """Return the files that this rank reads, if all ranks together read each file once."""
+    # Sorted, because ranks may list a folder in different orders.
     return sorted(names)[mesh.world.rank :: mesh.world.size]
 
 
 def room(error: BaseException, folder: Path | None) -> str:
-    """The room that is left on a disk that is full, behind an error; empty for other errors."""
+    """Return a note on the space left on a disk, to append to an error; "" if it is not full."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if folder is None or not full or not folder.exists():
         return ""
     written = sum(path.stat().st_size for path in folder.iterdir())
-    return f" ({written:,} bytes are written in {folder.name}, {shutil.disk_usage(folder).free:,} bytes are free)"
+    free = shutil.disk_usage(folder).free
+    return f" ({written:,} bytes are written in {folder.name}, {free:,} bytes are free)"

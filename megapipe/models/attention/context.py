@@ -214,7 +214,7 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
         else:
             if sums is not None:
                 grads = grads.add_(sums.wait())
-            sums = cp.start_shift(grads.to(kv.dtype), lane=1)
+            sums = cp.start_shift(grads.to(kv.dtype), channel=1)
         if coming is not None:
             kv = coming.wait()
     return own if sums is None else own.add_(sums.wait())

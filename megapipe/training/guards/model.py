@@ -131,7 +131,7 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
         layout = layout_of(param)
-        if layout.lent:
+        if layout.received:
             continue  # another parameter's weight, whose owner counts
         assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so its layout fits"
         found[name] = [n // layout.part[1] if dim == layout.dim else n for dim, n in enumerate(layout.full)]

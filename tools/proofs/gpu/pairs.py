@@ -141,7 +141,7 @@ class Timed(Axis):
         out = x.new_empty(len(x) // self.size, *x.shape[1:])
         return self._sent(out, out.nbytes * (self.size - 1))
 
-    def start_shift(self, x: Tensor, lane: int = 0, into: Tensor | None = None) -> Pending:
+    def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
         return self._sent(x.new_empty(x.shape) if into is None else into, x.nbytes)
 
 

@@ -148,6 +148,6 @@ def mesh_of(
         return made.setdefault(id(axis), Recorded(**vars(axis), answers=answers if axis is mesh.pp else ()))
 
     axes: dict[str, Any] = {name: recorded(getattr(mesh, name)) for name in axis_names()}
-    beside = {name: recorded(axis) for name, axis in mesh.tp.beside.items()}
-    axes["tp"] = replace(axes["tp"], beside=beside)
+    expert_axes = {name: recorded(axis) for name, axis in mesh.tp.expert_axes.items()}
+    axes["tp"] = replace(axes["tp"], expert_axes=expert_axes)
     return replace(mesh, **axes)
