@@ -92,6 +92,9 @@ def test_an_epsilon_that_norms_of_latents_do_not_have_is_refused(family):
         ("gpt2", {"activation_function": "gelu"}),
         ("gpt2", {"activation_function": "gelu_new"}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}),
+        ("llama", {"rope_theta": 1e4}),
+        ("mixtral", {"router_jitter_noise": 0.0}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
     ],
 )
 def test_a_setting_goes_out_in_the_words_in_which_it_came_in(family, given):
@@ -109,6 +112,14 @@ def test_deepseeks_own_program_finds_a_rope_scaling_only_where_there_is_one(fami
     assert (written["rope_scaling"], written["rope_parameters"], written["rope_theta"]) == (None, plain, 1e4)
     yarn = plain | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
     assert to_huggingface(from_huggingface(content | {"rope_parameters": yarn}), 64)["rope_scaling"]["factor"] == 8.0
+
+
+@pytest.mark.parametrize("given, scale", [({}, 0.0), ({"mscale": 0.7, "mscale_all_dim": 0.7}, 0.7)])
+def test_yarn_scales_the_scores_only_where_the_file_says_so(given, scale):
+    """transformers leaves the softmax as it is without mscale_all_dim."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
+    content = transformers.AutoConfig.for_model("deepseek_v3").to_dict() | {"rope_parameters": yarn | given}
+    assert from_huggingface(content).mscale_all_dim == scale
 
 
 def test_the_groups_of_deepseek_v2_count_by_their_best_expert():

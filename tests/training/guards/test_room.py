@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from megapipe.training.guards.model import fits, room
 
 def test_a_model_that_no_memory_holds_is_refused_with_what_it_needs():
     mesh, plan = ProcessMesh.single(), make_plan(short_run.config(STYLES["gpt2"]))
-    sentence = r"^rank 0 has no memory for its stages, which need .* GiB by the plan\. Use"
+    needed = re.escape(f"{plan.peak_bytes[0] / 2**30:,.3g}")
+    sentence = rf"^rank 0 has no memory for its stages, which need {needed} GiB by the plan\. Use"
     for sizes in ((2**60,), (2**40, 2**40), (10**20, 2)):  # more than there is, bytes and rows beyond 64 bits
         with pytest.raises(ConfigError, match=sentence), room(mesh, plan):
             torch.empty(sizes)
