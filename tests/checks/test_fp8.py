@@ -69,6 +69,30 @@ def test_the_line_at_start_says_how_products_are_computed(recipe, on_gpu, text):
     assert said.endswith(text)
 
 
+def test_layers_of_plain_torch_name_no_layer_that_is_not():
+    parallel = ParallelConfig(tensor_model_parallel_size=2)
+    model = replace(MODEL, fp8_format=None, transformer_impl="local", sequence_parallel=True, tp_comm_overlap=True)
+    assert choose_layers(Config(model=model, parallel=parallel), False) == ("local", "layers of plain torch (local)")
+
+
+@pytest.mark.parametrize("half, why", [(False, "float32 products to TF32"), (True, "Transformer Engine")])
+def test_layers_are_of_plain_torch_in_float32_and_where_there_is_no_other(half, why, monkeypatch):
+    """--transformer-impl auto on a GPU: without 16 bits it does not even ask for Transformer Engine."""
+    asked = []
+
+    def load():
+        asked.append(half)
+        raise ConfigError("Transformer Engine is not here")
+
+    monkeypatch.setattr(f"{choose_layers.__module__}.load", load)
+    model = replace(MODEL, fp8_format=None, transformer_impl="auto")
+    config = Config(model=model, train=TrainConfig(bf16=half))
+    impl, text = choose_layers(config, True)
+    assert impl == "local"
+    assert why in text
+    assert asked == [True] * half
+
+
 def test_a_run_whose_weights_travel_in_eight_bits_says_so():
     model = replace(MODEL, fp8_param_gather=True)
     parallel = ParallelConfig(use_distributed_optimizer=True)

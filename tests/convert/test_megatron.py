@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from megapipe.config import Config, ModelConfig, TrainConfig
 from megapipe.convert import SavedTensors, export_megatron, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of
+from megapipe.convert.megatron.export import opened
 from megapipe.convert.megatron.pickles import Named, read_pickle, read_torch
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
@@ -276,3 +279,32 @@ def test_a_choice_of_training_that_is_not_here_is_left_out_with_a_note(tmp_path)
     left = {"--dataloader-type external", "--tokenizer-type MegaTokenizer"}
     assert {f"{name} is not here; the flags leave it out" for name in left} <= {*done.notes}
     assert (done.config.data.dataloader_type, done.config.data.tokenizer_type) == ("single", None)
+
+
+def test_samples_of_validation_come_in_with_those_of_training(tmp_path):
+    done = import_megatron(megatrons(tmp_path / "theirs", consumed_valid_samples=6), tmp_path / "ours")
+    where = json.loads((done.folder / "state.json").read_text())["state"]
+    assert (where["consumed_train_samples"], where["consumed_valid_samples"]) == (10, 6)
+
+
+def test_a_release_is_taken_for_the_start_of_a_run(tmp_path):
+    theirs = megatrons(tmp_path / "theirs")
+    (theirs / "iter_0000005").rename(theirs / "release")
+    (theirs / commit.POINTER).write_text("release")
+    done = import_megatron(theirs, tmp_path / "ours")
+    content = json.loads((done.folder / "state.json").read_text())
+    assert content["iteration"] == 0
+    assert content["state"]["consumed_train_samples"] == 0
+    assert done.steps is None
+
+
+def test_groups_and_curve_of_the_optimizer_go_out_in_megatrons_words(tmp_path):
+    """Weights of matrices decay, biases and norms do not; the decay goes from its start to its end."""
+    decay = {"start_weight_decay": 0.02, "end_weight_decay": 0.06, "weight_decay_incr_style": "linear"}
+    config = replace(run(False), train=replace(TRAIN, **decay))
+    state = {"iteration": 5, "consumed_train_samples": 10, "skipped_samples": 2}
+    folder = write_checkpoint(tmp_path / "ours", config, whole(False).items(), state, 4)
+    export = opened(folder, tmp_path / "theirs", optimizer=True, fused=False)
+    assert [(group["wd_mult"], group["weight_decay"]) for group in export.groups()] == [(1.0, 0.06), (0.0, 0.0)]
+    curve = export.scheduler()
+    assert (curve["start_wd"], curve["end_wd"], curve["num_steps"]) == (0.02, 0.06, 8)

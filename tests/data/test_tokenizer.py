@@ -11,7 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megapipe.config import DataConfig
-from megapipe.data.tokenizers.tokenizer import NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import (
+    NullTokenizer,
+    SentencePieceTokenizer,
+    assumed_vocab_size,
+    build_tokenizer,
+)
 from megapipe.errors import DataError
 
 
@@ -33,6 +38,12 @@ def test_every_text_without_sentencepieces_own_space_comes_back(model: str) -> N
 
 def test_training_twice_gives_the_same_file(model: str, train_tokenizer: Callable[[Path], str], tmp_path: Path) -> None:
     assert Path(train_tokenizer(tmp_path)).read_bytes() == Path(model).read_bytes()
+
+
+@pytest.mark.parametrize("kind, size", [("TikTokenizer", 131_072), ("GPT2BPETokenizer", 50_257)])
+def test_a_plan_without_the_tokenizers_files_takes_megatrons_size(kind: str, size: int) -> None:
+    assert assumed_vocab_size(DataConfig(tokenizer_type=kind)) == size
+    assert assumed_vocab_size(DataConfig(tokenizer_type=kind, vocab_size=99)) == 99
 
 
 def test_null_tokenizer_counts_eod_among_its_ids() -> None:

@@ -154,3 +154,8 @@ def test_a_rank_cannot_be_overwritten():
         setter(None)
         with pytest.raises(ConfigError, match="the mesh says it"):
             setter(value)
+
+
+def test_all_that_is_offered_by_name_is_there():
+    assert all(hasattr(ps, name) for name in ps.__all__)
+    assert {"initialize_model_parallel", "destroy_model_parallel"} < set(ps.__all__)
