@@ -221,13 +221,14 @@ def _latents(model: ModelConfig, load: Load) -> Work:
     between = h * (not model.recompute_norms) + q_rank + kv_rank + normed + rotated * (not again or load.shared > 1)
     # Attention by blocks keeps its output too, as torch's kernels on a GPU do, for which this is too little.
     blocks = (load.meets or model.attention_dropout > 0) * (not again)
+    outputs = blocks * wide * (model.v_head_dim < model.qk_dim)  # else they are what attn_proj keeps
     windows = 0 if blocks or again else _windows(model, load, wide)
     logs = 4 * load.tokens * heads / load.tp * blocks
     saved = load.saved(
         (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
         (load.bytes(h, 0), "attn_norm"),
         (load.bytes(between, 0), "qkv_linear"),
-        (load.bytes(0, (2 * wide + kept_values) * (not again) + blocks * wide) + logs + windows, "core_attn"),
+        (load.bytes(0, (2 * wide + kept_values) * (not again) + outputs) + logs + windows, "core_attn"),
         (load.bytes(0, values), "attn_proj"),
     )
     repeated = scores * model.recompute_attention + (scores + 2.0 * load.tokens * up) * again

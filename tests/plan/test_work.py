@@ -157,6 +157,18 @@ def test_what_attention_holds_inside_a_window_is_counted_to_a_hundredth(heads, w
     assert held + tables == pytest.approx(bytes_of(model, ALONE, 1024), rel=0.01)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("heads", HEADS)
+def test_what_attention_of_all_tokens_holds_is_counted_to_the_byte(heads, dropout):
+    """But for the mean and deviation of a norm, 2 bytes each. Attention by blocks keeps a logarithm for each head."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": dropout, "hidden_dropout": 0.0}
+    model = replace(STYLES["gpt2"], **sizes, **HEADS[heads], no_mlp=True)
+    turned = 64 if model.position_embedding_type == "rope" or model.multi_latent_attention else 0
+    tables, norm = 1024 * turned * 4, 2 * 1024 * 4
+    held = pieces(model, 1024, 2, element_bytes=2).layers[0].held
+    assert held + tables + norm == bytes_of(model, ALONE, 1024)
+
+
 @pytest.mark.parametrize("parts", [{}, {"num_experts": 4, "moe_shared_expert_intermediate_size": 512}])
 def test_a_gate_by_a_sigmoid_keeps_five_tensors_of_the_mlps_width(parts):
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
