@@ -16,7 +16,7 @@ from tools.proofs.cover.array import Array
 from tools.proofs.cover.choices import CHOICES, PLAIN, num_layers, one_process, problems, world_size
 from tools.proofs.cover.judge import Runs, differences
 from tools.proofs.cover.planted import DEFECTS, nearest_first
-from tools.proofs.cover.rank import Numbers, Part
+from tools.proofs.cover.rank import BIASES, HISTORIES, Numbers, Part
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"a": ["0", "1", "2"], "b": ["0", "1"], "c": ["0", "1", "2"], "d": ["0", "1"], "e": ["0", "1"]}
@@ -115,6 +115,39 @@ def test_a_loss_and_a_weight_that_differ_are_named():
     assert all("lm loss" in line for line in differences(PLAIN, [numbers(1.0, 3.1)], whole))
     half = replace(whole, tensors={"weights": {"layers.0.weight": Part(torch.ones(2, 2).double(), {0: (1, 2)})}})
     assert differences(PLAIN, [half], whole) == []
+
+
+def test_copies_on_two_ranks_are_equal_to_the_bit_where_losses_are_compared_to_a_tenth():
+    case = PLAIN | {"precision": "bf16", "dp": "2"}
+    whole, close = numbers(1.0, 3.0), numbers(1.0 + 1e-12, 3.0)
+    assert differences(case, [whole, whole], whole) == []
+    (found,) = differences(case, [whole, close], whole)
+    assert found == "ranks 0 and 1: weights of layers.0.weight differ by 1e-12 from each other"
+
+
+@pytest.mark.parametrize("off, named", [(1e-6, False), (0.02, True)])
+def test_a_bias_that_went_another_step_differs_in_float32(off, named):
+    """Rounding moves none: the judge took 0.03 for it, and a step is 0.02."""
+    case, biases = PLAIN | {"precision": "float32"}, torch.tensor([0.02, -0.02])
+    whole, mine = (
+        replace(numbers(1.0, 3.0), tensors={BIASES: {"layer 1": Part(biases + x, {})}}) for x in (0.0, off)
+    )
+    assert bool(differences(case, [mine], whole)) == named
+
+
+@pytest.mark.parametrize("off, named", [(0.4, False), (0.6, True)])
+def test_largest_values_of_8_bits_are_those_of_one_process_but_for_rounding(off, named):
+    case, values = PLAIN | {"precision": "fp8"}, torch.tensor([[1.0, 0.5]])
+    whole, mine = (
+        replace(numbers(1.0, 3.0), tensors={HISTORIES: {"linear": Part(values * (1 - x), {})}}) for x in (0.0, off)
+    )
+    assert bool(differences(case, [mine], whole)) == named
+
+
+def test_the_next_loss_scale_is_exact():
+    case = PLAIN | {"precision": "fp16"}
+    whole, mine = (replace(numbers(1.0, 3.0), steps={5: {"next scale": x}}) for x in (128.0, 127.9))
+    assert differences(case, [mine], whole) == ["rank 0: iteration 5: next scale 127.9, not 128.0"]
 
 
 def test_a_case_that_agrees_with_kept_references_is_not_trained_on_one_process_again(tmp_path, monkeypatch):

@@ -254,6 +254,20 @@ def test_tags_on_a_board_are_megatrons():
     assert scalars(moment, line=True).keys() >= {"iteration-time", "throughput"}
 
 
+def test_peaks_are_said_in_gib_where_they_are_known():
+    (row,) = (row for row in PASSES if row.key == "peak_gib")
+    held = SimpleNamespace(peak_bytes=(2**30, 2**31), predicted_peaks=(2**29, 2**31))
+    assert row.of(held) == ([1.0, 2.0], [0.5, 2.0])
+    assert row.of(SimpleNamespace(peak_bytes=(), predicted_peaks=())) is None
+
+
+def test_a_file_has_no_times_of_passes_for_a_step_without_any():
+    """All other keys are there in every line, with null where a step has no such number."""
+    row = as_json(first_of_two({"lm loss": 2.0}))
+    assert {"iteration", "losses", "batch"} < row.keys()
+    assert not {number.key for number in PASSES if number.key} & row.keys()
+
+
 @pytest.mark.parametrize("x, text", [(0.5, "0.5"), (999.4, "999"), (999.7, "1k"), (12345.0, "12.3k"), (2e12, "2T")])
 def test_a_number_for_people_has_three_digits_and_a_letter(x, text):
     assert numbers.brief(x) == text
