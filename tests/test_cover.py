@@ -129,9 +129,7 @@ def test_copies_on_two_ranks_are_equal_to_the_bit_where_losses_are_compared_to_a
 def test_a_bias_that_went_another_step_differs_in_float32(off, named):
     """Rounding moves none: the judge took 0.03 for it, and a step is 0.02."""
     case, biases = PLAIN | {"precision": "float32"}, torch.tensor([0.02, -0.02])
-    whole, mine = (
-        replace(numbers(1.0, 3.0), tensors={BIASES: {"layer 1": Part(biases + x, {})}}) for x in (0.0, off)
-    )
+    whole, mine = (replace(numbers(1.0, 3.0), tensors={BIASES: {"layer 1": Part(biases + x, {})}}) for x in (0.0, off))
     assert bool(differences(case, [mine], whole)) == named
 
 

@@ -27,6 +27,8 @@ Case = Mapping[str, str]
 SEQ = 16
 VOCAB = 32
 LR = 3e-3
+BIAS_STEP = 0.02
+"""How far a step moves the bias of a router."""
 STEPS = 5
 FEW = 4
 """Processes of a case, if what it is to combine does not need more."""
@@ -64,7 +66,7 @@ MODEL: dict[str, dict[str, str]] = {
         "softmax": f"{_EXPERTS} --moe-z-loss-coeff 0.1",
         "sigmoid": (
             f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-            "--moe-router-bias-update-rate 0.02 --moe-router-num-groups 2 --moe-router-group-topk 1"
+            f"--moe-router-bias-update-rate {BIAS_STEP} --moe-router-num-groups 2 --moe-router-group-topk 1"
         ),
         "shared": f"{_EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq 2",
         "jitter": f"{_EXPERTS} --moe-router-pre-softmax --moe-input-jitter-eps 0.1",
@@ -88,7 +90,8 @@ MODEL: dict[str, dict[str, str]] = {
         "float32": "",
         "bf16": "--bf16",
         # Far below what overflows: which step does first is a matter of rounding. What is spoiled overflows anyway.
-        "fp16": f"--fp16 --initial-loss-scale {2**6} --loss-scale-window 2 --hysteresis 1",
+        # It grows after the third step: the second ends at once where something is saved or evaluated.
+        "fp16": f"--fp16 --initial-loss-scale {2**6} --loss-scale-window 3 --hysteresis 1",
         "fp8": "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 2",
         "fp8-tensor": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise",
     },

@@ -102,7 +102,7 @@ DEFECTS = {
         "training/steps/routers.py",
         "        if self.model.sequence_parallel:\n            self.mesh.tp.all_reduce(counts)\n",
         "",
-        {"sequence": ["split"], "router": ["sigmoid"]},
+        {"tp": ["2"], "sequence": ["split"], "router": ["sigmoid"]},
     ),
     "loads of experts are not summed over both copies of a model": Planted(
         "training/steps/routers.py",
@@ -156,7 +156,13 @@ DEFECTS = {
         "training/driver.py",
         "return (now.after(False, run.config.train) if course.open else now).scale",
         "return now.scale",
-        {"precision": ["fp16"], "update": ["validated", "after-1"]},
+        {
+            "precision": ["fp16"],
+            "update": ["validated"],
+            "clip": ["none"],
+            "spoiled": ["no"],
+            "resumed": ["no", "same", "behind", "from-one"],
+        },
     ),
     "a mask is drawn for this rank's part of the sequence": Planted(
         "tensor_parallel/rng.py",
@@ -216,7 +222,7 @@ DEFECTS = {
         "tensor_parallel/fused_cross_entropy.py",
         "                    to_gradient_(dy, lse, grad, labels - block.start, space)\n                add_product",
         "                    to_gradient_(dy, lse, grad, labels, space)\n                add_product",
-        {"fusion": ["loss"], "schedule": ["zb-h1", "zb-h2", "zb-v"], "tp": ["2"]},
+        {"fusion": ["loss"], "schedule": ["zb-h1", "zb-h2", "zb-v"], "vocabulary": ["ends"], "cp": ["1"]},
     ),
     "shares of the vocabulary count tokens without loss": Planted(
         "pipeline_parallel/stage.py",

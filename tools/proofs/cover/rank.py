@@ -19,9 +19,10 @@ from megapipe.config import Config, ModelConfig
 from megapipe.data.build import Datasets
 from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.distributed.axis import Axis
-from megapipe.distributed.layout import layout_of
+from megapipe.distributed.layout import histories, layout_of
 from megapipe.models.provider import Provider, gpt_provider
 from megapipe.partition.spans import LayerSpan
+from megapipe.tensor_parallel import fused_cross_entropy, vocabulary
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.forward_step import forward_step
@@ -38,6 +39,17 @@ LARGE = {"fp16": 1e6, "fp8": 1e2, "fp8-tensor": 1e2}
 In fp16 it overflows in every layout. In 8 bits a longer step, which nothing clips, would leave weights whose products
 are rounding alone.
 """
+
+
+BIASES = "biases of routers"
+HISTORIES = "largest values of 8 bits"
+KEPT_LOGITS = SEQ * VOCAB // 2
+"""Logits of a microbatch that a head may keep for its backward; more are computed again, as those of a real model are.
+
+So few that the sizes of a case decide: some keep them, some do not.
+"""
+BLOCK_ROWS = 8
+"""Rows of the vocabulary in a block of the head, so that a case has several."""
 
 
 class Part(NamedTuple):
@@ -58,7 +70,7 @@ class Numbers:
     Attributes:
         steps: of each iteration its losses, gradient norm and whether it was skipped.
         evaluations: the losses of each evaluation.
-        tensors: by kind ("weights", or a kind of optimizer state) the parts of this rank.
+        tensors: by kind ("weights", BIASES, HISTORIES, or a kind of optimizer state) the parts of this rank.
     """
 
     steps: dict[int, dict[str, Any]]
@@ -99,6 +111,7 @@ def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
         layers: of the model.
         more: flags of this part of the run: where it begins, ends and saves.
     """
+    _keep_few_logits()
     numbers = Numbers({}, [], {})
     now = [0]
     _write_down(numbers, now, to)
@@ -120,6 +133,13 @@ def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
         return _datasets(narrow=case["tokens"] == "int32")
 
     pretrain(config_of(case, layers, more), _provider(case), step, datasets)
+
+
+def _keep_few_logits() -> None:
+    module: Any = sys.modules[pretrain.__module__]
+    module.most_kept = lambda *_: KEPT_LOGITS
+    vocabulary.KEPT_ELEMENTS = KEPT_LOGITS  # type: ignore[attr-defined]
+    fused_cross_entropy._step = lambda rows: BLOCK_ROWS
 
 
 def _provider(case: Case) -> Provider:
@@ -161,6 +181,7 @@ def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
             **{f"routed {name}": value for name, value in result.routed.losses.items()},
             "norm": result.grad_norm,
             "skipped": float(result.skipped),
+            "next scale": self.run.progress.loss_scale.scale,
         }
 
     def numbered(self: Stages, *args: Any, iteration: int | None = None, **how: Any) -> Any:
@@ -198,7 +219,9 @@ def _tensors(training: Training) -> dict[str, dict[str, Part]]:
 
     with run.optimizer.gathers.whole():
         found = {"weights": {name: part(name, x) for name, x in run.optimizer.params.items()}}
-    biases = {f"bias of layer {router.layer}": router.expert_bias for router in run.stages.routers.own}
-    found["weights"] |= {name: Part(x.clone(), {}) for name, x in biases.items() if x is not None}
+    biases = {f"layer {router.layer}": router.expert_bias for router in run.stages.routers.own}
+    found[BIASES] = {name: Part(x.clone(), {}) for name, x in biases.items() if x is not None}
+    remembered = (named for module in run.stages.modules for named in histories(module))
+    found[HISTORIES] = {name: Part(x.clone(), {}) for name, x in remembered}
     state = run.optimizer.state()
     return found | {kind: {name: part(name, x) for name, x in of.items()} for kind, of in state.items()}
