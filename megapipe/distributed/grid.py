@@ -69,7 +69,7 @@ class Grids:
     def of(parallel: ParallelConfig, world_size: int) -> Grids:
         """Return the grids of a world.
 
-        Raises: ConfigError if a grid's fixed sizes do not divide the world size.
+        Raises: ConfigError if the sizes that flags give do not divide the world size.
         """
         pp = parallel.pipeline_model_parallel_size
         dense = {"tp": parallel.tensor_model_parallel_size, "cp": parallel.context_parallel_size}

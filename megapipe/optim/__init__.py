@@ -1,1 +1,1 @@
-"""Flat buffers, AdamW and the learning rate."""
+"""Flat buffers, the optimizer's rules, and the learning rate."""

@@ -1,5 +1,8 @@
-"""AdamW (Loshchilov and Hutter 2019, algorithm 2) in one sweep: gradients are scaled and clipped, moments, weights and
-their 16-bit copy made in one reading and writing of each."""
+"""Update by AdamW (Loshchilov and Hutter 2019, algorithm 2) in one sweep over memory.
+
+Gradients are scaled and clipped, moments and weights updated and rounded to 16 bits, while each
+tensor is read and written once.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,34 @@ from megapipe.optim.rule import Part, multiply
 
 
 def sweep(part: Part, train: TrainConfig, steps: int) -> None:
-    """Update a part of float32 or float64. steps: updates made before this one."""
+    """Update a part of float32 or float64 in place.
+
+    Args:
+        part: the parameters with gradients and moments.
+        train: Adam's flags.
+        steps: number of updates before this one.
+    """
     scale, shrink = part.factors
-    first, second = part.state["exp_avg"], part.state["exp_avg_sq"]
+    first = part.state["exp_avg"]
+    second = part.state["exp_avg_sq"]
     tensors = (part.value, part.grad, first, second)
     decay = 1 - part.lr * part.weight_decay
+    # Both bias corrections of the moments, in the form that torch's fused kernel computes.
     step = -part.lr / (1 - train.adam_beta1 ** (steps + 1))
     root = math.sqrt(1 - train.adam_beta2 ** (steps + 1))
-    betas = 1 - train.adam_beta1, train.adam_beta2, 1 - train.adam_beta2, train.adam_eps
+    betas = (1 - train.adam_beta1, train.adam_beta2, 1 - train.adam_beta2, train.adam_eps)
+    # The loops of kernels/cpu.c read and write all of these at once.
+    written = tensors if part.model is None else (*tensors, part.model)
     wide = {x.dtype for x in tensors}
-    if wide == {torch.float32} and cpu.has_loops(*tensors, *([] if part.model is None else [part.model])):
-        cpu.adamw_(*tensors, part.model, _there(scale, part.value), (shrink, decay, step, root, *betas))
+    if wide == {torch.float32} and cpu.has_loops(*written):
+        factor = _there(scale, part.value)
+        cpu.adamw_(*tensors, part.model, factor, (shrink, decay, step, root, *betas))
     elif part.value.is_cuda:
-        # On the device, for a kernel that is compiled for a number would be compiled again for the next.
-        numbers = (scale, shrink, decay, step, root)
-        _adamw(*tensors, part.model, *(_there(x, part.value) for x in numbers), *betas)
+        # As tensors, because a kernel compiled for one number would be compiled again for the next.
+        numbers = [_there(x, part.value) for x in (scale, shrink, decay, step, root)]
+        _adamw(*tensors, part.model, *numbers, *betas)
+    # float64 weights, or a machine without a C compiler: torch's kernel, with a sweep before it and
+    # one after it.
     else:
         multiply(part.grad, part.factors)
         adamw(
@@ -39,7 +55,8 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
             [first],
             [second],
             [],
-            [torch.full((), float(steps))],  # it adds the one of this step
+            # torch adds this step itself.
+            [torch.full((), float(steps))],
             fused=True,
             amsgrad=False,
             beta1=train.adam_beta1,
@@ -53,12 +70,15 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
 
 
 def _there(x: float | Tensor, like: Tensor) -> Tensor:
-    """A number where the weights are; one that is there already is not read by the host."""
-    return x.to(like) if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+    """Return a number as a tensor with the type and device of `like`, without reading a tensor."""
+    if isinstance(x, Tensor):
+        return x.to(like)
+    return torch.full((), x, dtype=like.dtype, device=like.device)
 
 
 @region(
-    "adamw(Tensor(a!) value, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, Tensor(e!)? model, "
+    "adamw(Tensor(a!) value, Tensor(b!) grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+    "Tensor(e!)? model, "
     "Tensor scale, Tensor shrink, Tensor decay, Tensor step, Tensor root, float towards, "
     "float beta2, float rest2, float epsilon) -> ()"
 )
@@ -78,6 +98,14 @@ def _adamw(
     rest2: float,
     epsilon: float,
 ) -> None:
+    """Update in place on a GPU, as one compiled kernel where torch compiles it.
+
+    Args:
+        towards: 1 - beta1.
+        rest2: 1 - beta2.
+        step: minus the learning rate, over the first moment's bias correction.
+        root: square root of the second moment's bias correction.
+    """
     grad.mul_(scale).mul_(shrink)
     exp_avg.lerp_(grad, towards)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=rest2)

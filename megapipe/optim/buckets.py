@@ -1,7 +1,8 @@
-"""A stage's parameters in buckets: what is summed over the same ranks at once.
+"""Divide a stage's parameters into buckets; one collective sums each over data parallelism.
 
-In its last weight pass a stage's layers are done from the last to the first, so a bucket has layers that follow each
-other, and its sum can begin while the layers before them are still computed (Li et al. 2020, PyTorch DDP, sec. 3.2).
+The last weight pass of a step completes a stage's layers from the last to the first. A bucket holds
+consecutive layers, and its sum can begin while earlier layers are still computed (Li et al. 2020,
+PyTorch DDP, sec. 3.2).
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Bucket(NamedTuple):
-    """Some layers of a stage.
+    """Some consecutive layers of a stage.
 
     Attributes:
-        first: which of the stage's layers is the first of these, counted from 0. Before their sum can begin, all from
-            it on must be done; what belongs to no layer is in the bucket of 0, which waits for the whole stage.
-        layers: how many the stage has.
+        first: position of its first layer within the stage, from 0. The sum can begin when the
+            layers from there on are complete. Parameters outside of layers are in the bucket with
+            first 0, which waits for the whole stage.
+        layers: number of layers of the stage.
+        params: its parameters by name.
     """
 
     first: int
@@ -35,34 +38,50 @@ def buckets_of(
     params: Mapping[str, nn.Parameter],
     least: int | None = None,
     number: int | None = None,
-    apart: Sequence[Collection[str]] = (),
+    separate: Sequence[Collection[str]] = (),
 ) -> list[Bucket]:
-    """Buckets in the order in which they are done; the last one has `first` 0.
+    """Return the buckets in the order in which they are complete; the last one has first 0.
 
     Args:
-        least: elements of each but that.
-        number: how many there are at most, instead; neither: one.
-        apart: names of those that travel otherwise than the rest, each kind in buckets of their own.
+        params: the stage's parameters by name.
+        least: least number of elements of each bucket but the last.
+        number: most buckets, instead of `least`. With neither there is one bucket.
+        separate: sets of names; the parameters of each set get their own buckets.
     """
-    layer_of = {name: int(match[1]) for name in params if (match := _LAYER.search(name))}
-    numbers = sorted(set(layer_of.values()))
+    layer_of = {}
+    for name in params:
+        match = _LAYER.search(name)
+        if match:
+            layer_of[name] = int(match[1])
+    layers = sorted(set(layer_of.values()))
+    # Rounded up, so that there are no more buckets than asked for.
     if number is not None:
-        least = -(-sum(params[name].numel() for name in layer_of) // number)
+        total = sum(params[name].numel() for name in layer_of)
+        least = -(-total // number)
     made: list[Bucket] = []
-    end = len(numbers)
+    end = len(layers)
+    # From the last layer down: a bucket is closed as soon as it is large enough.
     for first in range(end - 1, 0, -1):
-        own = {name: p for name, p in params.items() if layer_of.get(name) in numbers[first:end]}
+        own = {name: p for name, p in params.items() if layer_of.get(name) in layers[first:end]}
         if least is not None and sum(p.numel() for p in own.values()) >= least:
-            made.append(Bucket(first, len(numbers), own))
+            made.append(Bucket(first, len(layers), own))
             end = first
-    begun = {name for bucket in made for name in bucket.params}
-    last = Bucket(0, len(numbers), {name: p for name, p in params.items() if name not in begun})
-    return [bucket for all_of_it in (*made, last) for bucket in _alike(all_of_it, apart)]
+    used = {name for bucket in made for name in bucket.params}
+    rest = {name: p for name, p in params.items() if name not in used}
+    made.append(Bucket(0, len(layers), rest))
+    return [part for bucket in made for part in _divided(bucket, separate)]
 
 
-def _alike(bucket: Bucket, apart: Sequence[Collection[str]]) -> list[Bucket]:
-    """Experts by themselves, as other ranks have the same ones; before the rest, which they are done with."""
+def _divided(bucket: Bucket, separate: Sequence[Collection[str]]) -> list[Bucket]:
+    """Divide a bucket so that experts, and each set of `separate`, are by themselves.
+
+    Experts are replicated on other ranks than dense parameters. They come first, in the order in
+    which passes complete them.
+    """
     kinds: dict[tuple[bool, ...], dict[str, nn.Parameter]] = {}
     for name, param in bucket.params.items():
-        kinds.setdefault((not layout_of(param).experts, *(name not in one for one in apart)), {})[name] = param
+        is_dense = not layout_of(param).experts
+        kind = (is_dense, *(name not in names for names in separate))
+        kinds.setdefault(kind, {})[name] = param
+    # A stage without parameters keeps an empty bucket, which takes part in collectives.
     return [bucket._replace(params=kinds[kind]) for kind in sorted(kinds)] or [bucket]

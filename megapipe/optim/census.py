@@ -1,4 +1,7 @@
-"""A census of the parameters of a pipeline: each is on one rank or, under DualPipe, on two that mirror each other."""
+"""List the parameters of a pipeline and the rank of each.
+
+A parameter is on one rank or, under DualPipe, on two ranks that mirror each other.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,19 @@ from megapipe.errors import ConfigError
 
 
 class Row(NamedTuple):
-    """One parameter on one rank. `stage` counts the stages of its rank; `lent` as in Layout, `local` is its shape."""
+    """One parameter on one rank.
+
+    Attributes:
+        name: its name in the whole model.
+        rank: its pipeline rank.
+        stage: position of its stage among the stages of that rank.
+        shape: shape under every layout, see Layout.full.
+        tied_to: name of the parameter whose weight it repeats, or None.
+        dtype: its type as text.
+        trained: whether it has a gradient.
+        received: see Layout.
+        local: shape on the rank.
+    """
 
     name: str
     rank: int
@@ -23,7 +38,7 @@ class Row(NamedTuple):
     tied_to: str | None
     dtype: str
     trained: bool
-    lent: bool
+    received: bool
     local: list[int]
 
 
@@ -31,8 +46,8 @@ class Census(NamedTuple):
     """Every parameter of the pipeline by name.
 
     Attributes:
-        owners: where its state lives.
-        twins: its replica, if there is one.
+        owners: each parameter on the rank with its optimizer state.
+        twins: replicas on mirrored ranks.
     """
 
     owners: Mapping[str, Row]
@@ -40,48 +55,67 @@ class Census(NamedTuple):
 
     @property
     def order(self) -> dict[str, int]:
-        """Place of each parameter in one order of the whole model; of tied ones the owner alone has a place."""
-        names = (row.name for row in self.owners.values() if row.tied_to is None)
+        """The position of each parameter in one order of the whole model; tied ones have none."""
+        names = [row.name for row in self.owners.values() if row.tied_to is None]
         return {name: n for n, name in enumerate(sorted(names, key=natural))}
 
 
 def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
-    """Ask all ranks of the pipeline. Of twins the one whose stage is of the first chain, the earlier on its rank, owns.
+    """Collect the parameters of all ranks of the pipeline. Collective over it.
 
-    Raises: ConfigError, the same on all ranks, for names that occur twice otherwise, ties that cannot be kept,
-        and parameters of several types.
+    Of two mirrored replicas, the one on the earlier stage of its rank is the owner; that stage
+    belongs to the first chain.
+
+    Args:
+        stages: this rank's stages in ascending order.
+    Raises: ConfigError, the same on all ranks, for names that occur twice without a mirror, for
+        impossible ties, and for parameters of several types.
     """
-    mine = [
-        Row(name, mesh.pp.rank, number, list(layout.full), layout.tied_to, str(param.dtype), *rest)
-        for number, stage in enumerate(stages)
-        for name, param in stage.named_parameters()
-        for layout in [layout_of(param)]
-        for rest in [(param.requires_grad, layout.received, list(param.shape))]
-    ]
-    rows, with_ends, with_twins = zip(
-        *mesh.pp.gather_json((mine, mesh.ends.size > 1, mesh.twins.size > 1)), strict=True
-    )
+    own = []
+    for number, stage in enumerate(stages):
+        for name, param in stage.named_parameters():
+            layout = layout_of(param)
+            row = Row(
+                name,
+                mesh.pp.rank,
+                number,
+                list(layout.full),
+                layout.tied_to,
+                str(param.dtype),
+                param.requires_grad,
+                layout.received,
+                list(param.shape),
+            )
+            own.append(row)
+    # All problems are found on all ranks from equal data, so that all raise the same error.
+    everyone = mesh.pp.gather_json((own, mesh.ends.size > 1, mesh.twins.size > 1))
+    rows, with_ends, with_twins = zip(*everyone, strict=True)
     problems: list[str] = []
     owners: dict[str, Row] = {}
     twins: dict[str, Row] = {}
     for row in (Row(*row) for rank in rows for row in rank):
+        # The first row of a name stays; a second one must be its replica on the mirrored rank.
         other = owners.setdefault(row.name, row)
         if other is row:
             continue
-        if row.name in twins or not (any(with_twins) and _mirrored(other, row, mesh.pp.size)):
+        is_mirror = any(with_twins) and _mirrored(other, row, mesh.pp.size)
+        if row.name in twins or not is_mirror:
             problems.append(
                 f"parameter {row.name} exists on pipeline ranks {other.rank} and {row.rank}; "
                 "a stage must name its layers by their number in the whole model"
             )
+        # The second chain of DualPipe runs the ranks in reverse and uses each rank's later stage.
         owners[row.name], twins[row.name] = sorted((other, row), key=lambda row: row.stage)
     for row in owners.values():
         if row.tied_to is not None:
             problems += _tie_problems(row, owners.get(row.tied_to), with_ends, twins)
-    if len(examples := {row.dtype: row.name for row in owners.values()}) > 1:
-        found = ", ".join(f"{name} is {dtype.removeprefix('torch.')}" for dtype, name in sorted(examples.items()))
+    examples = {row.dtype: row.name for row in owners.values()}
+    if len(examples) > 1:
+        listed = [f"{n} is {dtype.removeprefix('torch.')}" for dtype, n in sorted(examples.items())]
         problems.append(
-            f"the parameters of a model must have one type, and {found}. "
-            "Make them so in the model provider, or give --bf16 or --fp16, which convert all of them"
+            f"the parameters of a model must have one type, and {', '.join(listed)}. "
+            "Make them so in the model provider, or give --bf16 or --fp16, which convert all of "
+            "them"
         )
     if problems:
         raise ConfigError(problems)
@@ -89,56 +123,94 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
 
 
 def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A frozen parameter (requires_grad False) has no gradient, no state and no decay: it stays where it is."""
+    """Return the names and parameters of a stage that are trained.
+
+    A frozen parameter (requires_grad False) has no gradient, no optimizer state and no decay.
+    """
     return [(name, param) for name, param in stage.named_parameters() if param.requires_grad]
 
 
-def frozen(stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh) -> list[nn.Parameter] | None:
-    """Frozen parameters that count on this rank, so that each element of the model counts on one of a pipeline; None
-    if the whole model is trained."""
+def frozen(
+    stages: Sequence[nn.Module], census: Mapping[str, Row], mesh: ProcessMesh
+) -> list[nn.Parameter] | None:
+    """Return the frozen parameters that count on this rank; None if the whole model is trained.
+
+    Each element of the model counts on one rank of a pipeline and its tensor-parallel group.
+    """
     if all(row.trained for row in census.values()):
         return None
-    params = {name: param for stage in stages for name, param in stage.named_parameters() if not param.requires_grad}
-    here = [name for name in params if census[name].rank == mesh.pp.rank and census[name].tied_to is None]
-    return [params[name] for name in here if layout_of(params[name]).is_first(mesh.tp)]
+    found = []
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            row = census[name]
+            is_owner = row.rank == mesh.pp.rank and row.tied_to is None
+            if not param.requires_grad and is_owner and layout_of(param).is_first(mesh.tp):
+                found.append(param)
+    return found
 
 
 def check_trained(census: Mapping[str, Row]) -> None:
-    """Raises: ConfigError if the whole model is frozen."""
+    """Raise ConfigError if the whole model is frozen."""
     if not any(row.trained for row in census.values()):
         raise ConfigError(
-            "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the "
-            "model provider, or run forwards alone with --freeze-all-layers"
+            "nothing is trained: every parameter of the model has requires_grad False. Leave some "
+            "trained in the model provider, or run forwards alone with --freeze-all-layers"
         )
 
 
 def _mirrored(a: Row, b: Row, pp: int) -> bool:
-    """Are these DualPipe's replicas: mirrored ranks, different chains?"""
-    return a.rank != b.rank and a.rank + b.rank == pp - 1 and a.stage != b.stage and a[3:] == b[3:]
+    """Return whether two rows are replicas of DualPipe: equal, on mirrored ranks and two chains."""
+    # Rows from `shape` on are equal: only the rank and the stage may differ.
+    is_mirror = a.rank != b.rank and a.rank + b.rank == pp - 1
+    return is_mirror and a.stage != b.stage and a[3:] == b[3:]
 
 
-def _tie_problems(user: Row, owner: Row | None, with_ends: Sequence[bool], twins: Mapping[str, Row]) -> list[str]:
+def _tie_problems(
+    user: Row, owner: Row | None, with_ends: Sequence[bool], twins: Mapping[str, Row]
+) -> list[str]:
+    """Return what makes a tie impossible; empty for a possible one.
+
+    Args:
+        user: the parameter that repeats a weight.
+        owner: the parameter with that weight; None if it does not exist.
+        with_ends: for each pipeline rank, whether it has a group for shared weights.
+        twins: replicas on mirrored ranks, by name.
+    """
     if owner is None or owner.tied_to is not None:
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
     if owner.shape != user.shape:
-        return [f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: the shapes differ"]
+        return [
+            f"parameter {user.name} {user.shape} is tied to {owner.name} {owner.shape}: "
+            "the shapes differ"
+        ]
+    # One of both would change in a step and the other would not.
     if owner.trained != user.trained:
         frozen, other = (user, owner) if owner.trained else (owner, user)
-        return [f"parameter {frozen.name} is frozen and tied to {other.name}, which is not: freeze both or none"]
-    apart, last = owner.rank != user.rank, len(with_ends) - 1
-    if apart and not user.lent and {owner.rank, user.rank} != {0, last}:
         return [
-            f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank {owner.rank}; "
-            f"they must share a rank or be on the first and the last, 0 and {last}"
+            f"parameter {frozen.name} is frozen and tied to {other.name}, which is not: freeze "
+            "both or none"
         ]
-    if apart and not (with_ends[owner.rank] and with_ends[user.rank]) and owner.name not in twins:
+    if owner.rank == user.rank:
+        return []
+    # A tied head is on the last rank, its embedding on the first. Only received weights may be
+    # anywhere.
+    last = len(with_ends) - 1
+    if not user.received and {owner.rank, user.rank} != {0, last}:
+        return [
+            f"parameter {user.name} on pipeline rank {user.rank} is tied to {owner.name} on rank "
+            f"{owner.rank}; they must share a rank or be on the first and the last, 0 and {last}"
+        ]
+    have_group = with_ends[owner.rank] and with_ends[user.rank]
+    # Under DualPipe the mirrored rank has the owner's replica, so the tie needs no group.
+    if not have_group and owner.name not in twins:
         return [
             f"parameter {user.name} is tied to {owner.name} on another pipeline rank, and "
-            "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the tie"
+            "--untie-embeddings-and-output-weights says that none is. Leave the flag out, or the "
+            "tie"
         ]
     return []
 
 
 def natural(name: str) -> list[str | int]:
-    """Sort key with layer 2 before layer 10."""
+    """Return a sort key with which layer 2 comes before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

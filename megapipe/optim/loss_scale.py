@@ -1,7 +1,8 @@
-"""The factor on the loss that keeps fp16 gradients representable (Micikevicius et al. 2018, section 3.2).
+"""Scale the loss so that fp16 gradients stay representable (Micikevicius et al. 2018, section 3.2).
 
-fp16 ends at 6e-8 below and at 65504 above. The factor is halved when a gradient overflows, whose step is then skipped,
-and doubled after a while without; the rule and its names are Megatron-LM's.
+fp16 represents magnitudes from 6e-8 to 65504. When a gradient overflows, the step is skipped and,
+after some of these, the scale is halved. After a number of steps without overflow it is doubled.
+The rule and its names are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from megapipe.config import TrainConfig
 
 @dataclass(frozen=True)
 class LossScale:
-    """The factor now, and what decides on the next one.
+    """The scale of the loss, and the counters that decide on the next one.
 
     Attributes:
-        scale: losses are multiplied by it before, gradients divided after backward.
-        dynamic: the others count only then.
-        good_steps: without overflow, one after another.
-        overflows_left: the scale is lowered when there are none; refilled when it grows, not by good steps.
+        scale: losses are multiplied by it before backward, gradients divided by it afterwards.
+        dynamic: whether the scale changes; otherwise the counters are unused.
+        good_steps: number of steps without overflow since the last overflow or doubling.
+        overflows_left: number of overflows until the scale is halved. Only a doubling sets it back
+            to --hysteresis.
     """
 
     scale: float = 1.0
@@ -29,19 +31,26 @@ class LossScale:
 
     @staticmethod
     def start(train: TrainConfig) -> LossScale:
-        """The scale at the beginning of a run: --loss-scale, with --fp16 --initial-loss-scale, else 1."""
+        """Return the scale at the beginning of a run.
+
+        It is --loss-scale if given, with --fp16 else --initial-loss-scale, and otherwise 1.
+        """
         if not train.dynamic_loss_scale:
             return LossScale(train.loss_scale or 1.0)
         return LossScale(train.initial_loss_scale, True, overflows_left=train.hysteresis)
 
     def after(self, overflow: bool, train: TrainConfig) -> LossScale:
-        """The state for the step that follows one with or without overflow."""
+        """Return the state after a step with or without overflow."""
         if not self.dynamic:
             return self
         if overflow:
             left = max(self.overflows_left - 1, 0)
-            scale = self.scale if left else max(self.scale / 2, train.min_loss_scale)
+            scale = self.scale
+            # Once there are none left, every further overflow halves the scale.
+            if not left:
+                scale = max(self.scale / 2, train.min_loss_scale)
             return LossScale(scale, True, 0, left)
+        # The step that fills the window doubles the scale and starts a new window.
         if self.good_steps + 1 < train.loss_scale_window:
             return replace(self, good_steps=self.good_steps + 1)
         return LossScale(self.scale * 2, True, 0, train.hysteresis)

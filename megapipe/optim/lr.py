@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of the samples consumed, by Megatron's rules.
+"""Compute learning rate and weight decay as functions of consumed samples, by Megatron's rules.
 
-Everything is counted in samples (sequences), also where the user gave iterations: a run that resumes with another batch
-size stays on its curve.
+All lengths are in samples (sequences), also if the user gave iterations. A run that resumes with
+another batch size therefore stays on its curve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay from start to end over `length` samples; `constant` is end."""
+    """Weight decay that grows from `start` to `end` over `length` samples.
+
+    Attributes:
+        start: the decay at the first step.
+        end: the decay after `length` samples.
+        style: "constant" (always `end`), "linear" or "cosine".
+        length: number of samples.
+    """
 
     start: float = 0.0
     end: float = 0.0
@@ -25,39 +32,57 @@ class WeightDecay:
 
     @staticmethod
     def of(config: Config) -> WeightDecay:
-        """The decay that the flags describe. Raises: ConfigError for flags that describe none."""
+        """Return the decay that the flags describe.
+
+        Raises: ConfigError for a growing decay without both ends, or with falling ends.
+        """
         train = config.train
-        start, end, style = train.start_weight_decay, train.end_weight_decay, train.weight_decay_incr_style
+        start = train.start_weight_decay
+        end = train.end_weight_decay
+        style = train.weight_decay_incr_style
         if style == "constant":
             return WeightDecay(train.weight_decay, train.weight_decay)
         if start is None or end is None:
-            both = f"--start-weight-decay {start or 0:g} --end-weight-decay {end or train.weight_decay:g}"
-            raise ConfigError(f"--weight-decay-incr-style {style} needs two ends, for example {both}")
+            raise ConfigError(
+                f"--weight-decay-incr-style {style} needs two ends, for example "
+                f"--start-weight-decay {start or 0:g} "
+                f"--end-weight-decay {end or train.weight_decay:g}"
+            )
         if start > end:
             raise ConfigError(
-                f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}, and weight decay only grows. "
-                f"Use --start-weight-decay {end:g} --end-weight-decay {start:g}."
+                f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}, and weight "
+                f"decay only grows. Use --start-weight-decay {end:g} --end-weight-decay {start:g}."
             )
-        return WeightDecay(start, end, style, train.train_samples or config.train_iters * config.global_batch_size)
+        # Decay grows over the whole run, also where the learning rate's curve is shorter.
+        length = train.train_samples or config.train_iters * config.global_batch_size
+        return WeightDecay(start, end, style, length)
 
     def saved(self) -> float | list[float | str]:
-        """The decay as a checkpoint keeps it: one number where it is constant."""
-        return self.end if self.style == "constant" else [self.start, self.end, self.style, self.length]
+        """Return the decay in the form that a checkpoint holds, a number if it is constant."""
+        if self.style == "constant":
+            return self.end
+        return [self.start, self.end, self.style, self.length]
 
     @staticmethod
     def loaded(saved: float | list[Any]) -> WeightDecay:
-        """The decay that `saved` gave."""
+        """Return the decay from the form that `saved` returns."""
         return WeightDecay(*saved) if isinstance(saved, list) else WeightDecay(saved, saved)
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A curve: warm-up, then a style; and the weight decay beside it. Lengths in samples.
+    """The learning rate over a run: a warm-up, then a curve. It also holds the weight decay.
 
     Attributes:
-        warmup: a fraction of `decay` need not be whole.
-        decay: where the curve has come down to `min_lr`, warm-up included.
-        wsd_style, wsd: shape and length of the last part of WSD.
+        lr: the rate after the warm-up.
+        min_lr: the lowest rate after it.
+        init_lr: the rate at the first step.
+        style: the curve, a value of --lr-decay-style.
+        warmup: length of the warm-up in samples, not always an integer.
+        decay: number of samples, warm-up included, after which the curve has reached `min_lr`.
+        wsd_style: the curve of the last part of the style WSD.
+        wsd: length of that part in samples.
+        weight_decay: the weight decay.
     """
 
     lr: float
@@ -72,59 +97,84 @@ class LRSchedule:
 
     @staticmethod
     def of(config: Config) -> LRSchedule:
-        """The curve that the flags describe. Raises: ConfigError for flags that describe none."""
-        train, batch = config.train, config.global_batch_size
+        """Return the schedule that the flags describe.
+
+        Raises: ConfigError for a warm-up or a last part that does not fit into the curve.
+        """
+        train = config.train
+        # With --train-samples, Megatron's flags for lengths end in -samples instead of -iters.
         if train.train_samples is None:
-            unit, decay = "iters", (train.lr_decay_iters or config.train_iters) * batch
-            warmup, wsd = train.lr_warmup_iters * batch, (train.lr_wsd_decay_iters or 0) * batch
+            unit = "iters"
+            batch = config.global_batch_size
+            decay = (train.lr_decay_iters or config.train_iters) * batch
+            warmup: float = train.lr_warmup_iters * batch
+            wsd = (train.lr_wsd_decay_iters or 0) * batch
         else:
-            unit, decay = "samples", train.lr_decay_samples or train.train_samples
-            warmup, wsd = train.lr_warmup_samples, train.lr_wsd_decay_samples or 0
-        fraction = train.lr_warmup_fraction
+            unit = "samples"
+            decay = train.lr_decay_samples or train.train_samples
+            warmup = train.lr_warmup_samples
+            wsd = train.lr_wsd_decay_samples or 0
+        # The fraction replaces the length, as in Megatron-LM, and is not rounded.
+        if train.lr_warmup_fraction is not None:
+            warmup = train.lr_warmup_fraction * decay
         assert train.lr is not None
         schedule = LRSchedule(
             train.lr,
             train.min_lr,
             train.lr_warmup_init,
             train.lr_decay_style,
-            warmup if fraction is None else fraction * decay,
+            warmup,
             decay,
             train.lr_wsd_decay_style,
             wsd,
             WeightDecay.of(config),
         )
-        if problems := schedule._problems(unit):
+        problems = schedule._problems(unit)
+        if problems:
             raise ConfigError(problems)
         return schedule
 
     def _problems(self, unit: str) -> list[str]:
+        """Return the lengths that do not fit.
+
+        Args:
+            unit: "iters" or "samples", the end of the flags that were given.
+        """
         problems = []
         if self.warmup >= self.decay:
             problems.append(
-                f"the learning rate warms up for {self.warmup:g} samples but decays until sample {self.decay}; "
-                f"give a shorter warm-up or a longer --lr-decay-{unit}"
+                f"the learning rate warms up for {self.warmup:g} samples but decays until sample "
+                f"{self.decay}; give a shorter warm-up or a longer --lr-decay-{unit}"
             )
         if self.style == "WSD" and not 0 < self.wsd <= self.decay:
             problems.append(
-                f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} between 1 and the length of the curve: "
-                f"the last part has {self.wsd} of {self.decay} samples"
+                f"--lr-decay-style WSD needs --lr-wsd-decay-{unit} between 1 and the length of the "
+                f"curve: the last part has {self.wsd} of {self.decay} samples"
             )
         return problems
 
 
 def learning_rate(schedule: LRSchedule, samples: int) -> float:
-    """The rate of a step that starts after `samples` consumed samples, as Megatron-LM's OptimizerParamScheduler gives
-    it (WSD: Hu et al. 2024, MiniCPM, sec. 4)."""
+    """Return the learning rate of a step, equal to Megatron-LM's OptimizerParamScheduler.
+
+    WSD is by Hu et al. 2024, MiniCPM, sec. 4.
+
+    Args:
+        samples: number of samples consumed before the step.
+    """
     s = schedule
+    # In Megatron-LM's order: the warm-up comes before every style, also the constant one.
     if s.warmup > 0 and samples <= s.warmup:
         return s.init_lr + (s.lr - s.init_lr) * samples / s.warmup
     if s.style == "constant":
         return s.lr
     if samples > s.decay:
         return s.min_lr
+    # Continuous at the end of the warm-up, where both square roots are equal.
     if s.style == "inverse-square-root":
         return max(s.min_lr, s.lr * math.sqrt(max(s.warmup, 1)) / math.sqrt(max(samples, 1)))
     if s.style == "WSD":
+        # Constant until the last part begins.
         past = samples - (s.decay - s.wsd)
         height = 1.0 if past <= 0 else _fall(s.wsd_style, past / s.wsd)
     else:
@@ -133,18 +183,26 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
 
 
 def weight_decay(schedule: LRSchedule, samples: int) -> float:
-    """The decay of a step that starts after `samples` samples, as Megatron-LM's OptimizerParamScheduler gives it."""
+    """Return the weight decay of a step, equal to Megatron-LM's OptimizerParamScheduler.
+
+    Args:
+        samples: number of samples consumed before the step.
+    """
     d = schedule.weight_decay
     if d.style == "constant" or samples > d.length:
         return d.end
     grown = samples / d.length
+    # The rising half of a cosine; Megatron-LM's "linear" needs no change.
     if d.style == "cosine":
         grown = (math.cos(math.pi * (1 - grown)) + 1) / 2
     return d.start + grown * (d.end - d.start)
 
 
 def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> float | None:
-    """The rate of word embeddings and output head under --decoupled-lr: the same curve between other ends."""
+    """Return the rate of word embeddings and output head under --decoupled-lr, else None.
+
+    It follows the same curve between other ends.
+    """
     if train.decoupled_lr is None:
         return None
     low = schedule.min_lr if train.decoupled_min_lr is None else train.decoupled_min_lr
@@ -152,11 +210,12 @@ def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> fl
 
 
 def _fall(style: str, r: float) -> float:
-    """A curve from 1 at r = 0 to 0 at r = 1."""
+    """Return the height of a curve that falls from 1 at r = 0 to 0 at r = 1."""
     if style == "linear":
         return 1 - r
     if style == "cosine":
         return (math.cos(math.pi * r) + 1) / 2
+    # Megatron-LM's formula, which is 1 at r = 0 and 0 at r = 1.
     if style == "exponential":
         return 2 * math.pow(0.5, r) - 1
     assert style == "minus_sqrt", style

@@ -1,4 +1,7 @@
-"""The norm of the whole model's gradient: the same bits under every layout, and no rank waits until it reads it."""
+"""Compute the norm of the whole model's gradient, bitwise equal under every layout.
+
+The host does not wait for the norm until it reads it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from megapipe.optim.buffers import ALIGN, FlatBuffers
 
 @dataclass(frozen=True)
 class Norm:
-    """Sums over parameters, each of which counts on one rank of a pipeline.
+    """Sums over the parameters of the model; each parameter counts on one rank of a pipeline.
 
     Attributes:
-        index: place of each parameter of the model in the global order.
-        params: of this rank by name.
+        mesh: this rank's mesh.
+        index: the position of each parameter in the order of the whole model.
+        params: this rank's parameters by name.
     """
 
     mesh: ProcessMesh
@@ -30,76 +34,112 @@ class Norm:
     params: Mapping[str, nn.Parameter]
     _placed: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
-    def start(self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor], scale: float | Tensor = 1.0) -> Late[float]:
-        """Sum the squares of each parameter, then those sums in the global order, in float64.
+    def start(
+        self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor], scale: float | Tensor = 1.0
+    ) -> Late[float]:
+        """Start to compute the norm of flat tensors over the whole model.
 
-        On each rank zeros stand for the parameters of others, so the all-reduce is exact; one pipeline speaks for its
-        replicas. It is the world's, whose communicator no message between stages shares. Rows of a few elements are
-        summed in the flat tensor's type first: a sum in float64 alone would copy all of it on a CPU.
+        The squares of each parameter are summed first, then these sums in the order of the model,
+        in float64. Collective over the mesh.
 
         Args:
-            flats: one for each of `owned`, tensors of its share's size.
-            scale: what they are still to be multiplied by.
+            owned: buffers whose main parameters are on this rank.
+            flats: for each of them a tensor of its share's size.
+            scale: factor that the tensors are still to be multiplied by.
         """
         mesh = self.mesh
+        # On each rank zeros stand for the parameters of other ranks, so that the all-reduce below
+        # adds one number and zeros: it is exact in any order.
         squares = torch.zeros(len(self.index), dtype=torch.float64, device=mesh.device)
         for b, flat in zip(owned, flats, strict=True):
-            if names := self.counted(b):
+            names = self.counted(b)
+            if names:
+                # Rows of ALIGN elements are summed in the tensor's type first. A float64 sum of all
+                # would make a float64 copy of the tensor on a CPU.
                 wide = torch.promote_types(flat.dtype, torch.float32)
-                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide).double().mul_(scale).square_()
-                rows = b.gathered(rows)  # 1/32 of the weights' bytes, and the sum has the bits of an unsplit one
+                rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=wide)
+                rows = rows.double().mul_(scale).square_()
+                # The sums of rows are 1/32 of the weights' bytes. Gathered from all shares, they
+                # make a parameter's sum bitwise equal to one without ZeRO.
+                rows = b.gathered(rows)
                 squares[self._places(names)] = torch.stack([rows[b.rows(n)].sum() for n in names])
-        # A parameter that is split has a part of its square on each rank; one that is whole counts on the first alone.
-        if mesh.experts.ranks == mesh.tp.ranks or not (experts := self._experts(owned)):
+        # Each rank has a part of the square of a parameter that is split. One that is not split
+        # counts on the first rank alone.
+        experts = []
+        if mesh.experts.ranks != mesh.tp.ranks:
+            experts = self._experts(owned)
+        if not experts:
             mesh.tp.all_reduce(squares)
         else:
-            # Experts lie on a grid of their own: each kind is summed over its ranks, and they meet in one vector
-            # again.
+            # Experts are split over other ranks than dense parameters. Each kind is summed over its
+            # own ranks, and both meet in one vector again.
             places = self._places(experts)
             of_experts = mesh.experts.all_reduce(squares[places])
             mesh.tp.all_reduce(squares.index_fill_(0, places, 0.0))[places] = of_experts
-        # Of all pipelines one speaks: sums of replicas are the same numbers, and would count again.
+        # Replicas of the pipeline have equal sums, so only the one with rank 0 counts.
         if 0 not in mesh.pp.ranks:
             squares.zero_()
+        # Over the world, whose communicator carries no messages between stages.
         pending = mesh.world.start_all_reduce(squares)
         return Late(cache(lambda: pending.wait().sum()), lambda values: math.sqrt(values[0]))
 
     def zeros(self, owned: Sequence[FlatBuffers], *, split: bool) -> int:
-        """Elements of the gradients that are exactly zero. split: a rank has a share of them."""
+        """Return the number of gradient elements that are exactly zero. Collective over the mesh.
+
+        Args:
+            split: each data-parallel rank has a share of the gradients.
+        """
         found = torch.zeros(2, dtype=torch.int64, device=self.mesh.device)
         for b in owned:
             for name in self.counted(b):
                 grad = b.own_part(b.reduced, name)
-                found[int(layout_of(self.params[name]).experts)] += grad.numel() - grad.count_nonzero()
+                kind = int(layout_of(self.params[name]).experts)
+                found[kind] += grad.numel() - grad.count_nonzero()
+        # Dense parameters and experts have different replicas, thus different shares.
         if split:
             self.mesh.dp_cp.all_reduce(found[:1])
             self.mesh.edp.all_reduce(found[1:])
         return int(self._of_model(found))
 
     def of_frozen(self, params: Sequence[nn.Parameter]) -> float:
-        """The norm of parameters that are not trained, of those that count on this rank."""
+        """Return the norm of frozen parameters. Collective over pipeline, tp and experts.
+
+        Args:
+            params: the frozen parameters that count on this rank.
+        """
         squares = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for param in params:
-            squares[int(layout_of(param).experts)] += param.detach().double().square().sum()
+            kind = int(layout_of(param).experts)
+            squares[kind] += param.detach().double().square().sum()
         return math.sqrt(self._of_model(squares))
 
     def _of_model(self, sums: Tensor) -> float:
-        """The model's sum of [2], what this rank's dense parameters and its experts have of it, each element once."""
+        """Return the sum over the model.
+
+        Args:
+            sums: [2], this rank's sums over dense parameters and over experts.
+        """
         self.mesh.tp.all_reduce(sums[:1])
         self.mesh.experts.all_reduce(sums[1:])
         return self.mesh.pp.all_reduce(sums).sum().item()
 
     def counted(self, b: FlatBuffers) -> list[str]:
-        """The parameters in a buffer that count on this rank."""
-        return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(self.mesh.tp)]
+        """Return the names of a buffer's parameters that count on this rank."""
+        tp = self.mesh.tp
+        return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(tp)]
 
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
-        """Parameters that lie on the experts' grid, the same on all ranks of a stage."""
-        return [n for b in owned for n in b.own if n in self.index and layout_of(self.params[n]).experts]
+        """Return the names of the experts' parameters, equal on all ranks of a stage."""
+        names = [n for b in owned for n in b.own if n in self.index]
+        return [n for n in names if layout_of(self.params[n]).experts]
 
     def _places(self, names: Sequence[str]) -> Tensor:
-        """Places of parameters in the global order, on the device once: a list would be copied there in every step."""
+        """Return the positions of parameters in the order of the model, as a tensor on the device.
+
+        It is kept, because a new one would be copied to the device in every step.
+        """
         key = tuple(names)
         if key not in self._placed:
-            self._placed[key] = torch.tensor([self.index[n] for n in names], device=self.mesh.device)
+            places = [self.index[n] for n in names]
+            self._placed[key] = torch.tensor(places, device=self.mesh.device)
         return self._placed[key]

@@ -1,7 +1,8 @@
-"""The optimizer: a rule over the flat buffers of a rank, with one view of the whole model's parameters.
+"""The optimizer: a rule over the flat buffers of a rank, with one view of the whole model.
 
-A step does the same arithmetic in the same order under every layout: gradients are summed over data parallel and twins,
-the two uses of a tied weight are added, and the norm is summed over the model's parameters in one global order.
+A step does the same arithmetic in the same order under every layout. Gradients are summed over data
+parallelism and DualPipe's replicas, and the gradients of a tied weight are added. The norm is
+summed over the model's parameters in one order.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from megapipe.optim.ties import Ties
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a step, summed over ranks, where they lie.
+    """The gradients of a step, summed over ranks, in the flat buffers.
 
     Attributes:
-        norm: of all ranks, before clipping, as if they were scaled.
-        scale: they are still to be multiplied by it.
+        norm: their norm over the whole model, multiplied by `scale`, before clipping.
+        scale: factor by which they are still to be multiplied.
     """
 
     norm: Late[float]
@@ -46,32 +47,42 @@ class Gradients:
 
 
 class Optimizer:
-    """A rule (rule.py: AdamW, or what --optimizer names) with clipping by the global norm.
+    """A rule (AdamW, or another one by --optimizer) with clipping by the global norm.
 
-    Constructing it moves the parameters into flat buffers and gives each a `main_grad`. Collective over the pipeline,
-    as is every method that says so; `reduce` and `update` are collective over the mesh.
+    The constructor moves parameters into flat buffers and gives each a `main_grad`. Parameters with
+    requires_grad False are left alone. The constructor is collective over the pipeline; `reduce`
+    and `update` are collective over the mesh.
 
-    Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients; the rank where it is of the first
-    chain has main parameters and state, updates, and sends the weights on. So norm and checkpoint see each once.
+    Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients. One of them,
+    the owner, has main parameters and state, updates, and sends the weights to the other rank. Norm
+    and checkpoint thus see each parameter once.
 
     Args:
-        stages: this rank's pieces of the model in ascending order; names of parameters are unique in the whole model.
-        gathers_later: a step leaves updated weights to `gathers` of the next, or to its `settle`.
-        groups: which parameters have a rate or decay of their own.
-        bucket_size, num_buckets: elements, or of a stage, that are summed over data parallel at once; see buckets_of.
-        distributed: ZeRO-1: each data-parallel rank has main parameters and moments of its share alone. Same bits.
-        shards_grads, shards_weights: and of gradients and weights, which are whole while passes use them.
-        eight_bits: weights that are quantised are gathered so.
+        stages: this rank's stages in ascending order. A parameter's name is unique in the model.
+        train: the optimizer's flags.
+        mesh: this rank's mesh.
+        groups: the parameters with other rates or decay.
+        distributed: ZeRO-1: each data-parallel rank has main parameters and state of its share
+            alone. Results are bitwise equal.
+        shards_grads: ZeRO-2: full gradients exist only while passes use them.
+        shards_weights: ZeRO-3: full weights exist only while passes use them.
+        eight_bits: gather quantised weights in 8 bits.
+        gathers_later: leave updated weights to be gathered by the next step's passes, or by
+            `gathers.settle`.
+        bucket_size: elements that are summed over data parallelism at once, see buckets_of.
+        num_buckets: buckets per stage, instead of `bucket_size`.
+
     Attributes:
-        chunks: of each stage its buckets, in the order in which they are done; buffers: all of them.
-        gathers: of their weights.
-        reduction: makes the sums of a step's gradients, none of which has begun.
-        owned: those whose main parameters and state are on this rank: all, half of them under DualPipe.
-        moments: what the rule keeps, by kind a tensor like `main` for each of `owned`.
-        live: what comes and goes of them within a step.
-        steps: updates made so far; Adam's bias correction needs it.
-    Parameters with requires_grad False are no part of it.
-    Raises: ConfigError for names that occur twice, for ties that cannot be kept and if nothing is trained.
+        chunks: the buckets of each stage, in the order in which they are complete.
+        buffers: all buckets.
+        gathers: gathers the weights.
+        reduction: returns a new Reduction for a step's gradients.
+        owned: the buckets with main parameters and state on this rank: all, or half under DualPipe.
+        moments: the rule's state by its names, a tensor like `main` for each of `owned`.
+        live: counts the bytes of sharded tensors that are full at the moment.
+        steps: number of updates so far, which Adam's bias correction needs.
+
+    Raises: ConfigError for names that occur twice, impossible ties, or if nothing is trained.
     """
 
     def __init__(
@@ -89,10 +100,14 @@ class Optimizer:
         bucket_size: int | None = None,
         num_buckets: int | None = None,
     ) -> None:
-        self.mesh, self.train, self.rule = mesh, train, find_rule(train)
+        self.mesh = mesh
+        self.train = train
+        self.rule = find_rule(train)
         self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
-        if self.distributed and (problem := split_problem(train, self.rule)):
+        # Before anything collective: every rank has equal flags and raises the same error.
+        problem = split_problem(train, self.rule)
+        if self.distributed and problem:
             raise ConfigError(problem)
         census = take_census(stages, mesh)
         if not train.freeze_all_layers:
@@ -103,7 +118,7 @@ class Optimizer:
         self.live = Gauge()
         self.steps = 0
         eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
-        shards = self.distributed, shards_grads, shards_weights
+        shards = (self.distributed, shards_grads, shards_weights)
         storage = Storage(train, groups, ties, self.live, *shards, eight, bucket_size, num_buckets)
         layout = storage.layout(stages)
         self.chunks = [list(map(storage.buffers, chunk)) for chunk in layout]
@@ -111,100 +126,143 @@ class Optimizer:
         stored = list(zip(chain.from_iterable(layout), self.buffers, strict=True))
         self.owned = [buffers for where, buffers in stored if where.here]
         self._stay = [buffers for where, buffers in stored if where.stays]
-        # (position of the owner in mesh.twins, buffers), in one order on both ranks
+        # Replicas as (position of the owner in mesh.twins, buffers). Sorted by name, so that both
+        # ranks sum and send them in one order.
         by_name = sorted(stored, key=lambda pair: pair[0].name)
-        self._twins = [(where.owner, buffers) for where, buffers in by_name if where.owner is not None]
-        runs = [[buffers for buffers in chunk if buffers not in self._stay] for chunk in self.chunks]
-        ready = [[(x.bucket.first, x.bucket.layers) for x in chunk if not x.stays] for chunk in layout]
+        self._twins = [(where.owner, b) for where, b in by_name if where.owner is not None]
+        # Without the buckets that stay: they are reduced and gathered at the end of a step.
+        runs: list[list[FlatBuffers]] = []
+        ready: list[list[tuple[int, int]]] = []
+        for own, placed in zip(self.chunks, layout, strict=True):
+            runs.append([b for b, where in zip(own, placed, strict=True) if not where.stays])
+            ready.append([(x.bucket.first, x.bucket.layers) for x in placed if not x.stays])
         twins = [buffers for _, buffers in self._twins]
         dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
         self.reduction = partial(Reduction, runs, ready, twins, ties, self._stay, dtype)
         self._norm = Norm(mesh, census.order, self.params)
-        lenders, self._sends = ties.of_chunks([[name for name, _ in trained(stage)] for stage in stages])
+        names = [list(dict(trained(stage))) for stage in stages]
+        needed, self._sends = ties.of_chunks(names)
         drops = self.distributed and shards_weights
-        self.gathers = Gathers(runs, lenders, drops=drops, in_eight_bits=bool(eight))
-        self.moments = {kind: [_zeros(b, kind, train) for b in self.owned] for kind in self.rule.state}
+        self.gathers = Gathers(runs, needed, drops=drops, in_eight_bits=bool(eight))
+        self.moments: dict[str, list[Tensor]] = {}
+        for kind in self.rule.state:
+            self.moments[kind] = [_zeros(b, kind, train) for b in self.owned]
+        # Equal weights everywhere before the first step: each rank has initialised its own.
         ties.share()
         self._send_to_twins()
+        # Main parameters are made last, of weights that are final and gathered.
         with self.gathers.whole():
             self.reload_main()
 
     def zero_grad(self) -> None:
-        """Start a step."""
+        """Set the gradients to zero at the start of a step."""
         for buffers in self.buffers:
             buffers.zero_grad()
 
     def reduce(self, scale: float | Tensor = 1.0, sums: Reduction | None = None) -> Gradients:
-        """Reduce what is not, and begin to take the norm of all ranks, as if gradients were scaled; `update` scales.
+        """Finish the sums of the gradients and start to compute their norm.
+
+        Gradients are not multiplied by `scale` yet; `update` does that.
 
         Args:
-            scale: one on the device is not read.
-            sums: of this step, some of which have begun.
+            scale: factor on the gradients. The host does not wait for one on the device.
+            sums: this step's sums, if some have begun.
         """
-        (sums or self.reduction()).finish()
-        return Gradients(self._norm.start(self.owned, [b.reduced for b in self.owned], scale), scale)
+        if sums is None:
+            sums = self.reduction()
+        sums.finish()
+        norm = self._norm.start(self.owned, [b.reduced for b in self.owned], scale)
+        return Gradients(norm, scale)
 
     def count_zeros(self) -> int:
-        """Gradient elements that are exactly zero. Collective over the mesh."""
+        """Return the number of gradient elements that are 0. Collective over the mesh."""
         return self._norm.zeros(self.owned, split=self.distributed)
 
     def shrink(self, norm: float) -> float:
-        """The factor of --clip-grad on gradients of this norm."""
-        return min(1.0, self.train.clip_grad / (norm + 1e-6)) if self.train.clip_grad > 0 else 1.0
+        """Return the factor of --clip-grad on gradients with this norm."""
+        # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
+        if self.train.clip_grad > 0:
+            return min(1.0, self.train.clip_grad / (norm + 1e-6))
+        return 1.0
 
     def params_norm(self) -> float:
-        """L2 norm of all parameters, frozen ones too, tied and replicated ones once. Collective over the mesh."""
+        """Return the L2 norm of all parameters, frozen ones included. Collective over the mesh.
+
+        Tied and replicated parameters count once.
+        """
         trained = self._norm.start(self.owned, [b.main for b in self.owned])()
-        return trained if self._frozen is None else math.hypot(trained, self._norm.of_frozen(self._frozen))
+        if self._frozen is None:
+            return trained
+        return math.hypot(trained, self._norm.of_frozen(self._frozen))
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The tensors that a resumed run needs and this rank owns: the rule's by parameter name, and master where
-         the model's weights are of 16 bits. A tied weight beside its owner has none of its own. Views, or under
-        ZeRO-1 whole copies on the host, from which `load_state` takes the shares; then collective over data parallel.
+        """Return the tensors that a resumed run needs and this rank owns.
+
+        They are the rule's state, by its names and then by parameter, and "master", the main
+        parameters, if the model has 16-bit weights. A tied weight on its owner's rank has none.
+
+        Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
+        takes the shares, and the call is collective over data parallelism.
         """
-        return {
-            kind: {
-                name: b.view(whole, name)
-                for b, flat in zip(self.owned, flats, strict=True)
-                for whole in [b.gathered(flat).cpu() if self.distributed else flat]
-                for name in b.own
-            }
-            for kind, flats in self._kinds().items()
-        }
+        found: dict[str, dict[str, Tensor]] = {}
+        for kind, flats in self._kinds().items():
+            found[kind] = {}
+            for b, flat in zip(self.owned, flats, strict=True):
+                whole = b.gathered(flat).cpu() if self.distributed else flat
+                for name in b.own:
+                    found[kind][name] = b.view(whole, name)
+        return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take this rank's shares of what `state` gave, once it holds what is to be loaded."""
-        for kind, flats in self._kinds().items() if self.distributed else ():
+        """Take this rank's shares from tensors that `state` returned and that were loaded since.
+
+        Without ZeRO-1 there is nothing to do, because they are views.
+        """
+        if not self.distributed:
+            return
+        for kind, flats in self._kinds().items():
             for b, flat in zip(self.owned, flats, strict=True):
                 for name in b.own:
                     b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
 
     def _kinds(self) -> dict[str, list[Tensor]]:
-        rounded = any(wide_of(b.model) != b.model.dtype for b in self.owned)
-        return self.moments | ({"master": [b.main for b in self.owned]} if rounded else {})
+        """Return the flat tensors to save by name, one for each of `owned`."""
+        kinds = dict(self.moments)
+        if any(wide_of(b.model) != b.model.dtype for b in self.owned):
+            kinds["master"] = [b.main for b in self.owned]
+        return kinds
 
     def reload_main(self) -> None:
-        """Take the main parameters from the model's weights."""
+        """Set the main parameters to the model's weights."""
         for buffers in self.owned:
             buffers.copy_model_to_main()
 
     def _send_to_twins(self, *, shares: bool = False) -> None:
-        """The owners' weights, or this rank's share of them."""
+        """Send weights from their owners to the replicas on mirrored ranks.
+
+        Args:
+            shares: send this rank's share only.
+        """
         for source, buffers in self._twins:
-            self.mesh.twins.broadcast(buffers.shard if shares else buffers.model, source)
+            weights = buffers.shard if shares else buffers.model
+            self.mesh.twins.broadcast(weights, source)
 
     def update(
         self, gradients: Gradients, rates: Rates, shrink: float = 1.0, *, keeps_grads: bool = False
     ) -> Gradients:
-        """Let the rule update what is owned here.
+        """Let the rule update this rank's parameters and send the weights on.
 
         Args:
+            gradients: the result of `reduce`.
+            rates: learning rates and weight decay.
             shrink: the factor of clipping.
-            keeps_grads: scaling and clipping alone change gradients; rules that may do more are given copies.
-        Returns: the gradients as they lie now, multiplied by both factors.
+            keeps_grads: gradients must only be multiplied by the two factors. A rule that changes
+                them otherwise is given copies.
+        Returns: the gradients, now multiplied by both factors.
         """
         factors: Factors = (gradients.scale, shrink)
-        # Of parts that are not flat the optimizer scales the gradients and rounds the weights.
+        # Only a rule for flat parts can multiply and round in its sweep. For any other rule the
+        # optimizer does both.
         sweeps = self.rule.elementwise and getattr(self.rule, "sweeps", False)
         copies = keeps_grads and not getattr(self.rule, "keeps_grad", False)
         if copies or not sweeps:
@@ -216,34 +274,47 @@ class Optimizer:
         parts = list[Part]()
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
+            # Copies are made after the multiplication: the originals keep the factors' result.
             grads = b.reduced.clone() if copies else b.reduced
             for group, at_end, names, where in b.sections:
-                own = (ends_lr if at_end else rates.lr) * group.lr, decay * group.weight_decay
-                if self.rule.elementwise and where.start < where.stop:
+                lr = (ends_lr if at_end else rates.lr) * group.lr
+                own = (lr, decay * group.weight_decay)
+                if not self.rule.elementwise:
+                    for name in names:
+                        state = {kind: b.view(x, name) for kind, x in flat.items()}
+                        tensors = (b.view(b.main, name), b.view(grads, name), state)
+                        layout = layout_of(self.params[name])
+                        parts.append(Part((name,), *tensors, *own, layout, self.mesh.tp))
+                # A share may have nothing of a section.
+                elif where.start < where.stop:
                     state = {kind: x[where] for kind, x in flat.items()}
                     model = b.shard[where] if sweeps and b.rounds else None
-                    tensors = b.main[where], grads[where], state
+                    tensors = (b.main[where], grads[where], state)
                     parts.append(Part(names, *tensors, *own, factors=factors, model=model))
-                for name in () if self.rule.elementwise else names:
-                    state = {kind: b.view(x, name) for kind, x in flat.items()}
-                    value, grad, layout = b.view(b.main, name), b.view(grads, name), layout_of(self.params[name])
-                    parts.append(Part((name,), value, grad, state, *own, layout, self.mesh.tp))
         if parts:
             self.rule.update(parts, self.steps)
+        # A rank without parameters counts steps too: a checkpoint has one number for all ranks.
         self.steps += 1
         self.spread(rounded=sweeps)
         return replace(gradients, scale=1.0)
 
     def spread(self, *, rounded: bool = False) -> None:
-        """Make the model's weights of the main parameters, if the rule has not, here and where else they are."""
-        for buffers in () if rounded else self.owned:
-            buffers.copy_main_to_model()
+        """Round main parameters to the model's weights, and send these to all ranks with them.
+
+        Args:
+            rounded: the rule has rounded them already.
+        """
+        if not rounded:
+            for buffers in self.owned:
+                buffers.copy_main_to_model()
         self._send_to_twins(shares=True)
+        # All gatherings start before the first one is waited for.
         for finish in [buffers.start_gather() for buffers in self._stay]:
             finish()
         self.gathers.updated()
         if not self.gathers_later:
             self.gathers.settle()
+        # Weights that are sent to ranks without state for them must be gathered for the moment.
         for chunk in self._sends:
             self.gathers.start(chunk)()
         self.ties.feed()
@@ -252,6 +323,10 @@ class Optimizer:
 
 
 def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
-    """A moment before the first step."""
-    kept_as = {"exp_avg": dtype_of(train.exp_avg_dtype), "exp_avg_sq": dtype_of(train.exp_avg_sq_dtype)}
-    return torch.zeros_like(buffers.main, dtype=kept_as.get(kind) or wide_of(buffers.main))
+    """Return the state of one name before the first step."""
+    dtypes = {
+        "exp_avg": dtype_of(train.exp_avg_dtype),
+        "exp_avg_sq": dtype_of(train.exp_avg_sq_dtype),
+    }
+    dtype = dtypes.get(kind) or wide_of(buffers.main)
+    return torch.zeros_like(buffers.main, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The sums of a step's gradients over ranks, stage by stage: those that begin early and those that are left."""
+"""Sum a step's gradients over ranks, stage by stage, partly while passes still compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megapipe.optim.ties import Ties
 
 
 def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Waits for each in turn."""
+    """Return a function that calls each of these functions in turn."""
 
     def finish() -> None:
         for end in ends:
@@ -25,15 +25,19 @@ def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sums of one step's gradients over tensor parallel, replicas and twins, and over the uses of tied weights.
+    """The sums of one step's gradients.
+
+    Gradients are summed over tensor parallelism, over data parallelism, over DualPipe's replicas
+    and over the uses of tied weights.
 
     Attributes:
-        chunks: of each of this rank's stages, in ascending order, its buckets in the order in which they are done.
-        ready: of each bucket the first of its layers, and how many its stage has.
-        twins: those of them that exist on another rank too, in one order on both.
+        chunks: the buckets of each of this rank's stages, in the order in which they are complete.
+        ready: for each bucket, the position of its first layer and its stage's number of layers.
+        twins: buckets that exist on the mirrored rank too, in one order on both.
         ties: weights that are used several times.
-        whole: buffers that are reduced at the end of all.
-        dtype: what gradients are rounded to on their way over data parallel, if not their own.
+        whole: buffers that are reduced after everything else.
+        dtype: type to which gradients are rounded for the transfer over data parallelism; None for
+            their own.
     """
 
     chunks: Sequence[Sequence[FlatBuffers]]
@@ -47,67 +51,90 @@ class Reduction:
 
     @property
     def by_layers(self) -> bool:
-        """Return whether any bucket is done before its whole stage is."""
+        """Whether any bucket is complete before its whole stage is."""
         return any(first for row in self.ready for first, _ in row)
 
     @property
     def sharded(self) -> list[ShardedBuffers]:
-        """The buffers whose gradients are reduced after each run of passes."""
+        """The buffers whose gradients are reduced several times within a step."""
         return [b for chunk in self.chunks for b in chunk if isinstance(b, ShardedBuffers)]
 
     def start_early(self, chunk: int, layer: int, layers: int) -> None:
-        """Begin to sum the buckets of a stage's layers from `layer` on, whose gradients are complete."""
+        """Start to sum the buckets of a stage that are complete.
+
+        Args:
+            chunk: the position of the stage on this rank.
+            layer: the stage's layers from this position on have complete gradients.
+            layers: number of layers of the stage.
+        """
         early = self._early[chunk]
         for n, buffers in enumerate(self.chunks[chunk][:-1]):
             first, count = self.ready[chunk][n]
-            # Buckets are done in order, so those that began are the first ones: their number says which come next.
-            if n >= len(early) and layer <= first and layers == count:
+            # Buckets are complete in order, so the ones that have begun are the first ones.
+            is_next = n >= len(early)
+            if is_next and layer <= first and layers == count:
                 early.append(self._start(buffers))
 
     def begin(self, chunk: int) -> None:
-        """Take memory for what the backwards of a run write, on this rank's stage number `chunk`."""
+        """Allocate memory for the gradients that backward passes of a stage are about to write."""
         for buffers in self.chunks[chunk]:
             if isinstance(buffers, ShardedBuffers):
                 buffers.begin_grads()
 
     def start(self, chunk: int) -> Callable[[], None]:
-        """Begin to sum the gradients of this rank's stage number `chunk` over tensor and data parallel.
+        """Start to sum the gradients of a stage over tensor and data parallelism.
 
-        Returns: what waits for the sums.
+        Args:
+            chunk: the position of the stage on this rank.
+        Returns: a function that waits for the sums.
         """
         self._begun.add(chunk)
-        # One at a time: what the one before read is free when the next begins.
+        # One stage at a time: its gradients are released before the next stage's sum begins. The
+        # stage's own buckets may have begun early and go on.
         for sharded in self.sharded:
-            if sharded not in self.chunks[chunk]:  # whose own may have begun early
+            if sharded not in self.chunks[chunk]:
                 sharded.end_reduce()
         early = self._early.pop(chunk, [])
-        return all_of([*early, *(self._start(buffers) for buffers in self.chunks[chunk][len(early) :])])
+        late = [self._start(buffers) for buffers in self.chunks[chunk][len(early) :]]
+        return all_of([*early, *late])
 
     def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
+        """Start to sum the gradients of one bucket."""
         dp = buffers.replicas
         buffers.sum_over_tp(self.ties.mesh.tp)
-        # The uses of a weight have other shares on their ranks, so under ZeRO-1 each is summed whole.
-        apart = self.ties.apart if buffers.shares.size > 1 and not isinstance(buffers, ShardedBuffers) else ()
-        grads = [self.ties.main_grad(name) for name in buffers.own if name in apart]
-        whole = [dp.start_all_reduce(grad.clone() if self.dtype is None else grad.to(self.dtype)) for grad in grads]
+        # The uses of a weight on several ranks have different places, thus different shares. Under
+        # ZeRO-1 each use is therefore summed in full, in addition to the reduce-scatter.
+        in_full: set[str] = set()
+        if buffers.shares.size > 1 and not isinstance(buffers, ShardedBuffers):
+            in_full = self.ties.across_ranks
+        grads = [self.ties.main_grad(name) for name in buffers.own if name in in_full]
+        sums = []
+        for grad in grads:
+            copy = grad.clone() if self.dtype is None else grad.to(self.dtype)
+            sums.append(dp.start_all_reduce(copy))
         finish_all = buffers.start_reduce(self.dtype)
 
         def finish() -> None:
             finish_all()
-            for grad, pending in zip(grads, whole, strict=True):
+            for grad, pending in zip(grads, sums, strict=True):
                 grad.copy_(pending.wait())
 
         return finish
 
     def finish(self) -> None:
-        """Sum what was not begun, wait for it, and add twins and ties. What was begun must have ended."""
-        for finish in [self.start(chunk) for chunk in range(len(self.chunks)) if chunk not in self._begun]:
+        """Sum what has not begun, wait for it, then add replicas and ties.
+
+        The functions that `start` has returned must have been called before.
+        """
+        left = [chunk for chunk in range(len(self.chunks)) if chunk not in self._begun]
+        for finish in [self.start(chunk) for chunk in left]:
             finish()
         for buffers in self.whole:
             self._start(buffers)()
         for sharded in self.sharded:
             sharded.sum_tied(self.ties.mesh.tp, self.dtype)
-        # After data parallel, and in one order on both ranks: a sum of two sums has the same bits on either.
+        # After data parallelism, and in one order on both ranks: the sum of two sums is then
+        # bitwise equal on both.
         for buffers in self.twins:
             for part in buffers.parts:
                 self.ties.mesh.twins.all_reduce(part)

@@ -1,7 +1,7 @@
-"""A rule makes parameters better, given their names and shapes: all that an optimizer is here. How they are stored,
-summed over ranks, clipped, split by ZeRO-1 and saved is not its affair.
+"""The interface of an optimizer's rule, which updates parameters given their names and shapes.
 
-`--optimizer FILE.py:NAME` names a function that takes the TrainConfig and gives a Rule.
+How parameters are stored, summed over ranks, clipped, split by ZeRO and saved is not the rule's
+concern. `--optimizer FILE.py:NAME` names a function that takes the TrainConfig and returns a Rule.
 """
 
 from __future__ import annotations
@@ -18,23 +18,39 @@ from megapipe.distributed.layout import Layout
 
 
 class Group(NamedTuple):
-    """Parameters that are updated alike: factors on the learning rate and on --weight-decay."""
+    """The rates of parameters that are updated together.
+
+    Attributes:
+        lr: factor on the learning rate.
+        weight_decay: factor on --weight-decay.
+    """
 
     lr: float = 1.0
     weight_decay: float = 1.0
 
 
 Groups = Callable[[str, torch.Size], Group]
-"""(name in the whole model, shape on this rank) -> the group of a parameter."""
+"""Returns the group of a parameter from its name in the whole model and its shape on this rank."""
 
 
 def usual_groups(name: str, shape: torch.Size) -> Group:
-    """Weight decay leaves out biases and one-dimensional parameters, as in Megatron-LM."""
-    return Group(weight_decay=1.0 if len(shape) > 1 and not name.endswith(".bias") else 0.0)
+    """Return the usual group: no weight decay for biases and one-dimensional parameters.
+
+    Megatron-LM has the same rule.
+    """
+    # Norms and biases have one dimension; a bias of experts [experts, outputs] has two.
+    is_decayed = len(shape) > 1 and not name.endswith(".bias")
+    return Group(weight_decay=float(is_decayed))
 
 
 class Rates(NamedTuple):
-    """The rates of one update. None: word embeddings and output head have `lr` too; --weight-decay."""
+    """The rates of one update.
+
+    Attributes:
+        lr: the learning rate.
+        ends_lr: learning rate of word embeddings and output head; None for `lr`.
+        weight_decay: the weight decay; None for --weight-decay.
+    """
 
     lr: float
     ends_lr: float | None = None
@@ -42,31 +58,37 @@ class Rates(NamedTuple):
 
 
 Factors = tuple[float | Tensor, float]
-"""The scale of a step's gradients and the factor of clipping, which multiply them one after the other."""
+"""(scale, clipping), two factors by which gradients are multiplied one after the other."""
 
 
 def multiply(grad: Tensor, factors: Factors) -> None:
-    """Scale and clip a gradient in sweeps of their own."""
+    """Multiply a gradient by both factors in place. A factor of 1 costs nothing."""
     for factor in factors:
+        # The host does not read a tensor, so it multiplies even by 1.
         if isinstance(factor, Tensor) or factor != 1:
             grad.mul_(factor)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part that a rule updates in place: of an elementwise rule many parameters at once, flat, of any other one.
+    """Parameters that a rule updates in place.
+
+    For an elementwise rule a part is many parameters in one flat tensor. For any other rule it is a
+    single parameter.
 
     Attributes:
-        names: of the parameters, in the whole model.
-        value, grad: float32, or float64 in a float64 model, bf16 where a flag says so; the gradient is summed, scaled
-            and clipped.
-        state: tensors like `value` by the names that the rule gives, zeros at first; they are saved.
-        factors: what the gradient is still to be multiplied by where it lies.
-        model: the model's weights of 16 bits that the updated values are to be rounded to. Both are for a rule that
-            says `sweeps`; for all others the optimizer does it.
-        lr, weight_decay: of this step and these parameters.
-        layout, tp: of a single parameter, how it lies over tensor parallel, or over expert tensor parallel; a rank's
-            experts are a whole for themselves.
+        names: names of the parameters in the whole model.
+        value: the parameters, float32; float64 in a float64 model, bf16 if a flag says so.
+        grad: their gradients, summed over ranks, scaled and clipped.
+        state: tensors like `value` by the names in Rule.state; zeros at first, and saved.
+        lr: learning rate of this step and these parameters.
+        weight_decay: weight decay of this step and these parameters.
+        layout: for a single parameter, how it is split over tensor parallelism.
+        tp: the tensor-parallel axis. Of experts, each rank's are treated as complete parameters.
+        factors: for a rule with `sweeps`, factors by which `grad` is still to be multiplied. For
+            any other rule the optimizer has multiplied it.
+        model: for a rule with `sweeps`, the model's 16-bit weights, to which it must round the
+            updated value. For any other rule the optimizer rounds.
     """
 
     names: tuple[str, ...]
@@ -81,12 +103,13 @@ class Part:
     model: Tensor | None = None
 
     def round_value(self) -> None:
-        """Make the model's weights, in a sweep of its own."""
+        """Round the value to the model's weights, if `model` is given."""
         if self.model is not None:
             self.model.copy_(self.value)
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor like `value`, in the shape of the whole model's parameter. Collective over tensor parallel."""
+        """Gather a tensor like `value` over tensor parallelism, in the full parameter's shape."""
+        # Experts stay on their ranks: only `dim` is gathered, over tp or etp.
         dim = self.layout.dim
         local = x.reshape(self.layout.local(self.tp))
         axis = self._axis
@@ -95,30 +118,44 @@ class Part:
         return torch.cat(axis.all_gather(local[None].contiguous()).unbind(), dim)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """This rank's slice of what `whole` gave, in the shape of `value`."""
+        """Return this rank's slice of a tensor that `whole` has returned, in `value`'s shape."""
+        # `whole` has gathered this dimension alone, so parts of a pipeline do not matter.
         if self.layout.dim is not None:
             whole = whole.chunk(self._axis.size, self.layout.dim)[self._axis.rank]
         return whole.reshape(self.value.shape)
 
     @property
     def _axis(self) -> Axis:
-        return self.tp.named("etp" if self.layout.experts else "tp")
+        """The axis that splits the parameter."""
+        name = "etp" if self.layout.experts else "tp"
+        return self.tp.named(name)
 
 
+# Checked at run time for the user's own rules.
 @runtime_checkable
 class Rule(Protocol):
     """An optimizer.
 
-    Attributes:
-        elementwise: does each number depend on its own gradient and state alone? Then ZeRO-1 may split parameters.
-        state: names of the tensors that it keeps for every parameter.
+    It may also have these attributes:
+    - `sweeps`: it multiplies gradients by Part.factors and rounds to Part.model itself.
+    - `keeps_grad`: apart from multiplying by the factors it does not change gradients. If an update
+      may have to be repeated from its gradients, any other rule is given copies.
+    - `may_round`: its state may be stored in 16 bits.
 
-    It may also have `keeps_grad`: it changes gradients by their factors at most. An update that may have to be done
-    again from the same gradients gives copies to any other rule.
+    Attributes:
+        elementwise: each number depends only on its own gradient and state. ZeRO-1 may then split
+            parameters.
+        state: names of the tensors that it keeps for every parameter.
     """
 
     elementwise: bool
     state: tuple[str, ...]
 
+    # `steps` is an argument because a rule has no state outside of the saved tensors.
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """One step of all parameters of this rank. steps: updates made before this one."""
+        """Update all parameters of this rank.
+
+        Args:
+            parts: the parameters.
+            steps: number of updates before this one.
+        """

@@ -20,122 +20,167 @@ FLAG = "--optimizer"
 
 
 class Adam:
-    """AdamW (adamw.py), of state with 16 bits too."""
+    """AdamW, see adamw.py; parameters, gradients and state may be stored in 16 bits."""
 
-    elementwise, may_round, sweeps, keeps_grad = True, True, True, True
+    elementwise = True
+    may_round = True
+    sweeps = True
+    keeps_grad = True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
+        """Update the parts in place. 16-bit tensors are computed in float32 and rounded."""
         for part in parts:
             if not _is_rounded(part):
                 sweep(part, self.train, steps)
                 continue
+            # Stored gradients get the factors too: a step that is undone reads them again.
             multiply(part.grad, part.factors)
             for piece, rounded in _pieces(part):
                 self.update([piece], steps)
-                for its, wide in rounded:
-                    its.copy_(wide)
+                for stored, wide in rounded:
+                    stored.copy_(wide)
             part.round_value()
 
 
 PIECE = 1 << 20
-"""Elements that an update of rounded state computes with at a time, which bounds what it needs beside them."""
+"""Elements of 16-bit state that are updated at a time, so that float32 copies stay small."""
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """The type that an update computes in."""
+    """Return the type in which an update of this tensor is computed, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _is_rounded(part: Part) -> bool:
-    return any(x.dtype != wide_of(part.value) for x in (part.value, part.grad, *part.state.values()))
+    """Return whether any tensor of the part is stored in fewer bits than its update needs."""
+    wide = wide_of(part.value)
+    return any(x.dtype != wide for x in (part.value, part.grad, *part.state.values()))
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """The part in the type of its update, a piece at a time, with its pairs of (kept, updated) to copy back."""
+    """Yield pieces of a part in the type of the update.
+
+    Each comes with pairs of (stored tensor, wide copy). After the update of the copies, the caller
+    rounds them to the stored tensors.
+    """
     dtype = wide_of(part.value)
     for start in range(0, part.value.numel(), PIECE):
-        kept = {kind: x[start : start + PIECE] for kind, x in {"": part.value, **part.state}.items()}
-        wide = {kind: x.to(dtype) for kind, x in kept.items()}
-        grad = part.grad[start : start + PIECE].to(dtype)
+        elements = slice(start, start + PIECE)
+        # The empty name stands for the parameters themselves.
+        stored = {"": part.value[elements]}
+        for kind, x in part.state.items():
+            stored[kind] = x[elements]
+        wide = {kind: x.to(dtype) for kind, x in stored.items()}
         piece = replace(
             part,
             value=wide[""],
-            grad=grad,
+            grad=part.grad[elements].to(dtype),
             factors=(1.0, 1.0),
             model=None,
             state={kind: x for kind, x in wide.items() if kind},
         )
-        yield piece, [(x, wide[kind]) for kind, x in kept.items() if wide[kind] is not x]
+        # `to` returns the stored tensor itself if it has the type already.
+        yield piece, [(x, wide[kind]) for kind, x in stored.items() if wide[kind] is not x]
 
 
 class Sgd:
-    """m = momentum m + gradient + weight decay x weight; weight -= lr m. As torch.optim.SGD."""
+    """Momentum SGD as torch.optim.SGD: m = momentum m + grad + decay weight; weight -= lr m."""
 
-    elementwise, keeps_grad = True, True
+    elementwise = True
+    keeps_grad = True
     state: tuple[str, ...] = ("momentum",)
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
+        """Update the parts in place."""
         for part in parts:
-            grad = part.grad.add(part.value, alpha=part.weight_decay) if part.weight_decay else part.grad
+            grad = part.grad
+            if part.weight_decay:
+                grad = grad.add(part.value, alpha=part.weight_decay)
+            # The gradient enters with weight 1, as with torch's default dampening of 0.
             momentum = part.state["momentum"].mul_(self.train.sgd_momentum).add_(grad)
             part.value.add_(momentum, alpha=-part.lr)
 
 
 class Muon:
-    """Momentum made orthogonal by Newton-Schulz for the matrices between embedding and head (Jordan 2024,
-    kellerjordan.github.io/posts/muon), AdamW for all the rest.
+    """Muon for the matrices between embedding and head, AdamW for all other parameters.
 
-    A matrix is orthogonalised whole, gathered over tensor parallel, the same on each rank: the gate and the value of
-    SwiGLU as one, query, key and value of all heads as three, as Megatron-LM does; of experts each by itself.
+    Muon orthogonalises the momentum by Newton-Schulz (Jordan 2024,
+    kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism and
+    orthogonalised as a whole, equally on each rank. As in Megatron-LM, gate and value of SwiGLU are
+    one matrix. Query, key and value of all heads are three matrices, and each expert is a matrix.
     """
 
-    elementwise, keeps_grad = False, True
+    elementwise = False
+    keeps_grad = True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, train: TrainConfig) -> None:
-        self.train, self.rest = train, Adam(train)
+        self.train = train
+        self.rest = Adam(train)
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        matrices = [part for part in parts if is_matrix(part)]
-        self.rest.update([part for part in parts if not is_matrix(part)], steps)
+        """Update the parts in place. Collective over tensor parallelism."""
+        matrices = []
+        others = []
+        for part in parts:
+            if is_matrix(part):
+                matrices.append(part)
+            else:
+                others.append(part)
+        self.rest.update(others, steps)
         for part in matrices:
-            momentum = part.state["exp_avg"].lerp_(part.grad, 1 - self.train.muon_momentum)
-            step = part.grad.lerp(momentum, self.train.muon_momentum) if self.train.muon_nesterov else momentum
+            beta = self.train.muon_momentum
+            momentum = part.state["exp_avg"].lerp_(part.grad, 1 - beta)
+            step = momentum
+            if self.train.muon_nesterov:
+                step = part.grad.lerp(momentum, beta)
             whole = part.whole(step)
             fused = () if self.train.muon_no_split_qkv else part.layout.fused
+            # The first dimension of experts counts them.
             each = whole if part.layout.experts else whole[None]
             made = [self._orthogonal(matrix.flatten(0, -2), fused) for matrix in each]
             towards = torch.stack(made).view(whole.shape)
-            part.value.mul_(1 - part.lr * part.weight_decay).sub_(part.mine(towards), alpha=part.lr)
+            decayed = part.value.mul_(1 - part.lr * part.weight_decay)
+            decayed.sub_(part.mine(towards), alpha=part.lr)
 
     def _orthogonal(self, x: Tensor, fused: tuple[int, ...]) -> Tensor:
-        """x [rows, columns] with its matrices orthogonal and scaled. fused: as in Layout."""
+        """Return x [rows, columns], orthogonalised and scaled.
+
+        Args:
+            fused: rows of each matrix in a group if x holds several matrices, see Layout.
+        """
+        # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:
             matrices = x.view(-1, sum(fused), x.shape[-1]).split_with_sizes(fused, 1)
             made = [self._orthogonal(m.flatten(0, 1), ()).view(m.shape) for m in matrices]
             return torch.cat(made, 1).flatten(0, 1)
-        t, (rows, columns) = self.train, x.shape
+        train = self.train
+        rows, columns = x.shape
         by_mode: dict[str, float] = {
             "spectral": max(rows, columns) ** 0.5,
             "shape_scaling": max(1.0, rows / columns) ** 0.5,
             "unit_rms_norm": (rows / columns) ** 0.5,
         }
-        scale = by_mode[t.muon_scale_mode] * t.muon_extra_scale_factor
-        # A GPU multiplies bfloat16 many times as fast (an H100's data sheet: 989 TFLOP/s beside 67 in float32), and the
-        # steps forgive its rounding (Jordan 2024).
-        products = torch.bfloat16 if x.is_cuda else x.dtype
-        return newton_schulz(x, t.muon_num_ns_steps, NEWTON_SCHULZ[t.muon_coefficient_type], products) * scale
+        scale = by_mode[train.muon_scale_mode] * train.muon_extra_scale_factor
+        # A GPU multiplies bfloat16 many times as fast as float32 (by an H100's data sheet, 989
+        # TFLOP/s instead of 67), and the steps tolerate its rounding (Jordan 2024).
+        dtype = torch.bfloat16 if x.is_cuda else x.dtype
+        coefficients = NEWTON_SCHULZ[train.muon_coefficient_type]
+        return newton_schulz(x, train.muon_num_ns_steps, coefficients, dtype) * scale
 
 
 def is_matrix(part: Part) -> bool:
-    """Return whether Muon updates it. Embeddings and the output head have a row for each token, and stay AdamW's."""
+    """Return whether Muon updates a part of a single parameter.
+
+    Embeddings and the output head have a row for each token; AdamW updates them.
+    """
     (name,) = part.names
     # The first dimension of experts counts them: their biases [experts, outputs] are no matrix.
     dimensions = part.value.ndim - int(part.layout.experts)
@@ -153,61 +198,86 @@ NEWTON_SCHULZ = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
-"""Coefficients (a, b, c) of step after step, from the first again after the last."""
+"""Coefficients (a, b, c) of the steps, repeated from the first after the last."""
 
 
 def newton_schulz(
-    x: Tensor, steps: int, coefficients: Sequence[tuple[float, float, float]], products: torch.dtype | None = None
+    x: Tensor,
+    steps: int,
+    coefficients: Sequence[tuple[float, float, float]],
+    products: torch.dtype | None = None,
 ) -> Tensor:
-    """About U V^T of x [rows, columns] = U S V^T: singular values between 0.6 and 1.3 after five steps.
+    """Return approximately U V^T for x [rows, columns] = U S V^T.
 
-    products: what the steps are computed in, by default as x comes.
+    After five steps singular values are between 0.6 and 1.3.
+
+    Args:
+        steps: number of steps.
+        coefficients: (a, b, c) of each step.
+        products: dtype in which the steps are computed; by default x.dtype.
     """
-    dtype, tall = x.dtype, x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
+    dtype = x.dtype
+    # The gram matrix is smaller if rows are the shorter dimension.
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT
+    # The iteration converges for singular values up to 1, which the Frobenius norm ensures.
     x = (x / torch.linalg.matrix_norm(x).clamp_min(1e-7)).to(products or dtype)
     for a, b, c in islice(cycle(coefficients), steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(dtype)
+    if tall:
+        x = x.mT
+    return x.to(dtype)
 
 
 _RULES: dict[str, Callable[[TrainConfig], Rule]] = {"adam": Adam, "sgd": Sgd, "muon": Muon}
 
 
 def find_rule(train: TrainConfig) -> Rule:
-    """The rule that --optimizer names.
+    """Return the rule that --optimizer names.
 
-    Raises: ConfigError if there is none of this name, or what FILE.py:NAME gives is no Rule.
+    Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """
     name = train.optimizer
     if name in _RULES:
         return _RULES[name](train)
     if ":" not in name:
         near = get_close_matches(name, _RULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_RULES)}, and FILE.py:NAME of your own"
+        hint = f"there are {', '.join(_RULES)}, and FILE.py:NAME of your own"
+        if near:
+            hint = f"did you mean {near[0]}?"
         raise ConfigError(f"{FLAG} {name}: {hint}")
     try:
         rule = find_named(name, FLAG, "my_optimizer:make")(train)
     except ConfigError as error:
         raise ConfigError(f"{FLAG} {error}") from None
     if not isinstance(rule, Rule):
-        raise ConfigError(f"{FLAG} {name} gives a {type(rule).__name__}, which has not elementwise, state and update")
+        raise ConfigError(
+            f"{FLAG} {name} gives a {type(rule).__name__}, which has not elementwise, state and "
+            "update"
+        )
     return rule
 
 
-def split_problem(train: TrainConfig, rule: Rule, by: str = "--use-distributed-optimizer") -> str | None:
-    """The reason why ZeRO-1 cannot split state that this rule needs whole; None if it can. by: the flag that asks."""
+def split_problem(
+    train: TrainConfig, rule: Rule, by: str = "--use-distributed-optimizer"
+) -> str | None:
+    """Return the problem if ZeRO-1 would split parameters that a rule needs in full, else None.
+
+    Args:
+        by: the flag that asks for ZeRO-1.
+    """
     if rule.elementwise:
         return None
     return (
-        f"{FLAG} {train.optimizer} needs whole parameters, and {by} splits them over data-parallel ranks. "
-        f"Leave {by} out, or use {FLAG} adam."
+        f"{FLAG} {train.optimizer} needs whole parameters, and {by} splits them over data-parallel "
+        f"ranks. Leave {by} out, or use {FLAG} adam."
     )
 
 
 def rounding_problem(train: TrainConfig, rule: Rule) -> str | None:
-    """The reason why --use-precision-aware-optimizer cannot keep this rule's state in 16 bits."""
+    """Return the problem if a rule's state cannot be stored in 16 bits, else None."""
     if getattr(rule, "may_round", False):
         return None
     return (

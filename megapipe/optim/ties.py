@@ -1,8 +1,9 @@
-"""Weights that are used several times: a head that repeats the word embedding, the ends of multi-token prediction.
+"""Weights that are used several times: a tied output head, or the ends of multi-token prediction.
 
-Each use is a parameter with a gradient of its own. They are summed in one order, whichever of them share a rank, and
-the owner's weight is every use's: the same memory on its rank; elsewhere a replica that is updated there too, or, if it
-is lent, what the owner sends after each update.
+Each use is a parameter with its own gradient. The gradients are summed in one order, independent of
+the ranks that the uses are on. All uses have the owner's weight. On the owner's rank they are the
+same memory. On another rank the weight is a replica that is updated there too. If that rank has no
+optimizer state for it, the owner sends it after each update (Layout.received).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from megapipe.optim.census import Census, Row, natural
 
 
 class Tie(NamedTuple):
-    """One such weight.
+    """One weight that is used several times.
 
     Attributes:
-        uses: the owner, then those that repeat it, the lent ones last: in one order on all ranks.
-        across: they are on several ranks, those of mesh.ends among them.
+        uses: the owner, then the parameters that repeat it, received ones last. The order is equal
+            on all ranks.
+        across: the uses are on several ranks, all of them in mesh.ends.
     """
 
     uses: tuple[Row, ...]
@@ -33,23 +35,26 @@ class Tie(NamedTuple):
 
     @property
     def owner(self) -> Row:
+        """The use with the weight."""
         return self.uses[0]
 
     def on(self, rank: int) -> tuple[str, ...]:
-        """The uses of a rank, whose weight is that of the first."""
+        """Return the uses on a pipeline rank. The others share the memory of the first one."""
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 
-    def is_fed(self, rank: int) -> bool:
-        """Has the rank uses, but none with state, so that its weight comes from the owner?"""
-        return self.across and {row.lent for row in self.uses if row.rank == rank} == {True}
+    def is_received(self, rank: int) -> bool:
+        """Return whether a rank's uses have no optimizer state, so that the owner must send."""
+        return self.across and {row.received for row in self.uses if row.rank == rank} == {True}
 
 
 @dataclass(frozen=True)
 class Ties:
-    """The weights of this kind that a rank has to do with.
+    """The weights with several uses that concern a rank.
 
     Attributes:
-        params: of this rank, by name.
+        census: all parameters of the pipeline.
+        params: this rank's parameters by name.
+        mesh: this rank's mesh.
     """
 
     census: Census
@@ -58,81 +63,126 @@ class Ties:
 
     @cached_property
     def all(self) -> tuple[Tie, ...]:
-        """The weights used here, and all whose uses are apart, whose sums ranks make together; in one order."""
-        owners, users = self.census.owners, defaultdict[str, list[Row]](list)
+        """The weights used on this rank, and all with uses on several ranks of mesh.ends.
+
+        Sums of the latter are collective. The order is equal on all ranks.
+        """
+        owners = self.census.owners
+        users = defaultdict[str, list[Row]](list)
         for name in sorted(owners, key=natural):
-            if (owner := owners[name].tied_to) is not None and owners[name].trained:
+            owner = owners[name].tied_to
+            if owner is not None and owners[name].trained:
                 users[owner].append(owners[name])
         found = []
         for owner, rows in users.items():
-            uses = (owners[owner], *sorted(rows, key=lambda row: row.lent))
+            # Received uses come last, so that the uses with state are the first ones of a rank.
+            uses = (owners[owner], *sorted(rows, key=lambda row: row.received))
+            # Under DualPipe each rank has a replica of the owner, so the tie stays within ranks.
             across = len({row.rank for row in uses}) > 1 and owner not in self.census.twins
-            if any(row.name in self.params for row in uses) or (across and self.mesh.ends.size > 1):
+            is_here = any(row.name in self.params for row in uses)
+            if is_here or (across and self.mesh.ends.size > 1):
                 found.append(Tie(uses, across))
         return tuple(found)
 
     @cached_property
-    def lenders(self) -> dict[str, str]:
-        """Uses of this rank that are another's memory, and whose."""
-        here = [tie.on(self.mesh.pp.rank) for tie in self.all]
-        return {user: own[0] for own in here for user in own[1:]}
+    def memory_of(self) -> dict[str, str]:
+        """The name of the parameter whose memory each tied parameter of this rank uses."""
+        found = {}
+        for tie in self.all:
+            own = tie.on(self.mesh.pp.rank)
+            for user in own[1:]:
+                found[user] = own[0]
+        return found
 
     @property
     def borrowed(self) -> set[str]:
-        """Uses of this rank without state."""
+        """The parameters of this rank without optimizer state."""
         rank = self.mesh.pp.rank
-        return {*self.lenders, *(tie.on(rank)[0] for tie in self.all if tie.is_fed(rank))}
+        received = {tie.on(rank)[0] for tie in self.all if tie.is_received(rank)}
+        return {*self.memory_of, *received}
 
     @property
     def names(self) -> set[str]:
-        """All uses of all of them."""
+        """The names of all uses of all these weights."""
         return {row.name for tie in self.all for row in tie.uses}
 
     @property
-    def apart(self) -> set[str]:
-        """Uses of weights that other ranks have uses of too."""
+    def across_ranks(self) -> set[str]:
+        """The names of the uses of weights that are used on several ranks."""
         return {row.name for tie in self.all if tie.across for row in tie.uses}
 
     @property
-    def fed(self) -> tuple[Tie, ...]:
-        """The weights that owners send after each update."""
-        return tuple(tie for tie in self.all if any(tie.is_fed(row.rank) for row in tie.uses))
+    def sent(self) -> tuple[Tie, ...]:
+        """The weights that owners send to other ranks after each update."""
+        found = []
+        for tie in self.all:
+            if any(tie.is_received(row.rank) for row in tie.uses):
+                found.append(tie)
+        return tuple(found)
 
     def of_chunks(self, names: Sequence[Sequence[str]]) -> tuple[list[set[int]], list[int]]:
-        """The chunks that each chunk of this rank has weights of, itself among them; and those whose weights others
-        have no state of. names: of each chunk's parameters."""
+        """Return the chunks whose weights each chunk reads, and the chunks that must send weights.
+
+        Args:
+            names: names of each chunk's parameters on this rank.
+        Returns: for each chunk the set of chunks whose memory its parameters use, itself included;
+            and in ascending order the chunks with owners in `sent`.
+        """
         chunk_of = {name: n for n, own in enumerate(names) for name in own}
-        lenders = [{n} for n in range(len(names))]
-        for user, lender in self.lenders.items():
-            lenders[chunk_of[user]].add(chunk_of[lender])
-        return lenders, sorted({chunk_of[tie.owner.name] for tie in self.fed if tie.owner.name in chunk_of})
+        needed = [{n} for n in range(len(names))]
+        for user, other in self.memory_of.items():
+            needed[chunk_of[user]].add(chunk_of[other])
+        owners = [tie.owner.name for tie in self.sent]
+        return needed, sorted({chunk_of[name] for name in owners if name in chunk_of})
 
     def share(self) -> None:
-        """Make the uses of this rank one memory, with the owner's values. Collective over mesh.ends."""
-        for user, lender in self.lenders.items():
-            self.params[user].data = self.params[lender].data
+        """Give the uses of this rank one memory with the owner's values.
+
+        Collective over mesh.ends.
+        """
+        # `data` is replaced, so that a tied parameter keeps its own gradient.
+        for user, other in self.memory_of.items():
+            self.params[user].data = self.params[other].data
+        # Every rank of mesh.ends takes part in every broadcast, also one without a use.
         for tie in self.all:
             if tie.across:
                 self._send(tie, tie.on(self.mesh.pp.rank))
 
     def feed(self) -> None:
-        """Send the updated weights that other ranks have no state of. Collective over mesh.ends."""
+        """Send updated weights to the ranks without optimizer state for them.
+
+        Collective over mesh.ends.
+        """
         rank = self.mesh.pp.rank
-        for tie in self.fed:
-            # A replica that is updated has these values already, and may be a share between two runs of passes.
-            self._send(tie, tie.on(rank) if tie.owner.rank == rank or tie.is_fed(rank) else ())
+        for tie in self.sent:
+            # A replica with its own update has these values already. It must not be written here,
+            # because it may be sharded at this time.
+            uses: Sequence[str] = ()
+            if tie.owner.rank == rank or tie.is_received(rank):
+                uses = tie.on(rank)
+            self._send(tie, uses)
 
     def _send(self, tie: Tie, own: Sequence[str]) -> None:
-        self._from(tie.owner, self.params[own[0]].data if own else self._room(tie, next(iter(self.params.values()))))
+        """Broadcast the owner's weight into the first of this rank's uses.
+
+        Args:
+            own: the uses; if empty, the weight is received and thrown away.
+        """
+        if own:
+            weight = self.params[own[0]].data
+        else:
+            weight = self._room(tie, next(iter(self.params.values())))
+        self._from(tie.owner, weight)
 
     def add_gradients(self) -> None:
-        """The sum of each weight's gradients, at its uses with state. Collective over mesh.ends."""
+        """Sum each weight's gradients, at its uses with state. Collective over mesh.ends."""
         for tie in self.all:
             own = [self.main_grad(name) for name in tie.on(self.mesh.pp.rank)]
             if not tie.across:
                 for grad in own[1:]:
                     own[0].add_(grad)
-            elif len(tie.uses) == self.mesh.ends.size == 2:  # two numbers have one sum
+            # Two numbers have the same sum in either order; more need the order of `uses`.
+            elif len(tie.uses) == self.mesh.ends.size == 2:
                 self.mesh.ends.all_reduce(own[0])
             else:
                 total = self._sum_across(tie)
@@ -140,22 +190,29 @@ class Ties:
                     own[0].copy_(total)
 
     def _sum_across(self, tie: Tie) -> Tensor:
-        here, total = tie.on(self.mesh.pp.rank), None
+        """Return the sum of a weight's gradients in the order of its uses."""
+        here = tie.on(self.mesh.pp.rank)
         like = self.main_grad(next(iter(self.params)))
+        total = None
         for use in tie.uses:
             grad = self.main_grad(use.name) if use.name in here else self._room(tie, like)
             self._from(use, grad)
-            total = grad.clone() if total is None else total.add_(grad)
+            if total is None:
+                total = grad.clone()
+            else:
+                total.add_(grad)
         assert total is not None
         return total
 
     def _room(self, tie: Tie, like: Tensor) -> Tensor:
+        """Return an empty tensor for a weight that this rank does not use."""
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
+        """Overwrite x with that tensor on the rank of a use."""
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))
 
     def main_grad(self, name: str) -> Tensor:
-        """Return where the gradient of a parameter of this rank is summed."""
+        """Return the tensor in which the gradient of a parameter of this rank is summed."""
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

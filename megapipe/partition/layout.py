@@ -1,8 +1,9 @@
-"""Megatron's layout string: `Ett|(ttt|)*2,ttL`. E embedding, t layer, m depth of multi-token prediction, L loss, |
-between stages, *n and (...)*n repeat.
+"""Read and write Megatron's layout string, such as `Ett|(ttt|)*2,ttL`.
 
-The string lists the stages from one end of the model to the other. The placement deals them to ranks, so the same
-string describes a loop (stage s on rank s mod p), a V (down and up again) and a mirror (both directions).
+E is the embedding, t a layer, m a depth of multi-token prediction, L the loss. | separates stages,
+*n and (...)*n repeat. The string lists the stages from one end of the model to the other, and the
+placement maps them to ranks. One string thus serves a loop (stage s on rank s mod p), a V (down the
+ranks and up again) and a mirror.
 """
 
 from __future__ import annotations
@@ -15,76 +16,123 @@ from megapipe.errors import ConfigError
 
 FLAG = "--pipeline-model-parallel-layout"
 AUTO = "auto"
-_LONGEST = 100_000  # characters, so that a typo like t*99999999 ends in a sentence and not in swap
+# Most stages and layers: a typo such as t*99999999 shall end in a message, not in swap space.
+_LONGEST = 100_000
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
 _ONE = re.compile(r"([EtmL|])\*(\d+)")
 
 
 def parse_layout(text: str) -> tuple[int, ...]:
-    """Layers of each stage that a layout string lists.
+    """Return the number of layers of each stage in a layout string.
 
-    Commas and spaces say nothing; a stage may be empty, or hold E, m or L alone.
+    Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
+
     Raises: ConfigError with everything that is wrong.
     """
     return tuple(stage.count("t") for stage in _stages(text))
 
 
 def depths_of(text: str) -> tuple[int, ...]:
-    """The stage with which a layout string lists each depth of multi-token prediction, the first depth first."""
-    return tuple(at for at, stage in enumerate(_stages(text)) for _ in range(stage.count("m")))
+    """Return the stage of each multi-token prediction depth in a layout string, depth 1 first."""
+    found: list[int] = []
+    for number, stage in enumerate(_stages(text)):
+        found += [number] * stage.count("m")
+    return tuple(found)
 
 
 def _stages(text: str) -> list[str]:
+    """Return the letters of each stage.
+
+    Raises: ConfigError with everything that is wrong.
+    """
     plain = _expand(text)
-    problems = [
-        f"{FLAG} {text}: {reason}" for reason in (_strangers(plain), _end(plain, "E"), _end(plain, "L")) if reason
-    ]
+    # All problems at once, so that one start shows all of them.
+    reasons = (_strangers(plain), _end(plain, "E"), _end(plain, "L"))
+    problems = [f"{FLAG} {text}: {reason}" for reason in reasons if reason]
     if problems:
         raise ConfigError(problems)
     return plain.split("|")
 
 
 def layout_string(counts: Sequence[int], depths: Sequence[int] = ()) -> str:
-    """The layout string of a split; parse_layout reads it back. counts: layers of each stage. depths: as depths_of."""
-    stages = [("t" * n if n < 4 else f"t*{n}") + "m" * list(depths).count(at) for at, n in enumerate(counts)]
+    """Return a short layout string, which parse_layout and depths_of read back.
+
+    Args:
+        counts: layers of each stage.
+        depths: the stage of each multi-token prediction depth.
+    """
+    stages = []
+    for number, count in enumerate(counts):
+        # ttt is as short as t*3.
+        layers = "t" * count if count < 4 else f"t*{count}"
+        stages.append(layers + "m" * list(depths).count(number))
     if len(stages) == 1:
         return f"E{stages[0]}L"
-    runs = [(stage, len(list(run))) for stage, run in groupby(stages[1:-1])]
-    middle = "".join(f"({stage}|)*{n}" if n > 1 else f"{stage}|" for stage, n in runs)
+    # Equal stages in a row are written as a repetition.
+    middle = ""
+    for stage, run in groupby(stages[1:-1]):
+        n = len(list(run))
+        middle += f"({stage}|)*{n}" if n > 1 else f"{stage}|"
     return f"E{stages[0]}|{middle}{stages[-1]}L"
 
 
 def _expand(text: str) -> str:
-    """The string without repetitions."""
-    plain, before = re.sub(r"[,\s]", "", text), ""
+    """Return the string without repetitions, commas and spaces.
+
+    Raises: ConfigError for a repetition of more than _LONGEST letters.
+    """
 
     def repeat(found: re.Match[str]) -> str:
         digits = found[2].lstrip("0") or "0"
-        # int() refuses more than 4300 digits.
-        if len(digits) > len(str(_LONGEST)) or len(found[1]) * int(digits) > _LONGEST:
-            raise ConfigError(f"{FLAG} {text}: {found[0]} is more than {_LONGEST} stages and layers.")
+        # The number of digits comes first, because int() refuses more than 4300.
+        is_long = len(digits) > len(str(_LONGEST)) or len(found[1]) * int(digits) > _LONGEST
+        if is_long:
+            raise ConfigError(
+                f"{FLAG} {text}: {found[0]} is more than {_LONGEST} stages and layers."
+            )
         return found[1] * int(digits)
 
-    while plain != before:  # from the innermost parentheses out
-        plain, before = _GROUP.sub(repeat, _ONE.sub(repeat, plain)), plain
+    plain = re.sub(r"[,\s]", "", text)
+    before = ""
+    # Groups may be nested; each round expands the innermost ones.
+    while plain != before:
+        before = plain
+        plain = _GROUP.sub(repeat, _ONE.sub(repeat, plain))
     return plain
 
 
 def _strangers(plain: str) -> str:
+    """Return the problem with letters that have no meaning; "" for none."""
     others = sorted({*plain} - {*"EtmL|"})
     if not others:
         return ""
-    known = "E (embedding), t (layer), m (multi-token prediction), L (loss), | between stages, *n and (...)*n"
+    known = (
+        "E (embedding), t (layer), m (multi-token prediction), L (loss), | between stages, *n and "
+        "(...)*n"
+    )
     return f"{' '.join(others)} means nothing here. There are {known}."
 
 
 def _end(plain: str, letter: str) -> str:
-    """A problem with E, which must begin the string, or with L, which must end it; empty for none."""
+    """Return the problem with E, which must come first, or L, which must come last; "" for none."""
     begins = letter == "E"
-    what, where = ("embedding", "the first letter") if begins else ("loss", "the last letter")
-    if (count := plain.count(letter)) != 1:
-        quotes = "" if count or "|" in plain else " In a shell, | needs quotes around the text."
-        return f"{letter}, the {what}, stands there {count} times; it must be {where}, once.{quotes}"
+    if begins:
+        name = "embedding"
+        place = "the first letter"
+        order = "after"
+    else:
+        name = "loss"
+        place = "the last letter"
+        order = "before"
+    count = plain.count(letter)
+    if count != 1:
+        quotes = ""
+        # Without quotes, a shell takes | for a pipe and passes on the text before it.
+        if not count and "|" not in plain:
+            quotes = " In a shell, | needs quotes around the text."
+        return (
+            f"{letter}, the {name}, stands there {count} times; it must be {place}, once.{quotes}"
+        )
     if letter == (plain[0] if begins else plain[-1]):
         return ""
-    return f"{letter}, the {what}, comes {'after' if begins else 'before'} other stages or layers; it must be {where}."
+    return f"{letter}, the {name}, comes {order} other stages or layers; it must be {place}."

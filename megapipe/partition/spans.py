@@ -1,7 +1,9 @@
-"""The layers of each stage. Every layer of the model is on exactly one stage of each chain, in order.
+"""Distribute the layers of a model over pipeline stages.
 
-A split is the number of layers at each position of the chain; the placement deals positions to ranks. So one rule
-serves loop, V and mirror, and no split can lose a layer: the numbers add up to --num-layers or are refused.
+Every layer is on exactly one stage of each chain, in order; a chain is one way through all stages.
+A split is the number of layers at each position of the chain, and the placement maps positions to
+ranks. One rule thus serves loop, V and mirror placements. No split can lose a layer: numbers that
+do not add up to --num-layers are refused.
 """
 
 from __future__ import annotations
@@ -15,21 +17,26 @@ from math import gcd
 from megapipe.errors import ConfigError
 from megapipe.schedule import Placement
 
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
 
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A stage's share of the model.
+    """The part of the model on one stage.
 
     Attributes:
-        first, count: global number of its first layer, and how many there are; there may be none.
-        embedding: does it embed the tokens?
-        loss: does it hold the final norm, the output head and the loss?
-        shares: of how many parts of the vocabulary embedding and head consist; 1 if the ends of the model have them.
-        share: which part this stage has, None for none; in the first chain each rank's is of the rank's number.
-        depth: of multi-token prediction, from 1; its one layer is numbered on behind the model's. 0: it is no depth.
+        first: number of its first layer in the whole model.
+        count: number of its layers, possibly 0.
+        embedding: whether it embeds the tokens.
+        loss: whether it holds the final norm, the output head and the loss.
+        shares: number of parts of the vocabulary, on as many ranks; 1 if the embedding and the head
+            are on the first and the last stage alone.
+        share: the part on this stage; None for none. In the first chain it is the rank's number.
+        depth: depth of multi-token prediction, from 1; 0 for a stage of the main model. A depth has
+            one layer, numbered after the model's layers.
     """
 
     first: int
@@ -42,7 +49,7 @@ class LayerSpan:
 
     @property
     def layers(self) -> range:
-        """Global numbers of the layers."""
+        """The numbers of its layers in the whole model."""
         return range(self.first, self.first + self.count)
 
 
@@ -55,12 +62,16 @@ def partition(
     first: int | None = None,
     last: int | None = None,
 ) -> tuple[LayerSpan, ...]:
-    """The span of each stage by Megatron's flags: embedding first, loss last.
+    """Return the span of each stage by Megatron's flags.
 
     Args:
-        account_for_embedding, account_for_loss: each counts as one layer of its stage, and the stages are even so.
-        first, last: layers of the first and of the last pipeline rank, dealt evenly to its stages in a chain; the
-            others share the rest evenly. Under a V the first rank holds both ends of the model.
+        num_layers: layers of the model.
+        placement: the rank of each stage.
+        account_for_embedding: count the embedding as a layer, so that its stage gets one less.
+        account_for_loss: count the loss as a layer, in the same way.
+        first: layers of the first pipeline rank, divided evenly among its stages. The other ranks
+            divide the rest evenly. Under a V the first rank holds both ends of the model.
+        last: layers of the last pipeline rank, in the same way.
     Raises: ConfigError, with the nearest numbers that work, if the layers do not divide.
     """
     if first is None and last is None:
@@ -71,142 +82,219 @@ def partition(
 
 
 def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
-    """The span of each stage. counts: layers at each position of the model's own chain."""
+    """Return the span of each stage.
+
+    Args:
+        counts: layers at each position of the chain, without depths of multi-token prediction.
+        placement: the rank of each stage.
+    """
     assert len(counts) == placement.main, f"{len(counts)} positions for a chain of {placement.main}"
+    # Depths of multi-token prediction have one layer each, at the end of the chain.
     counts = [*counts, *[1] * placement.depths]
     starts = list(accumulate(counts, initial=0))
-    places = [placement.position(stage) for stage in range(placement.num_stages)]
-    own = [placement.shares(stage) for stage in range(placement.num_stages)]
-    return tuple(
-        LayerSpan(
-            starts[p],
-            counts[p],
-            p == 0,
-            p == placement.main - 1,
-            len(shares) or 1,
-            placement.rank_of[p] if stage in shares else None,
-            placement.depth(stage),
+    found = []
+    for stage in range(placement.num_stages):
+        position = placement.position(stage)
+        sharing = placement.shares(stage)
+        # The ranks of the first chain share the vocabulary, each with the part of its own number.
+        share = placement.rank_of[position] if stage in sharing else None
+        span = LayerSpan(
+            starts[position],
+            counts[position],
+            embedding=position == 0,
+            loss=position == placement.main - 1,
+            shares=len(sharing) or 1,
+            share=share,
+            depth=placement.depth(stage),
         )
-        for stage, (p, shares) in enumerate(zip(places, own, strict=True))
-    )
+        found.append(span)
+    return tuple(found)
 
 
 def whole(num_layers: int, depths: int = 0) -> tuple[LayerSpan, ...]:
-    """The model in one piece, and each depth of multi-token prediction."""
-    further = (LayerSpan(num_layers + n, 1, False, False, depth=n + 1) for n in range(depths))
-    return LayerSpan(0, num_layers, True, True), *further
+    """Return the span of the model in one piece, then one for each multi-token prediction depth."""
+    model = LayerSpan(0, num_layers, True, True)
+    further = [LayerSpan(num_layers + n, 1, False, False, depth=n + 1) for n in range(depths)]
+    return (model, *further)
 
 
 def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:
-    """Layers of each position, those in front one more where they do not divide."""
+    """Return the layers of each of `chain` positions; the first ones get one more if needed."""
     count, rest = divmod(num_layers, chain)
     return tuple(count + (position < rest) for position in range(chain))
 
 
 def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> tuple[int, ...]:
-    chain, extra = placement.chain, embedding + loss
+    """Return the layers of each position, equal up to what embedding and loss count for.
+
+    Raises: ConfigError if they do not divide.
+    """
+    chain = placement.chain
+    extra = embedding + loss
     count, rest = divmod(num_layers + extra, chain)
     if rest:
+        # The numbers of layers just below and just above that divide.
         near = [n * chain - extra for n in (count, count + 1) if n * chain > extra]
-        counted = " and ".join(["the embedding"] * embedding + ["the loss"] * loss)
-        given = f"--num-layers {num_layers}" + (f" with {counted} counted as {extra}" if extra else "")
+        given = f"--num-layers {num_layers}"
+        if extra:
+            counted = " and ".join(["the embedding"] * embedding + ["the loss"] * loss)
+            given += f" with {counted} counted as {extra}"
         raise ConfigError(
-            f"{given} does not fill {chain} stages: {num_layers + extra} = {chain} x {count} + {rest}.\n"
+            f"{given} does not fill {chain} stages: {num_layers + extra} = {chain} x {count} + "
+            f"{rest}.\n"
             f"      Use --num-layers {' or '.join(map(str, near))}{_uneven(num_layers, placement)}."
         )
     return tuple(count - embedding * (p == 0) - loss * (p == chain - 1) for p in range(chain))
 
 
 def _uneven(num_layers: int, placement: Placement) -> str:
-    """Ways to keep the number of layers."""
+    """Return the remedies that keep the number of layers, as the end of a message."""
     ways = []
+    # Counting both ends as layers may make the numbers divide.
     if (num_layers + 2) % placement.chain == 0:
         ways.append(f"{EMBEDDING} {LOSS}")
+    # Near an even split, so that the ends differ little from the other ranks.
     share = num_layers // placement.num_ranks
-    if placement.num_ranks > 1 and (near := _nearest(num_layers, placement, share, share)):
-        ways.append(_flags(*near))
-    return "".join(f",\n      or {way}" for way in [*ways, "--pipeline-model-parallel-layout auto"])
+    if placement.num_ranks > 1:
+        near = _nearest(num_layers, placement, share, share)
+        if near:
+            ways.append(_flags(*near))
+    ways.append("--pipeline-model-parallel-layout auto")
+    return "".join(f",\n      or {way}" for way in ways)
 
 
-def _by_ends(num_layers: int, placement: Placement, first: int | None, last: int | None) -> tuple[int, ...]:
+def _by_ends(
+    num_layers: int, placement: Placement, first: int | None, last: int | None
+) -> tuple[int, ...]:
+    """Return the layers of each position for given layers of the first and the last rank.
+
+    Raises: ConfigError if they do not divide.
+    """
     counts = _ends(num_layers, placement, first, last)
     if counts is not None:
         return counts
+    remedy = "--pipeline-model-parallel-layout auto"
+    if placement.num_ranks == 1:
+        remedy = "leave it out"
     near = _nearest(num_layers, placement, first, last)
-    remedy = "leave it out" if placement.num_ranks == 1 else "--pipeline-model-parallel-layout auto"
+    if near:
+        remedy = f"{_flags(*near)}, or {remedy}"
+    reason = _why_not(num_layers, placement, first, last)
     raise ConfigError(
-        f"{_flags(first, last)} of --num-layers {num_layers}: {_why_not(num_layers, placement, first, last)}.\n"
-        f"      Use {f'{_flags(*near)}, or ' if near else ''}{remedy}."
+        f"{_flags(first, last)} of --num-layers {num_layers}: {reason}.\n      Use {remedy}."
     )
 
 
-def _ends(num_layers: int, placement: Placement, first: int | None, last: int | None) -> tuple[int, ...] | None:
-    """Layers of each position, None if these numbers do not divide."""
-    columns = placement.rank_of[: placement.chain]
-    given = [(rank, n) for rank, n in ((0, first), (placement.num_ranks - 1, last)) if n is not None]
-    fixed, held = dict(given), Counter(columns)
-    others = sum(rank not in fixed for rank in columns)
+def _ends(
+    num_layers: int, placement: Placement, first: int | None, last: int | None
+) -> tuple[int, ...] | None:
+    """Return the layers of each position; None if the given numbers do not divide."""
+    ranks = placement.rank_of[: placement.chain]
+    ends = ((0, first), (placement.num_ranks - 1, last))
+    given = [(rank, n) for rank, n in ends if n is not None]
+    fixed = dict(given)
+    stages_of = Counter(ranks)
+    # A single rank is both the first and the last one, and two numbers for it may differ.
+    agree = all(fixed[rank] == n and n % stages_of[rank] == 0 for rank, n in given)
+    others = sum(rank not in fixed for rank in ranks)
     rest = num_layers - sum(fixed.values())
-    agree = all(fixed[rank] == n and n % held[rank] == 0 for rank, n in given)
-    if not agree or rest < 0 or (rest % others if others else rest):
+    fits = rest % others == 0 if others else rest == 0
+    if not agree or rest < 0 or not fits:
         return None
-    return tuple(fixed[rank] // held[rank] if rank in fixed else rest // others for rank in columns)
+    counts = []
+    for rank in ranks:
+        if rank in fixed:
+            counts.append(fixed[rank] // stages_of[rank])
+        else:
+            counts.append(rest // others)
+    return tuple(counts)
 
 
 def _why_not(num_layers: int, placement: Placement, first: int | None, last: int | None) -> str:
-    columns = Counter(placement.rank_of[: placement.chain])
+    """Return the reason why `_ends` returns None."""
+    stages_of = Counter(placement.rank_of[: placement.chain])
     if placement.num_ranks == 1:
         return f"the one rank holds all {num_layers}"
+    # In the order of the checks in `_ends`.
     given = {0: first, placement.num_ranks - 1: last}
     for rank, n in given.items():
-        if n is not None and n % columns[rank]:
-            return f"{n} layers do not divide by the {columns[rank]} stages of rank {rank}"
+        if n is not None and n % stages_of[rank]:
+            return f"{n} layers do not divide by the {stages_of[rank]} stages of rank {rank}"
     ends = [rank for rank, n in given.items() if n is not None]
     rest = num_layers - (first or 0) - (last or 0)
-    others = sum(count for rank, count in columns.items() if rank not in ends)
+    others = sum(count for rank, count in stages_of.items() if rank not in ends)
     if rest < 0:
         return f"that is {-rest} more than there are"
     if not others:
         return f"that leaves {rest} layers, and no rank is left for them"
     return (
-        f"that leaves {rest} layers for {others} other stages: {rest} = {others} x {rest // others} + {rest % others}"
+        f"that leaves {rest} layers for {others} other stages: {rest} = {others} x {rest // others}"
+        f" + {rest % others}"
     )
 
 
 def _nearest(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int | None, int | None] | None:
-    """Return the numbers closest to the given ones that do divide, None if there are none."""
-    ranks, held = placement.num_ranks, Counter(placement.rank_of[: placement.chain])
+    """Return the numbers closest to the given ones that divide; None if there are none.
+
+    A number that is not given stays None.
+    """
+    ranks = placement.num_ranks
     if ranks == 1:
-        all_of_them = None if first is None else num_layers, None if last is None else num_layers
-        return all_of_them if num_layers % placement.chain == 0 else None
-    others = placement.chain - (held[0] if first is not None else 0) - (held[ranks - 1] if last is not None else 0)
-    best, distance = None, float("inf")
-    for f in [0] if first is None else range(held[0], num_layers + 1, held[0]):
-        for n in _lasts(num_layers - f, others, held[ranks - 1], last):
+        if num_layers % placement.chain:
+            return None
+        # The one rank is both ends and must have all layers.
+        if first is None:
+            return (None, num_layers)
+        return (num_layers, None if last is None else num_layers)
+    stages_of = Counter(placement.rank_of[: placement.chain])
+    step_first = stages_of[0]
+    step_last = stages_of[ranks - 1]
+    others = placement.chain
+    firsts: Sequence[int] = [0]
+    if first is not None:
+        others -= step_first
+        firsts = range(step_first, num_layers + 1, step_first)
+    if last is not None:
+        others -= step_last
+    # All numbers of the first rank are tried. For each, only two of the last rank can be nearest.
+    best = None
+    distance = float("inf")
+    for f in firsts:
+        for n in _lasts(num_layers - f, others, step_last, last):
             away = (f - (first or 0)) ** 2 + (n - (last or 0)) ** 2
             if away < distance:
-                best, distance = (f or None, n or None), away
+                best = (f or None, n or None)
+                distance = away
     return best
 
 
 def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]:
-    """Yield the multiples of `step` on both sides of `near` that leave a multiple of `others`; 0 stands for None."""
+    """Yield the closest possible numbers of layers of the last rank, below and above `near`.
+
+    Args:
+        rest: layers of the last rank and of the stages without a given number.
+        others: number of those stages; their layers must be a multiple of it.
+        step: number of stages of the last rank; its layers must be a multiple of it.
+        near: the given number; None if it is not given. It is then 0 that is yielded, or nothing.
+    """
     if near is None:
-        if (rest % others if others else rest) == 0:
+        remainder = rest % others if others else rest
+        if remainder == 0:
             yield 0
         return
     if not others:
         if rest and rest % step == 0:
             yield rest
         return
-    # step * j = rest modulo others: the solutions are j0, j0 + period, ...
+    # step * j = rest modulo others has the solutions j0, j0 + period, j0 + 2 * period, ...
     common = gcd(step, others)
     if rest % common:
         return
     period = others // common
     start = rest // common * pow(step // common, -1, period) % period
+    # The largest solution that is not above `near`, and the next one.
     low = min(near, rest) // step
     low -= (low - start) % period
     for j in (low, low + period):
@@ -215,4 +303,5 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
 
 
 def _flags(first: int | None, last: int | None) -> str:
+    """Return the flags for given numbers as a user types them."""
     return " ".join(f"{flag} {n}" for flag, n in ((FIRST, first), (LAST, last)) if n is not None)

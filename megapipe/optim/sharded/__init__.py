@@ -1,1 +1,1 @@
-"""Weights and gradients of which a data-parallel rank keeps a share, and the whole only while passes use it."""
+"""Shard weights and gradients over data-parallel ranks, except while passes use them."""

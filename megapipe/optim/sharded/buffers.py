@@ -1,13 +1,18 @@
-"""Flat buffers whose gradients, and whose weights if asked for, are whole only while passes use them (Rajbhandari et
-al. 2020, stages 2 and 3).
+"""Flat buffers under ZeRO-2 and ZeRO-3 (Rajbhandari et al. 2020): sharded gradients and weights.
 
-    grads     whole from the first backward of a run of passes until its reduction G, whose sums are added to `total`
-    model     whole from the gathering A until the last pass of a run that reads weights; `shard` is always there
+    grads     full from the first backward of a run of passes until the reduction G.
 
-Only the memory of the two goes: a storage of 0 bytes keeps its identity, so parameters, their `main_grad` and what
-graphs have saved of them are views that are right again when it is filled again.
+    total     this rank's share of the step's gradients, to which each reduction adds.
 
-Weights that are used several times have their gradients whole in `tied`, as their uses have other shares.
+    model     full from the gathering A until the last pass of a run that reads weights (ZeRO-3).
+
+    shard     this rank's share of the weights, always there.
+
+    tied      full gradients of weights that are used several times.
+
+Only the memory of grads and model is released. A storage of 0 bytes keeps its identity, so that
+parameters, their `main_grad` and the tensors saved in graphs are valid again once it is filled.
+Tied weights need full gradients because their uses have different shares.
 """
 
 from __future__ import annotations
@@ -25,12 +30,15 @@ from megapipe.optim.sharded.passing import Passing
 
 
 class ShardedBuffers(FlatBuffers):
-    """FlatBuffers under ZeRO-1 whose gradients come and go; other arguments as there.
+    """FlatBuffers under ZeRO-1 whose full gradients are allocated and released within a step.
 
     Args:
         tied: names of weights that are used several times.
+        given: the other arguments of FlatBuffers.
+
     Attributes:
         total: this rank's share of the step's gradients, summed.
+        tied: the gradients of tied weights, full and flat.
     """
 
     def __init__(
@@ -45,34 +53,45 @@ class ShardedBuffers(FlatBuffers):
         super().__init__(params, borrowed, live=live, **given)
         self._tied = dict[str, int]()
         end = 0
-        for name in (name for name in params if name in tied):
-            self._tied[name] = end
-            end += -(-params[name].numel() // ALIGN) * ALIGN
+        for name in params:
+            if name in tied:
+                self._tied[name] = end
+                end += -(-params[name].numel() // ALIGN) * ALIGN
+        # Sums over tp of tied gradients are made once a step, in `sum_tied`.
         self._partial_tied = [name for name in self._partial if name in tied]
         self._partial = [name for name in self._partial if name not in tied]
         self.tied = self.grads.new_zeros(end)
         self.grads = torch.empty_like(self.grads[: self.model.numel()])
+        # A tensor of its own: the memory of `grads` comes and goes.
         self.total = torch.zeros_like(self.grads[self.share])
         for name, param in params.items():
             setattr(param, "main_grad", self._main_grad(name))  # noqa: B010
         self._grads = Passing(self.grads, live)
         self._grads.go()
         self._pending: Pending | None = None
+        # Whether `total` holds a sum of this step.
         self._summed = False
 
     def _main_grad(self, name: str) -> Tensor:
-        start, shape = self._tied.get(name), self._where[name][1]
-        return self.view(self.grads, name) if start is None else self.tied[start : start + shape.numel()].view(shape)
+        """Return the tensor in which the full gradient of a parameter is summed."""
+        if name not in self._tied:
+            return self.view(self.grads, name)
+        start = self._tied[name]
+        _, shape = self._where[name]
+        return self.tied[start : start + shape.numel()].view(shape)
 
     @property
     def reduced(self) -> Tensor:
+        """The gradients of this share, summed over data parallelism."""
         return self.total
 
     @property
     def parts(self) -> list[Tensor]:
+        """The gradients that are complete after the last reduction of a step."""
         return [self.total, self.tied]
 
     def zero_grad(self) -> None:
+        """Set the gradients to zero at the start of a step, and release the full ones."""
         self.end_reduce()
         self._grads.go()
         self.total.zero_()
@@ -80,45 +99,68 @@ class ShardedBuffers(FlatBuffers):
         self._summed = False
 
     def begin_grads(self) -> None:
-        """Before the first backward of a run."""
+        """Allocate zeros for the full gradients, before the first backward of a run of passes."""
         self.end_reduce()
+        # Gradients that are not reduced yet are kept, and the run of passes adds to them.
         if not self._grads.there and self.grads.numel():
             self._grads.come()
             self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
+        """Sum gradients over tensor parallelism, unless there are none since the last reduction."""
         if self._grads.there:
             super().sum_over_tp(tp)
 
     def start_reduce(self, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """Begin to reduce the gradients since the last reduction: the sums are added to `total`, and `grads` goes."""
+        """Start to add the gradients since the last reduction to `total`; `grads` is released.
+
+        Args:
+            dtype: type to which gradients are rounded for the transfer; None for their own.
+        Returns: a function that waits for the sums.
+        """
         if self._grads.there:
-            whole = self.grads if dtype is None else self.grads.to(dtype)
-            into = None if dtype is not None else self.grads[self.share] if self._summed else self.total
-            self._pending = self.shares.start_reduce_scatter(whole, into=into)
+            full = self.grads if dtype is None else self.grads.to(dtype)
+            into = None
+            if dtype is None:
+                # Later sums go to a slice of `grads`, which needs no further memory.
+                into = self.grads[self.share] if self._summed else self.total
+            self._pending = self.shares.start_reduce_scatter(full, into=into)
         return self.end_reduce
 
     def end_reduce(self) -> None:
-        """Wait for the reduction that is under way, if one is."""
+        """Wait for the reduction that is under way, if there is one, and release `grads`."""
         if self._pending is None:
             return
-        pending, self._pending = self._pending, None
-        if (summed := pending.wait()) is not self.total:
-            # Copied the first time: the bits of ZeRO-1, which sums once.
-            self.total.add_(summed) if self._summed else self.total.copy_(summed)
+        # Set to None before the wait, which may let another pass run that comes here too.
+        pending = self._pending
+        self._pending = None
+        summed = pending.wait()
+        if summed is not self.total:
+            # The first sum is copied, so that a single one is bitwise equal to ZeRO-1's.
+            if self._summed:
+                self.total.add_(summed)
+            else:
+                self.total.copy_(summed)
         self._summed = True
         self._grads.go()
 
     def sum_tied(self, tp: Axis, dtype: torch.dtype | None) -> None:
-        """Sum the gradients of weights that are used several times, once a step. Collective over data parallel."""
-        for name in self._partial_tied if tp.size > 1 else ():
-            tp.all_reduce(self._main_grad(name))
+        """Sum the gradients of tied weights once a step. Collective over data parallelism.
+
+        Args:
+            tp: tensor parallelism, over which some gradients are summed first.
+            dtype: type to which gradients are rounded for the transfer; None for their own.
+        """
+        if tp.size > 1:
+            for name in self._partial_tied:
+                tp.all_reduce(self._main_grad(name))
         if self.tied.numel():
             rounded = self.tied if dtype is None else self.tied.to(dtype)
-            if (summed := self.shares.all_reduce(rounded)) is not self.tied:
+            summed = self.shares.all_reduce(rounded)
+            if summed is not self.tied:
                 self.tied.copy_(summed)
 
     def take_tied(self) -> None:
-        """Put this rank's shares of them among the others, once the gradients of all uses are added."""
+        """Copy this rank's share of tied gradients to `total`, once all uses are added."""
         for name in self._tied.keys() & set(self.own):
             self.own_part(self.total, name).copy_(self.share_of(self._main_grad(name), name))

@@ -1,13 +1,17 @@
-"""Flat buffers of weights that passes have in eight bits (--fp8-param-gather).
+"""Flat buffers of weights that passes read in 8 bits (--fp8-param-gather).
 
-    shard    this rank's share in the weights' own type, which the update writes
-    bytes    all of them quantised, between a gathering and the next update
-    model    all of them in their own type, only while somebody beside the passes reads or writes them; between, a
-             parameter is its shape alone
+    shard    this rank's share in the weights' own type, which the update writes.
 
-A share ends within a matrix, so its ranks first agree on every scale: each takes the largest values of its parts, one
-all-reduce makes them those of whole tensors or blocks, and each rank quantises its own share. These are the bits of the
-whole weight quantised, whatever the number of ranks.
+    bytes    all weights quantised, from a gathering until the next update.
+
+    model    all weights in their own type, only while code between passes reads or writes them.
+
+Without `model` a parameter has a shape but no values.
+
+A share may end within a matrix, so the ranks must agree on the scales first. Each rank takes the
+largest values of its part, and an all-reduce makes them the largest values of tensors or blocks.
+Then each rank quantises its share. The result is bitwise equal to quantising the full weight, for
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor, nn
 from megapipe.distributed.device import Gauge
 from megapipe.optim.buffers import FlatBuffers
 from megapipe.optim.sharded.buffers import ShardedBuffers
-from megapipe.optim.sharded.passing import Passing, apart, start_filling
+from megapipe.optim.sharded.passing import Passing, separate, start_filling
 from megapipe.tensor_parallel.fp8.products import WEIGHT, Scaled
 from megapipe.tensor_parallel.fp8.quantise import (
     Quantised,
@@ -38,11 +42,16 @@ from megapipe.tensor_parallel.fp8.quantise import (
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A weight [r, k] of one product, r * k elements from `start` of a flat buffer on.
+    """The weight [r, k] of one matrix product in a flat buffer.
 
     Attributes:
-        number: among those of its parameter.
-        own: this rank's elements of it, counted from its first one; mine: the same in this rank's share.
+        products: the module's FP8 products, which quantise it.
+        number: its position among the matrices of its parameter.
+        start: its first element in the flat buffer.
+        r: number of rows.
+        k: number of columns.
+        own: this rank's elements, counted from the beginning of the matrix.
+        mine: this rank's elements, counted from the beginning of its share.
     """
 
     products: Scaled
@@ -55,67 +64,101 @@ class _Matrix:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The 8-bit type."""
         return self.products.recipe.dtype(WEIGHT)
 
     @property
     def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block with one scale; None for one scale per tensor."""
         return self.products.recipe.block(WEIGHT)
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of its largest values."""
-        return () if self.block is None else (-(-self.r // self.block[0]), -(-self.k // self.block[1]))
+        """The shape of the tensor of its largest values, one for each scale."""
+        if self.block is None:
+            return ()
+        rows, columns = self.block
+        return (-(-self.r // rows), -(-self.k // columns))
 
     def rows(self, shard: Tensor) -> tuple[int, Tensor]:
-        """The first row and all rows of the blocks that this rank has a part of, zeros where the part ends."""
+        """Return the rows of all blocks that this rank has a part of, and the first row's number.
+
+        Elements of other ranks are zeros.
+        """
         assert self.block is not None
         high = self.block[0]
+        # Whole blocks, because a block has one scale: from the first block's first row to the last
+        # block's last row.
         first = self.own.start // self.k // high * high
         last = min(-(-self.own.stop // self.k // high) * high, self.r)
         rows = shard.new_zeros(last - first, self.k)
-        rows.view(-1)[self.own.start - first * self.k : self.own.stop - first * self.k] = shard[self.mine]
+        before = first * self.k
+        rows.view(-1)[self.own.start - before : self.own.stop - before] = shard[self.mine]
         return first, rows
 
     def largest(self, shard: Tensor) -> Tensor:
-        """The largest values of this rank's part, 0 where it has none."""
+        """Return the largest absolute values of this rank's part; 0 for scales without a part."""
         found = shard.new_zeros(self.scales, dtype=torch.float32)
+        is_empty = self.own.start >= self.own.stop
+        if is_empty:
+            return found
         if self.block is None:
-            return amax_of(shard[self.mine]) if self.own.start < self.own.stop else found
-        if self.own.start < self.own.stop:
-            first, rows = self.rows(shard)
-            amaxes = amaxes_of(filled(rows, self.block), self.block)
-            found[first // self.block[0] :][: len(amaxes)] = amaxes
+            return amax_of(shard[self.mine])
+        first, rows = self.rows(shard)
+        amaxes = amaxes_of(filled(rows, self.block), self.block)
+        found[first // self.block[0] :][: len(amaxes)] = amaxes
         return found
 
     def cast(self, shard: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part in eight bits, and the factors of all."""
+        """Return this rank's part in 8 bits, and the scaling factors of the full matrix.
+
+        Args:
+            shard: this rank's share of the flat buffer.
+            amaxes: the largest absolute values of the full matrix.
+        """
         if self.block is None:
             expected = self.products.expected(amaxes, WEIGHT)
-            whole = of_whole(shard[None, self.mine], self.dtype, expected, self.products.recipe.margin)
-            return whole.values[0], whole.factors
+            margin = self.products.recipe.margin
+            quantised = of_whole(shard[None, self.mine], self.dtype, expected, margin)
+            return quantised.values[0], quantised.factors
         factors = factors_of(amaxes, self.dtype)
         if self.own.start == self.own.stop:
             return shard.new_empty(0, dtype=self.dtype), factors
         first, rows = self.rows(shard)
-        whole_blocks = filled(rows, self.block)
-        above = first // self.block[0]
-        amaxes = amaxes[above : above + len(whole_blocks) // self.block[0]]
-        cast = cast_blocks(whole_blocks, self.dtype, self.block, amaxes)[: len(rows), : self.k].reshape(-1)
-        return cast[self.own.start - first * self.k : self.own.stop - first * self.k], factors
+        blocks = filled(rows, self.block)
+        high = self.block[0]
+        # Only the scales of the blocks that this rank has a part of.
+        above = first // high
+        amaxes = amaxes[above : above + len(blocks) // high]
+        cast = cast_blocks(blocks, self.dtype, self.block, amaxes)
+        # Without the padding to full blocks.
+        flat = cast[: len(rows), : self.k].reshape(-1)
+        before = first * self.k
+        return flat[self.own.start - before : self.own.stop - before], factors
 
     def give(self, flat: Tensor, factors: Tensor, amaxes: Tensor) -> None:
-        """The products have it in eight bits from now on. flat: the bytes of all shares."""
-        values = flat[self.start : self.start + self.r * self.k].view(self.dtype).view(self.r, self.k)
+        """Give the quantised matrix to the products, which then read it instead of the weight.
+
+        Args:
+            flat: the bytes of all shares.
+            factors: its scaling factors.
+            amaxes: its largest absolute values.
+        """
+        end = self.start + self.r * self.k
+        values = flat[self.start : end].view(self.dtype).view(self.r, self.k)
         if self.block is not None:
+            # Padding is copied as bytes: torch has few operations on 8-bit floats.
             values = filled(values.view(torch.uint8), self.block).view(self.dtype)
-        self.products.given[self.number] = Quantised(values, factors, self.r, self.block), amaxes
+        quantised = Quantised(values, factors, self.r, self.block)
+        self.products.given[self.number] = quantised, amaxes
 
 
 class InEightBits(FlatBuffers):
-    """FlatBuffers under ZeRO-1 whose weights passes have in eight bits; other arguments as there.
+    """FlatBuffers under ZeRO-1 whose weights are gathered in 8 bits for passes.
 
     Args:
-        products: of each weight.
+        products: the FP8 products of each weight, by the weight's name.
+        given: the other arguments of FlatBuffers.
     """
 
     def __init__(
@@ -129,46 +172,62 @@ class InEightBits(FlatBuffers):
     ) -> None:
         super().__init__(params, borrowed, drops=True, live=live, **given)
         self._params = params
-        self._matrices = [matrix for name in self.own for matrix in self._matrices_of(name, products[name])]
+        self._matrices: list[_Matrix] = []
+        for name in self.own:
+            self._matrices += self._matrices_of(name, products[name])
         self._bytes = Passing(torch.empty_like(self.model, dtype=torch.uint8), live)
         self._bytes.go()
-        # Parameters outside of `whole`: their shape, and a place for each matrix. Who reads them gets no number.
-        numbers = {name: self.model.new_full(self._where[name][1][:-2], torch.nan) for name in self.own}
-        self._shapes = {name: x[..., None, None].expand(self._where[name][1]) for name, x in numbers.items()}
+        # What a parameter is without `model`: a NaN for each matrix, expanded to the parameter's
+        # shape. Code that reads it by mistake sees NaN.
+        self._shapes = {}
+        for name in self.own:
+            _, shape = self._where[name]
+            numbers = self.model.new_full(shape[:-2], torch.nan)
+            self._shapes[name] = numbers[..., None, None].expand(shape)
 
     def _matrices_of(self, name: str, products: Scaled) -> Iterator[_Matrix]:
+        """Yield the matrices of a parameter [..., r, k]."""
         first, shape = self._where[name]
         r, k = shape[-2:]
         for number, start in enumerate(range(first, first + shape.numel(), r * k)):
             mine = self.within(start, start + r * k)
-            own = slice(mine.start + self.share.start - start, mine.stop + self.share.start - start)
+            offset = self.share.start - start
+            own = slice(mine.start + offset, mine.stop + offset)
             yield _Matrix(products, number, start, r, k, own, mine)
 
     def start_gather(self) -> Callable[[], None]:
+        """Quantise this rank's share and start to gather the 8-bit weights for passes.
+
+        Returns: a function that waits for them.
+        """
         if not self._bytes.there:
             self._bytes.come()
         largest = torch.cat([matrix.largest(self.shard).view(-1) for matrix in self._matrices])
-        parts = torch.split(self.shares.all_reduce(largest, "max"), [prod(matrix.scales) for matrix in self._matrices])
-        mine = self._bytes.flat[self.share]
+        sizes = [prod(matrix.scales) for matrix in self._matrices]
+        # One all-reduce for all matrices, whose scales are small tensors.
+        parts = torch.split(self.shares.all_reduce(largest, "max"), sizes)
+        own = self._bytes.flat[self.share]
         given = list[tuple[Tensor, Tensor]]()
         for matrix, part in zip(self._matrices, parts, strict=True):
             amaxes = part.view(matrix.scales)
             cast, factors = matrix.cast(self.shard, amaxes)
-            mine[matrix.mine] = cast.view(torch.uint8)
+            own[matrix.mine] = cast.view(torch.uint8)
             given.append((factors, amaxes))
-        fill = start_filling(self._bytes.flat, apart(mine), self.shares)
+        fill = start_filling(self._bytes.flat, separate(own), self.shares)
 
         def finish() -> None:
             fill()
-            for matrix, found in zip(self._matrices, given, strict=True):
-                matrix.give(self._bytes.flat, *found)
+            for matrix, (factors, amaxes) in zip(self._matrices, given, strict=True):
+                matrix.give(self._bytes.flat, factors, amaxes)
 
         return finish
 
     def drop(self) -> None:
+        """Release the 8-bit weights."""
         self._bytes.go()
 
     def start_whole(self) -> Callable[[], None]:
+        """Start to gather the weights in their own type; return a function that waits for them."""
         fill = super().start_gather()
 
         def finish() -> None:
@@ -179,6 +238,7 @@ class InEightBits(FlatBuffers):
         return finish
 
     def end_whole(self) -> None:
+        """Keep this rank's share of the new values, and release the weights in their own type."""
         super().end_whole()
         super().drop()
         for name, shape in self._shapes.items():
@@ -186,4 +246,4 @@ class InEightBits(FlatBuffers):
 
 
 class ShardedInEightBits(InEightBits, ShardedBuffers):
-    """Such weights, whose gradients come and go."""
+    """Weights gathered in 8 bits, whose full gradients are allocated and released within a step."""

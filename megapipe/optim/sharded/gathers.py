@@ -1,4 +1,7 @@
-"""The weights of a rank's stages, gathered over data parallel: after an update, or before each run of passes."""
+"""Gather the weights of a rank's stages over data parallelism.
+
+It happens after an update (ZeRO-1), or before each run of a stage's passes (ZeRO-3).
+"""
 
 from __future__ import annotations
 
@@ -12,67 +15,85 @@ from megapipe.optim.reduction import all_of
 class Gathers:
     """The gathering of weights, stage by stage.
 
-    A stage's are there when those are that it borrows: a head may run before the stage whose embedding it uses.
+    Stages are numbered by their position on this rank. A stage whose parameters use the memory of
+    another stage needs that stage's weights, too: a head may run before the stage with its tied
+    embedding.
 
     Args:
-        chunks: of each of this rank's stages its buffers.
-        lenders: the stages that each has weights of, itself among them.
-        drops: weights are there between a gathering and `drop` alone.
-        in_eight_bits: passes have some of them so, and in their own type they are there within `whole` alone.
+        chunks: the buffers of each stage.
+        needed: for each stage, the stages whose weights it reads, itself included.
+        drops: weights are released by `drop`, and gathered again before their next use.
+        in_eight_bits: passes read some weights in 8 bits. In their own type these weights exist
+            within `whole` only.
     """
 
     def __init__(
         self,
         chunks: Sequence[Sequence[FlatBuffers]],
-        lenders: Sequence[set[int]],
+        needed: Sequence[set[int]],
         *,
         drops: bool = False,
         in_eight_bits: bool = False,
     ) -> None:
-        self._chunks, self._lenders = chunks, lenders
-        self._drops, self._in_eight_bits = drops, in_eight_bits
+        self._chunks = chunks
+        self._needed = needed
+        self._drops = drops
+        self._in_eight_bits = in_eight_bits
+        # Stages without current weights, and functions that wait for gatherings under way.
         self._stale = set[int]()
         self._gathering = dict[int, Callable[[], None]]()
+        # For each stage, the stages that read its weights at this time.
         self._users: list[set[int]] = [set() for _ in chunks]
 
     def updated(self) -> None:
-        """A rank has new weights of its share; under ZeRO-1 the rest are of the step before until it is gathered."""
+        """Note that each rank has updated its share, so that all weights must be gathered again."""
         self._stale = set(range(len(self._chunks)))
 
     def start(self, chunk: int) -> Callable[[], None]:
-        """Begin to gather the weights of this rank's stage number `chunk` if they are not there; what is returned waits
-        for them."""
-        chunks = self._lenders[chunk]
-        for lender in chunks:
-            self._users[lender].add(chunk)
-        for stale in sorted(chunks & self._stale):
+        """Start to gather the weights that a stage reads, as far as they are missing.
+
+        Returns: a function that waits for them.
+        """
+        needed = self._needed[chunk]
+        for other in needed:
+            self._users[other].add(chunk)
+        # In ascending order, because gatherings are collective.
+        for stale in sorted(needed & self._stale):
             self._stale.remove(stale)
-            self._gathering[stale] = all_of([buffers.start_gather() for buffers in self._chunks[stale]])
+            gathers = [buffers.start_gather() for buffers in self._chunks[stale]]
+            self._gathering[stale] = all_of(gathers)
 
         def finish() -> None:
-            for under_way in sorted(chunks & self._gathering.keys()):
+            for under_way in sorted(needed & self._gathering.keys()):
                 self._gathering.pop(under_way)()
 
         return finish
 
     def drop(self, chunk: int) -> None:
-        """The last pass of a run that reads the weights of a stage is over."""
-        for lender in self._lenders[chunk]:
-            self._users[lender].discard(chunk)
-            if self._drops and not self._users[lender]:
-                for buffers in self._chunks[lender]:
+        """Release the weights that a stage has read, after the last pass of a run that reads them.
+
+        Weights that another stage still reads stay.
+        """
+        for other in self._needed[chunk]:
+            self._users[other].discard(chunk)
+            # The last reader releases the weights.
+            if self._drops and not self._users[other]:
+                for buffers in self._chunks[other]:
                     buffers.drop()
-                self._stale.add(lender)
+                self._stale.add(other)
 
     def settle(self) -> None:
-        """Gather the weights that a step has left for the next, where they stay."""
+        """Gather the updated weights now, unless they are gathered before each run of passes."""
         if not self._drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:
                 finish()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All weights of the rank are there, to be read or written; what is written is each rank's whole model."""
+        """Gather all weights of the rank for the block, in which they may be read or written.
+
+        Ranks must write equal values; each one keeps its share of them.
+        """
         everything = [buffers for chunk in self._chunks for buffers in chunk]
         if self._in_eight_bits:
             for finish in [buffers.start_whole() for buffers in everything]:
@@ -87,5 +108,6 @@ class Gathers:
                 buffers.end_whole()
             for chunk in range(len(self._chunks)):
                 self.drop(chunk)
+            # The 8-bit copies still hold the weights before the block.
             if self._in_eight_bits:
                 self.updated()

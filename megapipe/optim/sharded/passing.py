@@ -1,4 +1,4 @@
-"""Flat tensors whose memory comes and goes, and the gathering that fills them."""
+"""Flat tensors whose memory is allocated and released, and the gathering that fills them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,35 @@ from megapipe.distributed.device import Gauge
 
 
 class Passing:
-    """A flat tensor, alone in its storage, whose memory comes and goes."""
+    """A flat tensor, alone in its storage, whose memory is allocated and released.
+
+    Only the storage is resized. Views of the tensor stay valid and see its next content.
+
+    Args:
+        flat: the tensor, with memory.
+        live: counts the bytes of such tensors.
+
+    Attributes:
+        there: whether the tensor has memory.
+    """
 
     def __init__(self, flat: Tensor, live: Gauge) -> None:
-        self.flat, self._live, self._bytes = flat, live, flat.nbytes
+        self.flat = flat
+        self._live = live
+        self._bytes = flat.nbytes
         self.there = True
         live.add(self._bytes)
 
     def come(self) -> None:
-        """Take memory, of any content."""
+        """Allocate the memory, with any content."""
         assert not self.there
+        # Resizing keeps the storage's identity, which views and autograd graphs hold on to.
         self.flat.untyped_storage().resize_(self._bytes)
         self.there = True
         self._live.add(self._bytes)
 
     def go(self) -> None:
-        """Give the memory back."""
+        """Release the memory, if there is any."""
         if self.there:
             self.flat.untyped_storage().resize_(0)
             self.there = False
@@ -34,19 +47,21 @@ class Passing:
 
 
 def start_filling(flat: Tensor, shard: Tensor, shares: Axis) -> Callable[[], None]:
-    """Begin to gather every rank's shard into a tensor; what is returned waits for it."""
+    """Start to gather every rank's shard into `flat`; return a function that waits for it."""
     pending = shares.start_all_gather(shard, into=flat)
 
     def finish() -> None:
-        if (gathered := pending.wait()) is not flat:
+        gathered = pending.wait()
+        # On a CPU the gathering may have used a tensor of its own.
+        if gathered is not flat:
             flat.copy_(gathered)
 
     return finish
 
 
-def apart(shard: Tensor) -> Tensor:
-    """Return a part of a tensor as what is gathered into the whole of it.
+def separate(shard: Tensor) -> Tensor:
+    """Return a slice of a tensor in a form that can be gathered into that tensor.
 
-    On a CPU a copy goes out, for the ways of gathering there want the two apart. NCCL does not.
+    It is a copy on a CPU, where a gathering cannot write to the memory that it reads. NCCL can.
     """
     return shard if shard.is_cuda else shard.clone()

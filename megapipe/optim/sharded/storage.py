@@ -1,5 +1,8 @@
-"""How a rank stores its stages: in which buckets, and as which kind of flat buffers (whole, ZeRO-1, gradients that come
-and go, weights in eight bits)."""
+"""Choose how a rank stores its stages: the buckets of each, and the kind of flat buffers.
+
+The kinds are unsharded or ZeRO-1, with full gradients released within a step, and with weights
+gathered in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from megapipe.optim.sharded.eight_bits import InEightBits, ShardedInEightBits
 from megapipe.optim.ties import Ties
 from megapipe.tensor_parallel.fp8.products import Scaled
 
-# By (do gradients come and go?, do passes have weights in eight bits?)
+# By (full gradients are released within a step, weights are gathered in 8 bits).
 _KINDS: Mapping[tuple[bool, bool], type[FlatBuffers]] = {
     (False, False): FlatBuffers,
     (True, False): ShardedBuffers,
@@ -32,12 +35,14 @@ _KINDS: Mapping[tuple[bool, bool], type[FlatBuffers]] = {
 
 
 class Stored(NamedTuple):
-    """A bucket of one of this rank's stages and where its state is.
+    """A bucket of one of this rank's stages, and the rank with its state.
 
     Attributes:
-        stays: its gradients and weights are whole among shares of others: passes of a vocabulary use them between runs.
+        bucket: the parameters.
+        stays: its gradients and weights are not sharded, though others are, because the passes of a
+            shared vocabulary use them outside of the stage's passes.
         here: this rank updates it.
-        owner: the one of mesh.twins that does; None if no other rank has these parameters.
+        owner: the position in mesh.twins that updates it; None if no other rank has a replica.
     """
 
     bucket: Bucket
@@ -47,18 +52,26 @@ class Stored(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A name of its own, the same on all ranks with these parameters."""
+        """A unique name, equal on all ranks with these parameters."""
         return min(self.bucket.params, default="")
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What data-parallel ranks share out, and how stages are cut in buckets.
+    """The choice of what to shard over data-parallel ranks, and of the buckets of each stage.
 
     Attributes:
-        distributed: main parameters (ZeRO-1). grads, weights: these too, except while passes use them (ZeRO-2, ZeRO-3).
-        eight_bits: weights that passes have so, by name with their products; they are in buffers of their own.
-        bucket_size, num_buckets: as in `buckets_of`.
+        train: the flags of dtypes.
+        groups: the rates of parameters.
+        ties: weights that are used several times.
+        live: counts the bytes of sharded tensors that are full.
+        distributed: shard main parameters and state (ZeRO-1).
+        grads: also shard gradients, except while passes use them (ZeRO-2).
+        weights: also shard weights, except while passes use them (ZeRO-3).
+        eight_bits: FP8 products of the weights that are gathered in 8 bits, by the weight's name.
+            These weights are in separate buffers.
+        bucket_size: as in `buckets_of`.
+        num_buckets: as in `buckets_of`.
     """
 
     train: TrainConfig
@@ -73,33 +86,50 @@ class Storage:
     num_buckets: int | None
 
     def layout(self, stages: Sequence[nn.Module]) -> list[list[Stored]]:
-        """Cut each stage in buckets, in the order in which passes are done with them."""
+        """Return the buckets of each stage, in the order in which they are complete."""
         chunks = []
         for stage in stages:
             params = dict(trained(stage))
-            apart = (self.eight_bits, [name for name, param in params.items() if self._stays(param)])
-            chunks.append(list(map(self._stored, buckets_of(params, self.bucket_size, self.num_buckets, apart))))
+            # Both kinds are gathered differently from the rest, thus in buckets of their own.
+            staying = [name for name, param in params.items() if self._stays(param)]
+            separate = (self.eight_bits, staying)
+            buckets = buckets_of(params, self.bucket_size, self.num_buckets, separate)
+            chunks.append([self._stored(bucket) for bucket in buckets])
         return chunks
 
     def _stays(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter is a part of a shared vocabulary, which is not sharded."""
         return self.distributed and self.grads and layout_of(param).part[1] > 1
 
     def _stored(self, bucket: Bucket) -> Stored:
-        stored = Stored(bucket, any(map(self._stays, bucket.params.values())), True, None)
-        census, mesh = self.ties.census, self.ties.mesh
+        """Return a bucket with the rank that updates it."""
+        stays = any(map(self._stays, bucket.params.values()))
+        stored = Stored(bucket, stays, True, None)
+        census = self.ties.census
+        mesh = self.ties.mesh
+        # A bucket's parameters are on one stage, so one name decides for all of them.
         if stored.name not in census.twins:
             return stored
         rank = census.owners[stored.name].rank
-        return stored._replace(here=rank == mesh.pp.rank, owner=mesh.twins.ranks.index(mesh.pp.ranks[rank]))
+        owner = mesh.twins.ranks.index(mesh.pp.ranks[rank])
+        return stored._replace(here=rank == mesh.pp.rank, owner=owner)
 
     def buffers(self, stored: Stored) -> FlatBuffers:
-        """Make the buffers of a bucket, whose parameters are of one grid."""
-        params, mesh = stored.bucket.params, self.ties.mesh
-        replicas = mesh.edp if any(layout_of(param).experts for param in params.values()) else mesh.dp_cp
+        """Return new buffers for a bucket, whose parameters are all dense or all of experts."""
+        params = stored.bucket.params
+        mesh = self.ties.mesh
+        # Buckets are divided so that parameters of both kinds never meet.
+        replicas = mesh.dp_cp
+        if any(layout_of(param).experts for param in params.values()):
+            replicas = mesh.edp
         split = self.distributed and replicas.size > 1
         eight = split and not params.keys().isdisjoint(self.eight_bits)
         sharded = split and self.grads and not stored.stays
-        given: dict[str, Any] = {"products": self.eight_bits} if eight else {"drops": sharded and self.weights}
+        given: dict[str, Any] = {}
+        if eight:
+            given["products"] = self.eight_bits
+        else:
+            given["drops"] = sharded and self.weights
         if sharded:
             given["tied"] = self.ties.names
         return _KINDS[sharded, eight](
@@ -118,17 +148,20 @@ class Storage:
 
 
 def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
-    """The trained weights whose products quantise them, by name: those of mxfp8, whose two products need different
-    bytes, would be no fewer than in bf16."""
-    found = (
-        (f"{name}.weight", module.products)
-        for stage in stages
-        for name, module in stage.named_modules()
-        if isinstance(getattr(module, "products", None), Scaled) and module.weight.requires_grad
-    )
-    return {name: products for name, products in found if products.recipe.kind != "mxfp8"}
+    """Return the FP8 products of the trained weights that can be gathered in 8 bits, by name."""
+    found = {}
+    for stage in stages:
+        for name, module in stage.named_modules():
+            products = getattr(module, "products", None)
+            if not isinstance(products, Scaled) or not module.weight.requires_grad:
+                continue
+            # mxfp8 quantises a weight differently for its two products, which together need as many
+            # bytes as bf16.
+            if products.recipe.kind != "mxfp8":
+                found[f"{name}.weight"] = products
+    return found
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The type that a --...-dtype names; None: as wide as is usual."""
+    """Return the type that a flag names; None for the usual type."""
     return torch.bfloat16 if name == "bf16" else None
