@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.optim.rule import Part
 
 
@@ -30,5 +30,5 @@ class Lion:
             momentum.lerp_(part.grad, 1 - self.beta2)
 
 
-def lion(train: TrainConfig) -> Lion:
-    return Lion(train.adam_beta1, train.adam_beta2)
+def lion(flags: OptimizerConfig) -> Lion:
+    return Lion(flags.adam_beta1, flags.adam_beta2)

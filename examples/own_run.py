@@ -48,7 +48,7 @@ def seams(config: MyConfig) -> Seams:
         return Group(lr=0.5) if "embedding" in name else usual_groups(name, shape)
 
     def rate(samples: int) -> float:
-        return float((config.train.lr or 0.0) * 0.5 ** (samples / config.mine.half_life))
+        return float((config.optimizer.lr or 0.0) * 0.5 ** (samples / config.mine.half_life))
 
     return Seams(groups, rate, (Perplexity(config.mine.mark),))
 

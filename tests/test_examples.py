@@ -14,7 +14,7 @@ from whole_step import take_step
 from examples import deepseek_pairs, megatron_shaped, own_run
 from examples.deepseek_pairs import Stage
 from megapipe.commands import schedules
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
@@ -227,7 +227,7 @@ def test_without_a_mesh_the_step_says_how_to_make_one():
 
 def test_an_own_optimizer_trains_the_same_split_by_zero_1_and_whole():
     """Lion by hand in three lines."""
-    lion = TrainConfig(optimizer=f"{ROOT}/examples/own_optimizer.py:lion", adam_beta2=0.99, clip_grad=0.0)
+    lion = OptimizerConfig(optimizer=f"{ROOT}/examples/own_optimizer.py:lion", adam_beta2=0.99, clip_grad=0.0)
 
     def trained(mesh, distributed):
         module = torch.nn.Linear(8, 16).double()
@@ -276,7 +276,7 @@ def test_own_curve_groups_callbacks_and_flags_reach_a_run(capsys, tmp_path):
 
     ours = own_run.seams(mine)
     ours = replace(ours, callbacks=(*ours.callbacks, Told()))
-    mine = replace(mine, train=replace(mine.train, train_iters=2, lr_warmup_iters=0))
+    mine = replace(mine, batch=replace(mine.batch, train_iters=2), optimizer=replace(mine.optimizer, lr_warmup_iters=0))
     training = Training(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, seams=ours)
     training.train()
     said = capsys.readouterr().out

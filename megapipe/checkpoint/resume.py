@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig, OptimizerConfig
 from megapipe.config.mla import MLAConfig
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
@@ -18,13 +18,12 @@ TOKENS = "tokens"
 ORDER = "order"
 """The key in `contents` of the order in which the first training samples are read."""
 
-_SECTIONS: dict[str, type[Any]] = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
-RULES = {section: note_of(cls, Resume) for section, cls in _SECTIONS.items()}
-"""Rules for a setting that is not the checkpoint's, by section of Config; all other sections are free."""
+RULES = {name: rule for section in Config().sections for name, rule in note_of(type(section), Resume).items()}
+"""Rules for a setting that is not the checkpoint's; all others are free."""
 
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 
-FREE = {name for name, rule in RULES["model"].items() if rule in (Resume.FREE, Resume.NAMED)}
+FREE = {name for name, rule in RULES.items() if rule in (Resume.FREE, Resume.NAMED)}
 """Settings that weights do not depend on."""
 _LATENTS = "multi_latent_attention"
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
@@ -36,6 +35,12 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
     return {**dataclasses.asdict(schedule), "weight_decay": schedule.weight_decay.saved()}
 
 
+def saved_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved configuration by name: earlier versions had other sections, such as `train`."""
+    sections = [section for section in config.values() if isinstance(section, dict)]
+    return {name: value for section in sections for name, value in section.items()}
+
+
 def changed_settings(
     saved: Mapping[str, Any], contents: Mapping[str, str] | None, config: Config, here: Mapping[str, str] | None
 ) -> dict[str, str]:
@@ -45,22 +50,20 @@ def changed_settings(
         saved: the configuration as it was saved; fields that it lacks, and one that has never trained, pass.
         contents, here: `same.contents` as saved and now; None passes.
     """
-    changed = {}
-    trained = saved["train"].get("seq_length") is not None
-    for section, rules in RULES.items() if trained else ():
-        for name in (
-            n for n, rule in rules.items() if rule == Resume.NAMED and n in saved[section] and _decides(n, config)
-        ):
-            mine, its = getattr(getattr(config, section), name), saved[section][name]
-            if name == "global_batch_size" and not config.train.step_batch_size_schedule:
-                mine, its = config.global_batch_size, _batch(saved)
-            if isinstance(mine, tuple):
-                mine, its = list(mine), list(its)
-            if mine != its:
-                changed[name] = f"{flag(name)} is {mine}, and was {its}"
-    if trained:
-        changed |= _cut_otherwise(saved, config)
-    if trained and contents is not None and here is not None:
+    fields, changed = saved_fields(saved), dict[str, str]()
+    if fields.get("seq_length") is None:
+        return changed
+    named = [name for name, rule in RULES.items() if rule == Resume.NAMED and name in fields]
+    for name in (name for name in named if _decides(name, config)):
+        mine, its = config.value(name), fields[name]
+        if name == "global_batch_size" and not config.batch.step_batch_size_schedule:
+            mine, its = config.global_batch_size, _batch(fields, _replicas(saved))
+        if isinstance(mine, tuple):
+            mine, its = list(mine), list(its)
+        if mine != its:
+            changed[name] = f"{flag(name)} is {mine}, and was {its}"
+    changed |= _cut_otherwise(fields, _replicas(saved), config)
+    if contents is not None and here is not None:
         for name in sorted((here.keys() | contents.keys()) - {TOKENS, ORDER}):
             if here.get(name) != contents.get(name):
                 changed[name] = f"{flag(name)} is another file or has other contents than what was trained with"
@@ -68,9 +71,9 @@ def changed_settings(
         if "data_path" not in changed and here.get(TOKENS, "") != contents.get(TOKENS, here.get(TOKENS, "")):
             changed["data_path"] = "--data-path has other tokens than what was trained with, in files of the same sizes"
         if not changed and ORDER in here and here[ORDER] != contents.get(ORDER, here[ORDER]):
-            name = "train_iters" if config.train.train_samples is None else "train_samples"
+            name = "train_iters" if config.batch.train_samples is None else "train_samples"
             changed[name] = (
-                f"{flag(name)} is {getattr(config.train, name)}, and was {saved['train'].get(name)}: data that is read "
+                f"{flag(name)} is {config.value(name)}, and was {fields.get(name)}: data that is read "
                 "more than once is shuffled by how often, so the rest would not be the samples that are still unread"
             )
     return changed
@@ -78,11 +81,11 @@ def changed_settings(
 
 def _decides(name: str, config: Config) -> bool:
     """Do this run's numbers hang on the setting? Muon's momentum decides nothing under another optimizer."""
-    read_by = note_of(TrainConfig, ReadBy).get(name)
+    read_by = note_of(OptimizerConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
 
 
-def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
+def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dict[str, str]:
     """Other microbatches or replicas of the same samples, where that decides numbers."""
     changed, model, data = dict[str, str](), config.model, config.data
     cyclic = data.dataloader_type == "cyclic"
@@ -91,13 +94,13 @@ def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
         or model.hidden_dropout
         or "dropout" in str(model.per_layer_overrides),
         "weighs tokens otherwise under --eod-mask-loss": data.eod_mask_loss
-        and not config.train.calculate_per_token_loss,
+        and not config.batch.calculate_per_token_loss,
         "reads other samples under --dataloader-type cyclic": cyclic,
     }
-    micro, its = config.train.micro_batch_size, saved["train"].get("micro_batch_size")
+    micro, its = config.batch.micro_batch_size, saved.get("micro_batch_size")
     if (why := " and ".join(text for text, holds in reasons.items() if holds)) and its not in (None, micro):
         changed["micro_batch_size"] = f"--micro-batch-size is {micro}, and was {its}, which {why}"
-    replicas, theirs = config.data_parallel_size, _replicas(saved)
+    replicas = config.data_parallel_size
     if cyclic and replicas != theirs:
         changed["dataloader_type"] = (
             f"--dataloader-type cyclic reads other samples on {replicas} data-parallel ranks than on {theirs}, as then"
@@ -108,19 +111,18 @@ def _cut_otherwise(saved: Mapping[str, Any], config: Config) -> dict[str, str]:
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
     """Problems that forbid to go on of it: all changes that --override-on-load does not name."""
     names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
-    may = (Resume.NAMED, Resume.MICROBATCH)
     known = {
         *_CONTENTS_NAMES,
         "train_iters",
         "train_samples",
-        *(name for rules in RULES.values() for name, rule in rules.items() if rule in may),
+        *(name for name, rule in RULES.items() if rule in (Resume.NAMED, Resume.MICROBATCH)),
     }
     problems = [
         f"--override-on-load {name}: no setting that may be overridden so. There are {' '.join(sorted(known))}"
         for name in names
         if name not in known
     ]
-    if config.train.override_opt_param_scheduler:
+    if config.optimizer.override_opt_param_scheduler:
         names += ["decoupled_lr", "decoupled_min_lr"]
     if left := [name for name in changed if name not in names]:
         problems.append(
@@ -130,9 +132,8 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
     return problems
 
 
-def _batch(saved: Mapping[str, Any]) -> int:
-    train = saved["train"]
-    return int(train["global_batch_size"] or train["micro_batch_size"] * _replicas(saved))
+def _batch(saved: Mapping[str, Any], replicas: int) -> int:
+    return int(saved["global_batch_size"] or saved["micro_batch_size"] * replicas)
 
 
 def _replicas(saved: Mapping[str, Any]) -> int:
@@ -157,8 +158,8 @@ def resume_problems(
         for key in here
         if key in there and there[key] != here[key]
     ]
-    train = config.train
-    if scheduler is None or train.override_opt_param_scheduler or train.use_checkpoint_opt_param_scheduler:
+    flags = config.optimizer
+    if scheduler is None or flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler:
         return problems
     mine = settings(config)
     # A setting that an older version did not have was at its default there.

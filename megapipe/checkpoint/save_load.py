@@ -228,7 +228,7 @@ def load_checkpoint(
     if flags.finetune:
         return LoadedState()
     schedule = None
-    if with_optimizer is not None and config.train.use_checkpoint_opt_param_scheduler:
+    if with_optimizer is not None and config.optimizer.use_checkpoint_opt_param_scheduler:
         saved = dict(content["opt_param_scheduler"])
         schedule = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
     state = content["state"]
@@ -246,7 +246,7 @@ def load_checkpoint(
 
 def _weights_alone(config: Config) -> bool:
     flags = config.checkpoint
-    return flags.finetune or flags.no_load_optim or config.train.freeze_all_layers or config.data.skip_train
+    return flags.finetune or flags.no_load_optim or config.optimizer.freeze_all_layers or config.data.skip_train
 
 
 def _content(

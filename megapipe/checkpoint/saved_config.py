@@ -11,12 +11,12 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from megapipe.checkpoint import commit
-from megapipe.checkpoint.resume import FREE
+from megapipe.checkpoint.resume import FREE, RULES, saved_fields
 from megapipe.checkpoint.save_load import STATE, find_checkpoint
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import KINDS, CheckpointConfig, Config, ModelConfig
 from megapipe.config.layers import parse_overrides
 from megapipe.config.notes import Range, Required, note_of
 from megapipe.errors import CheckpointError, ConfigError
@@ -33,19 +33,9 @@ def saved_config(folder: Path) -> Config:
     """
     saved = _read(folder)
     try:
-        return _sound(
-            Config(
-                # Which layers and kernels computed it says nothing of the model; here may be no GPU.
-                model=dataclasses.replace(
-                    _known(ModelConfig, saved["model"]),
-                    transformer_impl="local",
-                    attention_backend="auto",
-                    model_provider=None,
-                ),
-                train=_known(TrainConfig, saved["train"]),
-                data=_known(DataConfig, saved["data"]),
-            )
-        )
+        # Which layers and kernels computed it says nothing of the model; here may be no GPU.
+        elsewhere = {"transformer_impl": "local", "attention_backend": "auto", "model_provider": None}
+        return _sound(Config().with_fields(**_known(saved_fields(saved)) | elsewhere))
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError):
         raise _damaged(folder) from None
 
@@ -116,13 +106,12 @@ def _damaged(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder / STATE} is not the state of a run")
 
 
-def _known(cls: type[Any], values: dict[str, Any]) -> Any:
-    """Raises: TypeError for a value that its field never had."""
-    hints = get_type_hints(cls)
-    found = {name: value for name, value in values.items() if name in hints}
-    if odd := [name for name, value in found.items() if not _fits(hints[name], value)]:
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of our fields. Raises: TypeError for one that its field never had."""
+    found = {name: value for name, value in values.items() if name in RULES}
+    if odd := [name for name, value in found.items() if not _fits(KINDS[name], value)]:
         raise TypeError(", ".join(odd))
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in found.items()})
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _sound(config: Config) -> Config:

@@ -14,10 +14,10 @@ from megapipe.schedule import SCHEDULES
 
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
     """Problems of the flags of the batch, and the configuration without those that say none."""
-    if not config.train.micro_batch_size or not config.data_parallel_size:
+    if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []
     problems = ask(lambda: config.batch_sizes)
-    usual = config.train.micro_batch_size * config.data_parallel_size
+    usual = config.batch.micro_batch_size * config.data_parallel_size
     return (config.with_batch(usual) if problems else config), problems
 
 
@@ -33,7 +33,7 @@ def batch_problems(config: Config) -> Iterator[str]:
     yield from list(wrong)[:3]
     if (after := config.parallel.reschedule_after) is not None and len(config.batch_sizes.distinct) > 1:
         yield f"--reschedule-after {after} searches a table for one batch size, and this batch grows. Leave it out."
-    samples, first = config.train.train_samples, config.batch_sizes.at(0)
+    samples, first = config.batch.train_samples, config.batch_sizes.at(0)
     if samples is not None and samples < first:
         yield f"--train-samples {samples} is less than one batch of {first} (--global-batch-size)."
 
@@ -43,7 +43,7 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
 
     It may ask for a least number of microbatches, at most 2p, and for one that divides by p or by 2.
     """
-    count, rest = divmod(size, config.train.micro_batch * config.data_parallel_size)
+    count, rest = divmod(size, config.batch.micro_batch * config.data_parallel_size)
     twice, name = 2 * config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
     if rest or (name and name.lower() not in SCHEDULES) or count < 2 * twice:
         return count, rest
@@ -51,10 +51,10 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
 
 
 def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
-    batch, share = config.global_batch_size, config.train.micro_batch * config.data_parallel_size
+    batch, share = config.global_batch_size, config.batch.micro_batch * config.data_parallel_size
     if batch % share:
         yield (
-            f"{whole} {batch} does not divide by {micro} {config.train.micro_batch} x {config.data_parallel_size} "
+            f"{whole} {batch} does not divide by {micro} {config.batch.micro_batch} x {config.data_parallel_size} "
             f"data-parallel ranks = {share}: {division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )
         yield from pipeline_problems(config, None)

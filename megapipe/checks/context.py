@@ -20,7 +20,7 @@ def context_problems(config: Config) -> Iterator[str]:
         yield f"--cp-comm-type {ways[0]} is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p."
     if c == 1:
         return
-    length, pieces = config.train.seq_length, 2 * c
+    length, pieces = config.batch.seq_length, 2 * c
     if length and length % pieces:
         low = length - length % pieces
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import gcd, lcm
 
 from megapipe.checks.numbers import division, divisors, near
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig
 from megapipe.config.moe import layer_frequency
 from megapipe.config.notes import either
 
@@ -26,7 +26,7 @@ def expert_problems(config: Config) -> Iterator[str]:
     yield from _layers(model)
     yield from _choice(model, config.checkpoint.moe_use_upcycling)
     yield from _balance(model)
-    yield from _limits(model, config.train)
+    yield from _limits(model, config.batch)
     yield from _split(config)
     yield from _mapping(config)
 
@@ -109,11 +109,11 @@ def _balance(model: ModelConfig) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff {said}: give {one_each}, one for each of {' '.join(kinds)}."
 
 
-def _limits(model: ModelConfig, train: TrainConfig) -> Iterator[str]:
+def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
     factor = model.moe_expert_capacity_factor
     if factor == 0:
         yield "--moe-expert-capacity-factor 0 drops every token. Use 1.0, or leave it out to drop none."
-    chosen = (train.micro_batch_size or 0) * (train.seq_length or 0) * model.moe_router_topk
+    chosen = (batch.micro_batch_size or 0) * (batch.seq_length or 0) * model.moe_router_topk
     if factor is not None and factor > 0 and 0 < chosen * factor < model.experts:
         yield (
             f"--moe-expert-capacity-factor {factor:g} leaves an expert less than one of {chosen} choices of a "

@@ -90,9 +90,9 @@ def profile_problems(config: Config) -> Iterator[str]:
 
 def _iterations(config: Config) -> int | None:
     """Length of the run, if the flags give one."""
-    t = config.train
-    if t.train_iters is not None or t.train_samples is None or not t.micro_batch_size:
-        return t.train_iters
+    batch = config.batch
+    if batch.train_iters is not None or batch.train_samples is None or not batch.micro_batch_size:
+        return batch.train_iters
     return config.train_iters if config.data_parallel_size else None
 
 
@@ -104,11 +104,11 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
         yield "--distributed-backend nccl needs a GPU for every rank of a machine, and torch sees fewer. Use gloo."
     if attention == "fused" and not on_gpu:
         yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
-    if attention == "flash" and on_gpu and not config.train.half:
+    if attention == "flash" and on_gpu and not config.precision.half:
         yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
     if attention == "flash" and on_gpu and config.model.window_size:
         yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."
-    if config.train.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if config.model.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         yield "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
     if config.model.transformer_impl == "transformer_engine":
         if on_gpu:

@@ -72,11 +72,11 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
     """The flags that a number comes from that a schedule may not work with, and for a file what would fit."""
     if microbatches is None:
         return ""
-    par, t = config.parallel, config.train
-    share = (t.micro_batch_size or 1) * config.data_parallel_size
+    par, micro = config.parallel, config.batch.micro_batch_size
+    share = (micro or 1) * config.data_parallel_size
     told = (
         f"\n      {microbatches} microbatches = --global-batch-size {config.global_batch_size} / "
-        f"(--micro-batch-size {t.micro_batch_size} x {config.data_parallel_size} data-parallel ranks), "
+        f"(--micro-batch-size {micro} x {config.data_parallel_size} data-parallel ranks), "
         f"--pipeline-model-parallel-size {par.pipeline_model_parallel_size}"
     )
     if not is_file(name):
@@ -153,5 +153,5 @@ def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterato
     given = f"--reschedule-after {after}"
     if place.num_chains > 1:
         yield f"{given} searches orders of one copy of the model; {name} has two. Leave it out, or use dualpipe-v."
-    if (iters := config.train.train_iters) is not None and iters <= after:
+    if (iters := config.batch.train_iters) is not None and iters <= after:
         yield f"{given} leaves nothing of --train-iters {iters} to gain in. Leave it out."

@@ -146,10 +146,10 @@ def _model(config: Config) -> Problems:
                 f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {either(_tensor_sizes(config))}."
             )
-    if positions and config.train.seq_length and config.train.seq_length > positions:
+    if positions and config.batch.seq_length and config.batch.seq_length > positions:
         yield (
-            f"--seq-length {config.train.seq_length} is above --max-position-embeddings {positions}. "
-            f"Use --max-position-embeddings {config.train.seq_length}."
+            f"--seq-length {config.batch.seq_length} is above --max-position-embeddings {positions}. "
+            f"Use --max-position-embeddings {config.batch.seq_length}."
         )
     yield from fp8_problems(config)
 
@@ -180,14 +180,14 @@ def _overrides(config: Config) -> Problems:
 
 
 def _length(config: Config) -> Problems:
-    t = config.train
-    if t.train_iters is None and t.train_samples is None:
+    batch = config.batch
+    if batch.train_iters is None and batch.train_samples is None:
         yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
-    if t.train_iters is not None and t.train_samples is not None:
+    if batch.train_iters is not None and batch.train_samples is not None:
         return
-    mine, other = ("iters", "samples") if t.train_samples is None else ("samples", "iters")
+    mine, other = ("iters", "samples") if batch.train_samples is None else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if value := getattr(t, f"{name}_{other}"):
+        if value := getattr(config.optimizer, f"{name}_{other}"):
             yield (
                 f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts {mine}. "
                 f"Use {flag(f'{name}_{mine}')}, or --train-{other}."
@@ -208,7 +208,7 @@ def _layout(config: Config) -> Problems:
             + _layouts(config)
             * (cp == 1)
         )
-    if world % ranks or not config.train.micro_batch_size:
+    if world % ranks or not config.batch.micro_batch_size:
         if pp <= _TOLD:
             yield from pipeline_problems(config, None)
     else:
@@ -216,7 +216,7 @@ def _layout(config: Config) -> Problems:
 
 
 def _learning_rate(config: Config) -> Problems:
-    t = config.train
+    t, batch = config.optimizer, config.batch
     for low, name in ((t.min_lr, "--min-lr"), (t.lr_warmup_init, "--lr-warmup-init")):
         if t.lr is not None and low > t.lr:
             yield f"{name} {low:g} is above --lr {t.lr:g}. Use {name} {t.lr / 10:g}."
@@ -224,8 +224,8 @@ def _learning_rate(config: Config) -> Problems:
     if ends is not None and low > ends:
         yield f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. Use --decoupled-min-lr {ends / 10:g}."
     # The curve needs a batch, a length, and the length one way to count.
-    fits = t.micro_batch_size and config.data_parallel_size
-    if t.lr is not None and fits and (t.train_iters is None) != (t.train_samples is None):
+    fits = batch.micro_batch_size and config.data_parallel_size
+    if t.lr is not None and fits and (batch.train_iters is None) != (batch.train_samples is None):
         yield from ask(lambda: LRSchedule.of(config))
 
 

@@ -209,7 +209,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
         plan.schedule.name,
         loss,
         step_s * 1e3,
-        config.global_batch_size * config.train.sequence / step_s,
+        config.global_batch_size * config.batch.sequence / step_s,
         sum(until_b.idle) / len(until_b.idle) / until_b.makespan,
         statistics.median(map(_bubble, ran)),
         max(until_b.peak) / 2**20,

@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> None:
     ]
     for n, module in enumerate(modules):
         initialize(module, 0, Axis())
-        if saved.train.bf16 or saved.train.fp16:
-            modules[n] = module.to(torch.bfloat16 if saved.train.bf16 else torch.float16)
+        if saved.precision.bf16 or saved.precision.fp16:
+            modules[n] = module.to(torch.bfloat16 if saved.precision.bf16 else torch.float16)
     load_checkpoint(folder, modules, None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
     model = modules[0]
     try:

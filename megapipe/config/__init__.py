@@ -7,16 +7,18 @@ Nothing here is ever changed after parsing: what Megatron fills in during valida
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Annotated, Any, Literal, get_type_hints
 
-from megapipe.config.batch import BatchSizes
+from megapipe.config.batch import BatchConfig, BatchSizes
 from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
 from megapipe.config.fp8 import SHARED_SCALES
+from megapipe.config.guards import GuardConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.notes import LISTED, NO_FLAG, needs
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.train import TrainConfig
+from megapipe.config.precision import PrecisionConfig
 
 _LAUNCHED = needs("check", "the launch tells")
 
@@ -41,7 +43,10 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -54,7 +59,17 @@ class Config:
     @property
     def sections(self) -> tuple[Any, ...]:
         """Sections that the run is made of, without how it was started."""
-        return self.model, self.parallel, self.train, self.data, self.checkpoint, self.log
+        return (
+            self.model,
+            self.parallel,
+            self.batch,
+            self.optimizer,
+            self.precision,
+            self.guards,
+            self.data,
+            self.checkpoint,
+            self.log,
+        )
 
     @property
     def data_parallel_size(self) -> int:
@@ -99,13 +114,14 @@ class Config:
             "shards_weights": par.shards_weights,
             "eight_bits": self.gathers_fp8,
             "gathers_later": self.gathers_later,
+            "reduces_in_bf16": self.precision.grad_reduce_in_bf16,
             **(buckets if par.overlap_grad_reduce else {}),
         }
 
     @property
     def batch_sizes(self) -> BatchSizes:
         """Sequences per step, by the samples consumed before it."""
-        return BatchSizes.of(self.train, self.data_parallel_size)
+        return BatchSizes.of(self.batch, self.data_parallel_size)
 
     @property
     def global_batch_size(self) -> int:
@@ -115,29 +131,46 @@ class Config:
     @property
     def num_microbatches(self) -> int:
         """Microbatches per step and data-parallel rank."""
-        assert self.train.micro_batch_size is not None
-        return self.global_batch_size // (self.train.micro_batch_size * self.data_parallel_size)
+        assert self.batch.micro_batch_size is not None
+        return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
 
     @property
     def train_iters(self) -> int:
-        if self.train.train_iters is not None:
-            return self.train.train_iters
-        assert self.train.train_samples is not None
-        return self.batch_sizes.iterations(0, self.train.train_samples)
+        if self.batch.train_iters is not None:
+            return self.batch.train_iters
+        assert self.batch.train_samples is not None
+        return self.batch_sizes.iterations(0, self.batch.train_samples)
 
     @property
     def train_samples(self) -> int:
         """Samples that a run from the beginning reads."""
-        return self.train.train_samples or self.batch_sizes.after(self.train_iters)
+        return self.batch.train_samples or self.batch_sizes.after(self.train_iters)
 
     def with_batch(self, size: int) -> Config:
         """The configuration with a constant batch size."""
-        train = replace(self.train, global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
-        return replace(self, train=train)
+        batch = replace(self.batch, global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
+        return replace(self, batch=batch)
 
     @property
     def evaluation(self) -> Config:
         """The configuration with the batch of an evaluation, which is constant."""
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
-        size = self.data.eval_micro_batch_size or self.train.micro_batch_size
-        return replace(config, train=replace(config.train, micro_batch_size=size))
+        size = self.data.eval_micro_batch_size or self.batch.micro_batch_size
+        return replace(config, batch=replace(config.batch, micro_batch_size=size))
+
+    def with_fields(self, **fields: Any) -> Config:
+        """Return the configuration with these fields, each in its section."""
+        changed = dict[str, dict[str, Any]]()
+        for name, value in fields.items():
+            changed.setdefault(SECTION_OF[name], {})[name] = value
+        return replace(self, **{section: replace(getattr(self, section), **to) for section, to in changed.items()})
+
+    def value(self, name: str) -> Any:
+        """Return the value of a field, from its section."""
+        return getattr(getattr(self, SECTION_OF[name]), name)
+
+
+SECTION_OF = {name: section for section, part in vars(Config()).items() if is_dataclass(part) for name in vars(part)}
+"""The section of each field."""
+KINDS = {name: kind for part in Config().sections for name, kind in get_type_hints(type(part)).items()}
+"""The type of each field of a run's sections."""

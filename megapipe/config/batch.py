@@ -1,4 +1,4 @@
-"""The global batch size as a function of the samples consumed: constant, or larger and larger."""
+"""The batch, and how many of them: their sizes, constant or growing with the samples consumed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
-from megapipe.config.train import TrainConfig
+from megapipe.config.notes import ANY, FREE, MICROBATCH, NAMED, Range, Required, at_least, excludes
 from megapipe.errors import ConfigError
 
 RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
@@ -18,20 +19,61 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
+class BatchConfig:
+    """Batch, sequences and length of the run."""
+
+    micro_batch_size: Annotated[int | None, Required("4"), at_least(1), MICROBATCH] = None
+    """Sequences per microbatch and data-parallel rank. Required."""
+    global_batch_size: Annotated[int | None, at_least(1), NAMED] = None
+    """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
+    rampup_batch_size: Annotated[tuple[int, ...], ANY, NAMED] = ()
+    """START INCREMENT SAMPLES: the batch grows from START by INCREMENT, within SAMPLES, to --global-batch-size."""
+    step_batch_size_schedule: Annotated[str | None, NAMED] = None
+    """Batch sizes from numbers of tokens on, such as "0:16 2.4B:320"; instead of --global-batch-size."""
+    seq_length: Annotated[int | None, Required("1024"), at_least(1), NAMED] = None
+    """Tokens per sequence. Required."""
+    # The length is the learning rate's where its curve has none of its own.
+    train_iters: Annotated[
+        int | None, at_least(1), FREE, excludes("train_samples", "{} and {} both give the length of the run")
+    ] = None
+    """Steps to train. This or --train-samples is required."""
+    train_samples: Annotated[int | None, at_least(1), FREE] = None
+    """Sequences to train on, instead of --train-iters."""
+    # numpy's RandomState, which Megatron shuffles with, takes no more
+    seed: Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32), NAMED] = 1234
+    """Seed of initial weights, data order and dropout."""
+    calculate_per_token_loss: Annotated[bool, NAMED] = False
+    """Divide by the tokens of the whole global batch instead of averaging the microbatches' means."""
+
+    # Sizes that are required, valid once they are given.
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence."""
+        assert self.seq_length is not None
+        return self.seq_length
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a microbatch."""
+        assert self.micro_batch_size is not None
+        return self.micro_batch_size
+
+
+@dataclass(frozen=True)
 class BatchSizes:
     """steps: (samples consumed from which a size holds, the size), ascending, the first from 0 on."""
 
     steps: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(train: TrainConfig, data_parallel_size: int) -> BatchSizes:
+    def of(batch: BatchConfig, data_parallel_size: int) -> BatchSizes:
         """The sizes that flags say. Raises: ConfigError if that is no batch size."""
-        final = train.global_batch_size
-        if train.rampup_batch_size:
-            return BatchSizes(tuple(_ramp(train.rampup_batch_size, final)))
-        if train.step_batch_size_schedule is None:
-            return BatchSizes(((0, final or train.micro_batch * data_parallel_size),))
-        sizes = BatchSizes(tuple(_steps(train.step_batch_size_schedule, train.seq_length)))
+        final = batch.global_batch_size
+        if batch.rampup_batch_size:
+            return BatchSizes(tuple(_ramp(batch.rampup_batch_size, final)))
+        if batch.step_batch_size_schedule is None:
+            return BatchSizes(((0, final or batch.micro_batch * data_parallel_size),))
+        sizes = BatchSizes(tuple(_steps(batch.step_batch_size_schedule, batch.seq_length)))
         if final not in (None, sizes.last):
             raise ConfigError(
                 f"{STEPS} ends at a batch of {sizes.last}, but --global-batch-size is {final}. "

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megapipe.config import ModelConfig
+from megapipe.config import KINDS, ModelConfig
 from megapipe.config.mla import MLAConfig
 from megapipe.config.typed import unfit
 from megapipe.errors import ConfigError
@@ -110,4 +110,4 @@ def _layers(text: str, num_layers: int) -> list[int] | None:
 def _problem(name: str, value: object) -> str | None:
     if name not in FIELDS:
         return f"{name} is not a field that one layer can change. There are {', '.join(FIELDS)}"
-    return next(unfit(ModelConfig, {name: value}), None)
+    return next(unfit(KINDS, {name: value}), None)

@@ -216,6 +216,8 @@ class ModelConfig(MTPConfig, FP8Config, MoEConfig, MLAConfig):
         bool, FREE, SHARED_SCALES, needs("tensor_model_parallel_size", "nothing is sent", least=2)
     ] = False
     """Multiply in pieces of the rows while those of other tensor-parallel ranks travel."""
+    compile: Annotated[bool, FREE] = False
+    """Compile the element-wise parts of layers with torch.compile; the same results to rounding. Not in Megatron-LM."""
     per_layer_overrides: Annotated[str | None, MUST] = None
     """Layers that differ: a JSON file or its text, from layers to fields, as {"0-3,7": {"ffn_hidden_size": 512}}. Not
     in Megatron-LM."""

@@ -196,4 +196,4 @@ class ReadBy(Idle):
 
 
 def read_by(*optimizers: str, instead: str) -> ReadBy:
-    return ReadBy(lambda c: c.train.optimizer not in optimizers and ":" not in c.train.optimizer, instead)
+    return ReadBy(lambda c: c.optimizer.optimizer not in optimizers and ":" not in c.optimizer.optimizer, instead)

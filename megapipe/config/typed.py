@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 _WORDS = {
     bool: "true or false",
@@ -17,9 +17,8 @@ _WORDS = {
 }
 
 
-def unfit(cls: type[Any], values: Mapping[str, Any]) -> Iterator[str]:
+def unfit(kinds: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """One text for each value that its field cannot have. Names that are no field are left to the caller."""
-    kinds = get_type_hints(cls)
     for name, value in values.items():
         if name in kinds and not fits(value, kinds[name]):
             yield f"{name} is {words(kinds[name])}, got {shown(value)}"

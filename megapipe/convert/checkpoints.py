@@ -19,7 +19,7 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import settings
 from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
-from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.config import Config, DataConfig, PrecisionConfig
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes, other_copies
 from megapipe.convert.huggingface.deepseek import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
@@ -103,7 +103,7 @@ def import_checkpoint(
         _copy_others(source, beside)
         commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
         data, why = _data(beside, vocab_size, model.padded_vocab_size or vocab_size)
-        config = Config(model=model, train=TrainConfig(bf16=dtype == torch.bfloat16), data=data)
+        config = Config(model=model, precision=PrecisionConfig(bf16=dtype == torch.bfloat16), data=data)
         final = write_checkpoint(target, config, tensors)
     said = *notes(content, model, vocab_size), *other_copies(saved, model), *why
     return Converted(final, config, said, vocab_size, dtype=dtype)

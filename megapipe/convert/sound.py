@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megapipe.checks.numbers import check_numbers
 from megapipe.checks.run import flag_problems
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 
-_RUN = TrainConfig(train_iters=1, micro_batch_size=1, seq_length=1, lr=1e-3)
-_DATA = DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=1)
+_RUN = Config(
+    batch=BatchConfig(train_iters=1, micro_batch_size=1, seq_length=1),
+    optimizer=OptimizerConfig(lr=1e-3),
+    data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=1),
+)
 """Training and data that nothing is wrong with, so that all problems are the model's."""
 
 
@@ -18,12 +23,12 @@ def model_problems(model: ModelConfig) -> list[str]:
             "--moe-router-topk 1 with weights that add up to 1: the weight of one expert is always 1, its router can "
             "learn nothing, and no run takes such a model (Megatron-LM's neither). It cannot be converted"
         ]
-    return flag_problems(Config(model=model, train=_RUN, data=_DATA))
+    return flag_problems(replace(_RUN, model=model))
 
 
 def number_problems(model: ModelConfig) -> list[str]:
     """Numbers of a model outside their flags' ranges: a checkpoint with one could not be read again."""
-    return check_numbers(Config(model=model, train=_RUN, data=_DATA))[1]
+    return check_numbers(replace(_RUN, model=model))[1]
 
 
 def _normalised(model: ModelConfig) -> bool:

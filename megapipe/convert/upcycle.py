@@ -73,7 +73,7 @@ def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Conf
     model = config.model
     slices = dense_model(config).ffn // model.expert_ffn
     if name.endswith("router.weight"):
-        return initial(name, layout, config.train.seed)[: model.experts // slices].repeat_interleave(slices, 0)
+        return initial(name, layout, config.batch.seed)[: model.experts // slices].repeat_interleave(slices, 0)
     if ".mlp.router." in name:
         return torch.zeros(layout.full)
     if not sparse:

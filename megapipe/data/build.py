@@ -133,7 +133,7 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 def reads(config: Config, data: Datasets) -> str:
     """Describe what the run reads from its first step to its last, one line per part and source."""
     lines = []
-    seq = config.train.sequence
+    seq = config.batch.sequence
     datasets = (data.train, data.valid, data.test)
     for part, dataset, wanted in zip(_PARTS, datasets, samples_wanted(config), strict=True):
         if dataset is None:
@@ -292,8 +292,8 @@ def _build_member(
     Raises: DataError if its index does not fit in memory.
     """
     source, sequences = member
-    seq_length = config.train.seq_length
-    seed = config.train.seed
+    seq_length = config.batch.seq_length
+    seed = config.batch.seed
     assert seq_length is not None
     # Everything that `build_indices` depends on. The file's path and time are not part of it.
     key = {

@@ -105,19 +105,18 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
     Raises: ConfigError if --compile or --offload-modules is given and the stage has layers, but
         none of them is a TransformerLayer.
     """
-    train = config.train
-    module = build_stage(provider, config.model, span, tp, train.seed)
-    if train.freeze_all_layers:
+    module = build_stage(provider, config.model, span, tp, config.batch.seed)
+    if config.optimizer.freeze_all_layers:
         module.requires_grad_(False)
-    if train.half:
-        module = module.to(torch.bfloat16 if train.bf16 else torch.float16)
+    if config.precision.half:
+        module = module.to(torch.bfloat16 if config.precision.bf16 else torch.float16)
     names = config.parallel.offload_modules
     if names and not name_modules(module) and span.count:
         raise ConfigError(
             f"--offload-modules {' '.join(names)} names layers of megapipe, and this model has "
             "others. Leave it out."
         )
-    if train.compile and not compile_layers(module) and span.count:
+    if config.model.compile and not compile_layers(module) and span.count:
         raise ConfigError(
             "--compile compiles the layers of megapipe, and this model has others. Leave it out."
         )

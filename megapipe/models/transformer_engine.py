@@ -131,7 +131,7 @@ def _choose(config: Config, on_gpu: bool) -> tuple[Impl, str]:
     asked = config.model.transformer_impl
     if asked == "local" or (asked == "auto" and not on_gpu):
         return "local", local
-    if asked == "auto" and not config.train.half:
+    if asked == "auto" and not config.precision.half:
         return "local", f"{local}: Transformer Engine would round float32 products to TF32"
     try:
         load()

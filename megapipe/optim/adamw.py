@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.kernels import cpu
 from megapipe.kernels.region import region
 from megapipe.optim.rule import Part, multiply
 
 
-def sweep(part: Part, train: TrainConfig, steps: int) -> None:
+def sweep(part: Part, flags: OptimizerConfig, steps: int) -> None:
     """Update a part of float32 or float64 in place.
 
     Args:
         part: the parameters with gradients and moments.
-        train: Adam's flags.
+        flags: Adam's flags.
         steps: number of updates before this one.
     """
     scale, shrink = part.factors
@@ -32,9 +32,9 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
     tensors = (part.value, part.grad, first, second)
     decay = 1 - part.lr * part.weight_decay
     # Both bias corrections of the moments, in the form that torch's fused kernel computes.
-    step = -part.lr / (1 - train.adam_beta1 ** (steps + 1))
-    root = math.sqrt(1 - train.adam_beta2 ** (steps + 1))
-    betas = (1 - train.adam_beta1, train.adam_beta2, 1 - train.adam_beta2, train.adam_eps)
+    step = -part.lr / (1 - flags.adam_beta1 ** (steps + 1))
+    root = math.sqrt(1 - flags.adam_beta2 ** (steps + 1))
+    betas = (1 - flags.adam_beta1, flags.adam_beta2, 1 - flags.adam_beta2, flags.adam_eps)
     # The loops of kernels/cpu.c read and write all of these at once.
     written = tensors if part.model is None else (*tensors, part.model)
     wide = {x.dtype for x in tensors}
@@ -59,11 +59,11 @@ def sweep(part: Part, train: TrainConfig, steps: int) -> None:
             [torch.full((), float(steps))],
             fused=True,
             amsgrad=False,
-            beta1=train.adam_beta1,
-            beta2=train.adam_beta2,
+            beta1=flags.adam_beta1,
+            beta2=flags.adam_beta2,
             lr=part.lr,
             weight_decay=part.weight_decay,
-            eps=train.adam_eps,
+            eps=flags.adam_eps,
             maximize=False,
         )
         part.round_value()

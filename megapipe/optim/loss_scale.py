@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megapipe.config import TrainConfig
+from megapipe.config import PrecisionConfig
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class LossScale:
     overflows_left: int = 0
 
     @staticmethod
-    def start(train: TrainConfig) -> LossScale:
+    def start(precision: PrecisionConfig) -> LossScale:
         """Return the scale at the beginning of a run.
 
         It is --loss-scale if given, with --fp16 else --initial-loss-scale, and otherwise 1.
         """
-        if not train.dynamic_loss_scale:
-            return LossScale(train.loss_scale or 1.0)
-        return LossScale(train.initial_loss_scale, True, overflows_left=train.hysteresis)
+        if not precision.dynamic_loss_scale:
+            return LossScale(precision.loss_scale or 1.0)
+        return LossScale(precision.initial_loss_scale, True, overflows_left=precision.hysteresis)
 
-    def after(self, overflow: bool, train: TrainConfig) -> LossScale:
+    def after(self, overflow: bool, precision: PrecisionConfig) -> LossScale:
         """Return the state after a step with or without overflow."""
         if not self.dynamic:
             return self
@@ -48,9 +48,9 @@ class LossScale:
             scale = self.scale
             # Once there are none left, every further overflow halves the scale.
             if not left:
-                scale = max(self.scale / 2, train.min_loss_scale)
+                scale = max(self.scale / 2, precision.min_loss_scale)
             return LossScale(scale, True, 0, left)
         # The step that fills the window doubles the scale and starts a new window.
-        if self.good_steps + 1 < train.loss_scale_window:
+        if self.good_steps + 1 < precision.loss_scale_window:
             return replace(self, good_steps=self.good_steps + 1)
-        return LossScale(self.scale * 2, True, 0, train.hysteresis)
+        return LossScale(self.scale * 2, True, 0, precision.hysteresis)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError
 
 
@@ -36,17 +36,17 @@ class WeightDecay:
 
         Raises: ConfigError for a growing decay without both ends, or with falling ends.
         """
-        train = config.train
-        start = train.start_weight_decay
-        end = train.end_weight_decay
-        style = train.weight_decay_incr_style
+        flags = config.optimizer
+        start = flags.start_weight_decay
+        end = flags.end_weight_decay
+        style = flags.weight_decay_incr_style
         if style == "constant":
-            return WeightDecay(train.weight_decay, train.weight_decay)
+            return WeightDecay(flags.weight_decay, flags.weight_decay)
         if start is None or end is None:
             raise ConfigError(
                 f"--weight-decay-incr-style {style} needs two ends, for example "
                 f"--start-weight-decay {start or 0:g} "
-                f"--end-weight-decay {end or train.weight_decay:g}"
+                f"--end-weight-decay {end or flags.weight_decay:g}"
             )
         if start > end:
             raise ConfigError(
@@ -54,7 +54,7 @@ class WeightDecay:
                 f"decay only grows. Use --start-weight-decay {end:g} --end-weight-decay {start:g}."
             )
         # Decay grows over the whole run, also where the learning rate's curve is shorter.
-        length = train.train_samples or config.train_iters * config.global_batch_size
+        length = config.batch.train_samples or config.train_iters * config.global_batch_size
         return WeightDecay(start, end, style, length)
 
     def saved(self) -> float | list[float | str]:
@@ -101,31 +101,31 @@ class LRSchedule:
 
         Raises: ConfigError for a warm-up or a last part that does not fit into the curve.
         """
-        train = config.train
+        flags = config.optimizer
         # With --train-samples, Megatron's flags for lengths end in -samples instead of -iters.
-        if train.train_samples is None:
+        if config.batch.train_samples is None:
             unit = "iters"
             batch = config.global_batch_size
-            decay = (train.lr_decay_iters or config.train_iters) * batch
-            warmup: float = train.lr_warmup_iters * batch
-            wsd = (train.lr_wsd_decay_iters or 0) * batch
+            decay = (flags.lr_decay_iters or config.train_iters) * batch
+            warmup: float = flags.lr_warmup_iters * batch
+            wsd = (flags.lr_wsd_decay_iters or 0) * batch
         else:
             unit = "samples"
-            decay = train.lr_decay_samples or train.train_samples
-            warmup = train.lr_warmup_samples
-            wsd = train.lr_wsd_decay_samples or 0
+            decay = flags.lr_decay_samples or config.batch.train_samples
+            warmup = flags.lr_warmup_samples
+            wsd = flags.lr_wsd_decay_samples or 0
         # The fraction replaces the length, as in Megatron-LM, and is not rounded.
-        if train.lr_warmup_fraction is not None:
-            warmup = train.lr_warmup_fraction * decay
-        assert train.lr is not None
+        if flags.lr_warmup_fraction is not None:
+            warmup = flags.lr_warmup_fraction * decay
+        assert flags.lr is not None
         schedule = LRSchedule(
-            train.lr,
-            train.min_lr,
-            train.lr_warmup_init,
-            train.lr_decay_style,
+            flags.lr,
+            flags.min_lr,
+            flags.lr_warmup_init,
+            flags.lr_decay_style,
             warmup,
             decay,
-            train.lr_wsd_decay_style,
+            flags.lr_wsd_decay_style,
             wsd,
             WeightDecay.of(config),
         )
@@ -198,15 +198,15 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
     return d.start + grown * (d.end - d.start)
 
 
-def decoupled_rate(schedule: LRSchedule, samples: int, train: TrainConfig) -> float | None:
+def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -> float | None:
     """Return the rate of word embeddings and output head under --decoupled-lr, else None.
 
     It follows the same curve between other ends.
     """
-    if train.decoupled_lr is None:
+    if flags.decoupled_lr is None:
         return None
-    low = schedule.min_lr if train.decoupled_min_lr is None else train.decoupled_min_lr
-    return learning_rate(replace(schedule, lr=train.decoupled_lr, min_lr=low), samples)
+    low = schedule.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
+    return learning_rate(replace(schedule, lr=flags.decoupled_lr, min_lr=low), samples)
 
 
 def _fall(style: str, r: float) -> float:

@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.device import Gauge
 from megapipe.distributed.late import Late
 from megapipe.distributed.layout import layout_of
@@ -59,7 +59,7 @@ class Optimizer:
 
     Args:
         stages: this rank's stages in ascending order. A parameter's name is unique in the model.
-        train: the optimizer's flags.
+        flags: the optimizer's flags.
         mesh: this rank's mesh.
         groups: the parameters with other rates or decay.
         distributed: ZeRO-1: each data-parallel rank has main parameters and state of its share
@@ -69,6 +69,7 @@ class Optimizer:
         eight_bits: gather quantised weights in 8 bits.
         gathers_later: leave updated weights to be gathered by the next step's passes, or by
             `gathers.settle`.
+        reduces_in_bf16: sum gradients over ranks in bfloat16.
         bucket_size: elements that are summed over data parallelism at once, see buckets_of.
         num_buckets: buckets per stage, instead of `bucket_size`.
 
@@ -88,7 +89,7 @@ class Optimizer:
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        train: TrainConfig,
+        flags: OptimizerConfig,
         mesh: ProcessMesh,
         *,
         groups: Groups = usual_groups,
@@ -97,20 +98,21 @@ class Optimizer:
         shards_weights: bool = False,
         eight_bits: bool = False,
         gathers_later: bool = False,
+        reduces_in_bf16: bool = False,
         bucket_size: int | None = None,
         num_buckets: int | None = None,
     ) -> None:
         self.mesh = mesh
-        self.train = train
-        self.rule = find_rule(train)
+        self.flags = flags
+        self.rule = find_rule(flags)
         self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
         # Before anything collective: every rank has equal flags and raises the same error.
-        problem = split_problem(train, self.rule)
+        problem = split_problem(flags, self.rule)
         if self.distributed and problem:
             raise ConfigError(problem)
         census = take_census(stages, mesh)
-        if not train.freeze_all_layers:
+        if not flags.freeze_all_layers:
             check_trained(census.owners)
         self._frozen = frozen(stages, census.owners, mesh)
         self.params = dict(pair for stage in stages for pair in trained(stage))
@@ -119,7 +121,7 @@ class Optimizer:
         self.steps = 0
         eight = in_eight_bits(stages) if eight_bits and self.distributed else {}
         shards = (self.distributed, shards_grads, shards_weights)
-        storage = Storage(train, groups, ties, self.live, *shards, eight, bucket_size, num_buckets)
+        storage = Storage(flags, groups, ties, self.live, *shards, eight, bucket_size, num_buckets)
         layout = storage.layout(stages)
         self.chunks = [list(map(storage.buffers, chunk)) for chunk in layout]
         self.buffers = [buffers for chunk in self.chunks for buffers in chunk]
@@ -137,7 +139,7 @@ class Optimizer:
             runs.append([b for b, where in zip(own, placed, strict=True) if not where.stays])
             ready.append([(x.bucket.first, x.bucket.layers) for x in placed if not x.stays])
         twins = [buffers for _, buffers in self._twins]
-        dtype = torch.bfloat16 if train.grad_reduce_in_bf16 else None
+        dtype = torch.bfloat16 if reduces_in_bf16 else None
         self.reduction = partial(Reduction, runs, ready, twins, ties, self._stay, dtype)
         self._norm = Norm(mesh, census.order, self.params)
         names = [list(dict(trained(stage))) for stage in stages]
@@ -146,7 +148,7 @@ class Optimizer:
         self.gathers = Gathers(runs, needed, drops=drops, in_eight_bits=bool(eight))
         self.moments: dict[str, list[Tensor]] = {}
         for kind in self.rule.state:
-            self.moments[kind] = [_zeros(b, kind, train) for b in self.owned]
+            self.moments[kind] = [_zeros(b, kind, flags) for b in self.owned]
         # Equal weights everywhere before the first step: each rank has initialised its own.
         ties.share()
         self._send_to_twins()
@@ -181,8 +183,8 @@ class Optimizer:
     def shrink(self, norm: float) -> float:
         """Return the factor of --clip-grad on gradients with this norm."""
         # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
-        if self.train.clip_grad > 0:
-            return min(1.0, self.train.clip_grad / (norm + 1e-6))
+        if self.flags.clip_grad > 0:
+            return min(1.0, self.flags.clip_grad / (norm + 1e-6))
         return 1.0
 
     def params_norm(self) -> float:
@@ -270,7 +272,7 @@ class Optimizer:
                 multiply(b.reduced, factors)
             factors = (1.0, 1.0)
         ends_lr = rates.lr if rates.ends_lr is None else rates.ends_lr
-        decay = self.train.weight_decay if rates.weight_decay is None else rates.weight_decay
+        decay = self.flags.weight_decay if rates.weight_decay is None else rates.weight_decay
         parts = list[Part]()
         for n, b in enumerate(self.owned):
             flat = {kind: flats[n] for kind, flats in self.moments.items()}
@@ -322,11 +324,11 @@ class Optimizer:
             self.gathers.drop(chunk)
 
 
-def _zeros(buffers: FlatBuffers, kind: str, train: TrainConfig) -> Tensor:
+def _zeros(buffers: FlatBuffers, kind: str, flags: OptimizerConfig) -> Tensor:
     """Return the state of one name before the first step."""
     dtypes = {
-        "exp_avg": dtype_of(train.exp_avg_dtype),
-        "exp_avg_sq": dtype_of(train.exp_avg_sq_dtype),
+        "exp_avg": dtype_of(flags.exp_avg_dtype),
+        "exp_avg_sq": dtype_of(flags.exp_avg_sq_dtype),
     }
     dtype = dtypes.get(kind) or wide_of(buffers.main)
     return torch.zeros_like(buffers.main, dtype=dtype)

@@ -1,7 +1,8 @@
 """The interface of an optimizer's rule, which updates parameters given their names and shapes.
 
 How parameters are stored, summed over ranks, clipped, split by ZeRO and saved is not the rule's
-concern. `--optimizer FILE.py:NAME` names a function that takes the TrainConfig and returns a Rule.
+concern. `--optimizer FILE.py:NAME` names a function that takes the OptimizerConfig and returns a
+Rule.
 """
 
 from __future__ import annotations

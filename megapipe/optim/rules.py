@@ -10,7 +10,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.named import find_named
 from megapipe.optim.adamw import sweep
@@ -28,14 +28,14 @@ class Adam:
     keeps_grad = True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, train: TrainConfig) -> None:
-        self.train = train
+    def __init__(self, flags: OptimizerConfig) -> None:
+        self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
         """Update the parts in place. 16-bit tensors are computed in float32 and rounded."""
         for part in parts:
             if not _is_rounded(part):
-                sweep(part, self.train, steps)
+                sweep(part, self.flags, steps)
                 continue
             # Stored gradients get the factors too: a step that is undone reads them again.
             multiply(part.grad, part.factors)
@@ -94,8 +94,8 @@ class Sgd:
     keeps_grad = True
     state: tuple[str, ...] = ("momentum",)
 
-    def __init__(self, train: TrainConfig) -> None:
-        self.train = train
+    def __init__(self, flags: OptimizerConfig) -> None:
+        self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
         """Update the parts in place."""
@@ -104,7 +104,7 @@ class Sgd:
             if part.weight_decay:
                 grad = grad.add(part.value, alpha=part.weight_decay)
             # The gradient enters with weight 1, as with torch's default dampening of 0.
-            momentum = part.state["momentum"].mul_(self.train.sgd_momentum).add_(grad)
+            momentum = part.state["momentum"].mul_(self.flags.sgd_momentum).add_(grad)
             part.value.add_(momentum, alpha=-part.lr)
 
 
@@ -121,9 +121,9 @@ class Muon:
     keeps_grad = True
     state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, train: TrainConfig) -> None:
-        self.train = train
-        self.rest = Adam(train)
+    def __init__(self, flags: OptimizerConfig) -> None:
+        self.flags = flags
+        self.rest = Adam(flags)
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
         """Update the parts in place. Collective over tensor parallelism."""
@@ -136,13 +136,13 @@ class Muon:
                 others.append(part)
         self.rest.update(others, steps)
         for part in matrices:
-            beta = self.train.muon_momentum
+            beta = self.flags.muon_momentum
             momentum = part.state["exp_avg"].lerp_(part.grad, 1 - beta)
             step = momentum
-            if self.train.muon_nesterov:
+            if self.flags.muon_nesterov:
                 step = part.grad.lerp(momentum, beta)
             whole = part.whole(step)
-            fused = () if self.train.muon_no_split_qkv else part.layout.fused
+            fused = () if self.flags.muon_no_split_qkv else part.layout.fused
             # The first dimension of experts counts them.
             each = whole if part.layout.experts else whole[None]
             made = [self._orthogonal(matrix.flatten(0, -2), fused) for matrix in each]
@@ -161,19 +161,19 @@ class Muon:
             matrices = x.view(-1, sum(fused), x.shape[-1]).split_with_sizes(fused, 1)
             made = [self._orthogonal(m.flatten(0, 1), ()).view(m.shape) for m in matrices]
             return torch.cat(made, 1).flatten(0, 1)
-        train = self.train
+        flags = self.flags
         rows, columns = x.shape
         by_mode: dict[str, float] = {
             "spectral": max(rows, columns) ** 0.5,
             "shape_scaling": max(1.0, rows / columns) ** 0.5,
             "unit_rms_norm": (rows / columns) ** 0.5,
         }
-        scale = by_mode[train.muon_scale_mode] * train.muon_extra_scale_factor
+        scale = by_mode[flags.muon_scale_mode] * flags.muon_extra_scale_factor
         # A GPU multiplies bfloat16 many times as fast as float32 (by an H100's data sheet, 989
         # TFLOP/s instead of 67), and the steps tolerate its rounding (Jordan 2024).
         dtype = torch.bfloat16 if x.is_cuda else x.dtype
-        coefficients = NEWTON_SCHULZ[train.muon_coefficient_type]
-        return newton_schulz(x, train.muon_num_ns_steps, coefficients, dtype) * scale
+        coefficients = NEWTON_SCHULZ[flags.muon_coefficient_type]
+        return newton_schulz(x, flags.muon_num_ns_steps, coefficients, dtype) * scale
 
 
 def is_matrix(part: Part) -> bool:
@@ -231,17 +231,17 @@ def newton_schulz(
     return x.to(dtype)
 
 
-_RULES: dict[str, Callable[[TrainConfig], Rule]] = {"adam": Adam, "sgd": Sgd, "muon": Muon}
+_RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adam": Adam, "sgd": Sgd, "muon": Muon}
 
 
-def find_rule(train: TrainConfig) -> Rule:
+def find_rule(flags: OptimizerConfig) -> Rule:
     """Return the rule that --optimizer names.
 
     Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """
-    name = train.optimizer
+    name = flags.optimizer
     if name in _RULES:
-        return _RULES[name](train)
+        return _RULES[name](flags)
     if ":" not in name:
         near = get_close_matches(name, _RULES, n=1)
         hint = f"there are {', '.join(_RULES)}, and FILE.py:NAME of your own"
@@ -249,7 +249,7 @@ def find_rule(train: TrainConfig) -> Rule:
             hint = f"did you mean {near[0]}?"
         raise ConfigError(f"{FLAG} {name}: {hint}")
     try:
-        rule = find_named(name, FLAG, "my_optimizer:make")(train)
+        rule = find_named(name, FLAG, "my_optimizer:make")(flags)
     except ConfigError as error:
         raise ConfigError(f"{FLAG} {error}") from None
     if not isinstance(rule, Rule):
@@ -261,7 +261,7 @@ def find_rule(train: TrainConfig) -> Rule:
 
 
 def split_problem(
-    train: TrainConfig, rule: Rule, by: str = "--use-distributed-optimizer"
+    flags: OptimizerConfig, rule: Rule, by: str = "--use-distributed-optimizer"
 ) -> str | None:
     """Return the problem if ZeRO-1 would split parameters that a rule needs in full, else None.
 
@@ -271,16 +271,16 @@ def split_problem(
     if rule.elementwise:
         return None
     return (
-        f"{FLAG} {train.optimizer} needs whole parameters, and {by} splits them over data-parallel "
+        f"{FLAG} {flags.optimizer} needs whole parameters, and {by} splits them over data-parallel "
         f"ranks. Leave {by} out, or use {FLAG} adam."
     )
 
 
-def rounding_problem(train: TrainConfig, rule: Rule) -> str | None:
+def rounding_problem(flags: OptimizerConfig, rule: Rule) -> str | None:
     """Return the problem if a rule's state cannot be stored in 16 bits, else None."""
     if getattr(rule, "may_round", False):
         return None
     return (
-        f"--use-precision-aware-optimizer is for {FLAG} adam, got {train.optimizer}. "
+        f"--use-precision-aware-optimizer is for {FLAG} adam, got {flags.optimizer}. "
         f"Leave --use-precision-aware-optimizer out, or use {FLAG} adam."
     )

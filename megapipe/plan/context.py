@@ -40,11 +40,11 @@ def tensor_bytes(model: ModelConfig, tokens: int, *, ranks: int, element_bytes: 
 
 def context_line(plan: Plan, config: Config) -> str:
     """A line on the bytes that are sent, and those of as much tensor parallelism; empty without context parallelism."""
-    model, train, par, c = config.model, config.train, config.parallel, config.parallel.context_parallel_size
+    model, par, c = config.model, config.parallel, config.parallel.context_parallel_size
     if c == 1:
         return ""
     t, m, parameters = par.tensor_model_parallel_size, config.num_microbatches, plan.pieces.layers[0].parameters
-    tokens, element = (train.seq_length or 0) * train.micro_batch, 2 if train.half else 4
+    tokens, element = (config.batch.seq_length or 0) * config.batch.micro_batch, config.precision.element_bytes
     forth, back = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
     beside = sum(tensor_bytes(model, tokens // c, ranks=t, element_bytes=element))
     mine = m * (forth + back + beside) + 2 * (c - 1) / c * 4 * parameters / t
@@ -88,12 +88,12 @@ def expert_bytes(
 
 def expert_line(plan: Plan, config: Config) -> str:
     """A line on where experts lie and what a rank sends for them; empty where they lie as an MLP does."""
-    par, train = config.parallel, config.train
+    par = config.parallel
     ep, etp, model = par.expert_model_parallel_size, par.etp, config.model
     if not model.has_experts or (ep == 1 and etp == par.tensor_model_parallel_size):
         return ""
-    tokens = (train.seq_length or 0) * train.micro_batch
-    forth, back, once = expert_bytes(model, par, tokens, element_bytes=2 if train.half else 4)
+    tokens = (config.batch.seq_length or 0) * config.batch.micro_batch
+    forth, back, once = expert_bytes(model, par, tokens, element_bytes=config.precision.element_bytes)
     replicas = config.world_size // (ep * etp * par.pipeline_model_parallel_size)
     said = (
         f"experts: {model.experts // ep} of {model.experts} on a rank, each split over {etp}, "

@@ -34,7 +34,7 @@ def why_not(config: Config, table: Schedule) -> str:
 def _reasons(config: Config, table: Schedule) -> Iterator[str]:
     model, par, data = config.model, config.parallel, config.data
     layers = [layer_config(model, layer) for layer in range(model.layers)]
-    if config.train.freeze_all_layers:
+    if config.optimizer.freeze_all_layers:
         yield "nothing is trained (--freeze-all-layers)"
     if model.has_experts:
         yield "the host waits for the number of rows of each expert (--num-experts)"

@@ -18,12 +18,12 @@ def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
 
     memory: bytes of a rank's device; None: nobody knows, and as many are kept as the plan has counted.
     """
-    model, parallel, train, place = config.model, config.parallel, config.train, plan.schedule.placement
-    tokens = train.sequence * (train.micro_batch_size or 1) // parallel.context_parallel_size
+    model, parallel, place = config.model, config.parallel, plan.schedule.placement
+    tokens = config.batch.sequence * (config.batch.micro_batch_size or 1) // parallel.context_parallel_size
     logits = tokens * (model.padded_vocab_size or 0) // parallel.tensor_model_parallel_size
     if memory is None or logits <= KEPT_ELEMENTS or place.vocabulary or not model.cross_entropy_loss_fusion:
         return KEPT_ELEMENTS
-    costs, more = plan.costs, logits * (2.0 if train.half else 4.0)
+    costs, more = plan.costs, logits * config.precision.element_bytes
     held, owed = (of_stages[: place.chain] for of_stages in costs.memory(place)[:2])
     held[-1], owed[-1] = held[-1] + more, owed[-1] + more
     peaks = simulate(plan.schedule, replace(costs, mem_b=tuple(held), mem_w=tuple(owed))).peak

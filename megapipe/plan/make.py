@@ -47,16 +47,16 @@ def make_plan(config: Config) -> Plan:
 
 def pieces_of(config: Config, model: ModelConfig) -> Pieces:
     """The work of a run's model, counted."""
-    train, par = config.train, config.parallel
+    par = config.parallel
     counted = pieces(
         model,
-        train.seq_length or 0,
-        train.micro_batch_size or 1,
+        config.batch.seq_length or 0,
+        config.batch.micro_batch_size or 1,
         tp=par.tensor_model_parallel_size,
         cp=par.context_parallel_size,
         ep=par.expert_model_parallel_size,
         etp=par.etp,
-        element_bytes=2 if train.half else 4,
+        element_bytes=config.precision.element_bytes,
         modules=par.offload_modules,
         gathers=_gathers(config),
     )
@@ -107,13 +107,13 @@ def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
 
 def _empty(config: Config, work: Pieces) -> Plan:
     """Return the plan of these pieces with no table yet, and with no depths."""
-    model, train, par = config.model, config.train, config.parallel
+    model, par = config.model, config.parallel
     pp = par.pipeline_model_parallel_size
     work = replace(work, depths=(), shares=pp if par.vocab_parallel_pipeline else work.shares)
-    element = 2 if train.half else 4
+    element = config.precision.element_bytes
     # ZeRO-1 splits all but the gradient.
     shards = config.weight_replicas if par.splits_optimizer else 1
-    gradient, moments, master = bytes_of_state(train)
+    gradient, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     sharding = Sharding.asked(config, gradient)
     replica = sum(sharding.kept()) if sharding else element + gradient
     return Plan(
@@ -193,8 +193,8 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
     if asked or built.table.kinds & MOVES:
         plan = replace(plan, copies=draft.copies(built.plain))
     if config.parallel.cuda_graph_impl != "none" and not why_not(config, plan.schedule):
-        tokens = config.train.sequence * config.train.micro_batch
-        plan = replace(plan, graphs=float(tokens * config.model.hidden * (2 if config.train.half else 4)))
+        tokens = config.batch.sequence * config.batch.micro_batch
+        plan = replace(plan, graphs=float(tokens * config.model.hidden * config.precision.element_bytes))
     gib = config.parallel.memory_limit_gib
     if gib is not None and max(plan.peak_bytes) > gib * GIB:
         auto = plan.before is None

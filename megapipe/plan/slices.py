@@ -93,7 +93,7 @@ def in_words(schedule: Schedule) -> str:
 @lru_cache(maxsize=32)
 def lengths(config: Config) -> tuple[int, ...]:
     """Tokens of each slice. Raises: ConfigError if the sequence cannot be cut so."""
-    par, length = config.parallel, config.train.seq_length or 0
+    par, length = config.parallel, config.batch.seq_length or 0
     count, cp = number_of(config) or 1, par.context_parallel_size
     multiple = cp * (2 if cp > 1 else 1) * (par.tensor_model_parallel_size if config.model.sequence_parallel else 1)
     how = "work" if par.pipeline_slice_cuts == DOCUMENTS else par.pipeline_slice_cuts
@@ -110,8 +110,8 @@ def lengths(config: Config) -> tuple[int, ...]:
 
 def costs_of_layers(config: Config) -> Costs:
     """Work of all layers, with attention's share of each pass."""
-    model, par, train = config.model, config.parallel, config.train
-    load = Load(train.seq_length or 1, train.seq_length or 1, par.tensor_model_parallel_size, 1, 4, False)
+    model, par, length = config.model, config.parallel, config.batch.seq_length or 1
+    load = Load(length, length, par.tensor_model_parallel_size, 1, 4, False)
     works = [layer_work(layer_config(model, layer), load) for layer in range(model.layers)]
     f, b, w = (sum(getattr(work, name) for work in works) for name in ("f", "b", "w"))
     scores_f, scores_b = (sum(getattr(work, name) for work in works) for name in ("scores_f", "scores_b"))

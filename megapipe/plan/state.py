@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, OptimizerConfig
 from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.plan.transforms.sharded import Sharding
@@ -15,22 +15,22 @@ GIB = 2**30
 
 
 @lru_cache(maxsize=8)
-def bytes_of_state(train: TrainConfig) -> tuple[int, int, int]:
+def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, int]:
     """Bytes of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
 
     Raises: ConfigError as `find_rule`.
     """
     size = {"fp32": 4, "bf16": 2}
-    kept_as = {"exp_avg": train.exp_avg_dtype, "exp_avg_sq": train.exp_avg_sq_dtype}
-    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(train).state)
-    return size[train.main_grads_dtype], moments, 4 if train.half and train.main_params_dtype == "fp32" else 0
+    kept_as = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(optimizer).state)
+    return size[optimizer.main_grads_dtype], moments, 4 if half and optimizer.main_params_dtype == "fp32" else 0
 
 
 def bytes_of_expert(config: Config) -> float:
     """Bytes of an expert's parameter with its state, which ZeRO-1 splits over the ranks that have the same experts, and
     with what post-validation keeps of it."""
-    par, element = config.parallel, 2 if config.train.half else 4
-    gradient, moments, master = bytes_of_state(config.train)
+    par, element = config.parallel, config.precision.element_bytes
+    gradient, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
     shares = max(config.world_size // ranks, 1) if par.splits_optimizer else 1
     kept = moments + (master or element) if par.enable_optimizer_post_validation else 0

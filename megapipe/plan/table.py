@@ -144,9 +144,9 @@ def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
 
 def _bytes_of_parameter(config: Config) -> tuple[int, int]:
     """Return the bytes that a checkpoint holds for a parameter: its weight, and its saved optimizer state."""
-    half = config.train.half
+    half = config.precision.half
     weight = 2 if half else 4
-    _, moments, master = bytes_of_state(config.train)
+    _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     return weight, 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
 
 

@@ -123,7 +123,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
         + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
         + f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
-        f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.train.micro_batch_size} each",
+        f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.batch.micro_batch_size} each",
         f"flags: {' '.join(to_flags(replace(without_idle(config), check=type(config.check)())))}",
         start_block(config),
         *(f"missing: {text}" for text in [*missing, *said]),
@@ -190,7 +190,7 @@ def _reordered(config: Config, start: Path, tokenizer: Tokenizer, train: Part | 
     if train is None or config.checkpoint.finetune:
         return None
     try:
-        saved, mine = saved_config(start).train, config.train
+        saved, mine = saved_config(start).batch, config.batch
     except CheckpointError:  # `refuse_load` says so, or an older one is taken
         return None
     if (saved.train_iters, saved.train_samples) == (mine.train_iters, mine.train_samples):

@@ -62,7 +62,7 @@ class Driver:
     """
 
     def __init__(self, run: Run, seams: Seams, saving: Saving, batches_at: BatchesAt) -> None:
-        self.run, self.seams, self.guard = run, seams, Guard(run.config.train, run.say)
+        self.run, self.seams, self.guard = run, seams, Guard(run.config, run.say)
         self._saving, self._batches_at = saving, batches_at
         self._barrier = not run.config.parallel.enable_optimizer_post_validation
         if seams.callbacks and not self._barrier:
@@ -81,7 +81,7 @@ class Driver:
         given = run.stages, run.optimizer, self._batches(consumed), consumed, run.rates()
         step = partial(train_step, *given, loss_scale=scale, iteration=n)
         result = self.guard.step(lambda refuses: step(refuses=refuses), n, scale, self._saving.last)
-        progress.advance(result, run.config.train)
+        progress.advance(result, run.config.precision)
         return result
 
     def ended(self, result: StepResult) -> None:
@@ -111,7 +111,7 @@ class Driver:
         def scale() -> float:
             """The loss scale of this step; a guess while the step before is open."""
             now = progress.loss_scale
-            return (now.after(False, run.config.train) if course.open else now).scale
+            return (now.after(False, run.config.precision) if course.open else now).scale
 
         def update() -> None:
             if not updates:  # at the first of this rank's stages: all of them are reduced
@@ -152,7 +152,7 @@ class Driver:
         result = step.update.end(norm, totals)
         good = 0 if result.skipped or run.optimizer.shrink(norm) < 1 else good + 1
         self.guard.judge(result, progress.iteration + 1, progress.loss_scale.scale, self._saving.last)
-        progress.advance(result, run.config.train)
+        progress.advance(result, run.config.precision)
         return Course(result, good=good, leaving=leaving)
 
     def _waits(self, n: int, course: Course) -> bool:
@@ -162,8 +162,8 @@ class Driver:
         intervals = (
             config.data.eval_interval,
             config.checkpoint.save_interval,
-            config.train.exit_interval,
-            config.train.check_weight_hash_across_dp_replicas_interval,
+            config.guards.exit_interval,
+            config.guards.check_weight_hash_across_dp_replicas_interval,
             config.log.log_interval if config.checkpoint.trigger_path else None,
         )
         guesses = course.good >= config.parallel.post_validation_after and not self.seams.callbacks

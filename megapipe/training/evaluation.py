@@ -61,7 +61,7 @@ class Evaluation:
         if batches_at is None or not iters:
             return
         begin = progress.consumed_valid_samples if consumed is None else consumed
-        by_hand = run.config.train.manual_gc and not run.config.train.no_manual_gc_eval
+        by_hand = run.config.guards.manual_gc and not run.config.guards.no_manual_gc_eval
         if by_hand:
             gc.collect()
         # Weights whose gathering the next step would begin are needed now.

@@ -81,7 +81,7 @@ def resumed(run: Run, contents: Mapping[str, str]) -> Run:
     run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
     if loaded.other:
         run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
-    return replace(run, progress=Progress.after(loaded, config.train), curve=loaded.schedule or run.curve)
+    return replace(run, progress=Progress.after(loaded, config.precision), curve=loaded.schedule or run.curve)
 
 
 def _with_experts(dense: Path, run: Run) -> Path:

@@ -103,7 +103,7 @@ def pretrain(
 def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[ProcessMesh]:
     """Meet the other ranks, which must have the same programs, and part from them in the end."""
     config, plan = launch.config, launch.plan
-    if config.train.deterministic_mode:
+    if config.precision.deterministic_mode:
         be_deterministic()
     if (device := pick_device(config.parallel)).type == "cpu":
         keep_freed_memory()
@@ -153,10 +153,10 @@ class Training:
         _say_plan(report, plan, parameters)
         also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
         stages = Stages(config, plan.schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
-        optimizer = Optimizer(modules, config.train, mesh, groups=seams.groups, **config.of_optimizer)
+        optimizer = Optimizer(modules, config.optimizer, mesh, groups=seams.groups, **config.of_optimizer)
         stages.engine.graphs = _graphs(report, plan)
-        curve = LRSchedule(0.0) if config.train.freeze_all_layers else LRSchedule.of(config)
-        start = Progress.after(LoadedState(), config.train)
+        curve = LRSchedule(0.0) if config.optimizer.freeze_all_layers else LRSchedule.of(config)
+        start = Progress.after(LoadedState(), config.precision)
         run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, seams.lr)
         flags, self.check_files = config.checkpoint, partial(refuse_cut_off, mapped_files(config.data))
         found = on_first(mesh, lambda: contents(config, data.train)) if flags.save or flags.load else {}
@@ -172,16 +172,16 @@ class Training:
     def train(self) -> int:
         """Steps from where the run is to its last, or until it is to stop. Returns: the process's exit code."""
         run, config, progress, driver = self.run, self.run.config, self.run.progress, self.driver
-        stopping = Stopping(config.train, run.mesh, self.started)
-        began, hashes = progress.iteration, config.train.check_weight_hash_across_dp_replicas_interval
+        stopping = Stopping(config.guards, run.mesh, self.started)
+        began, hashes = progress.iteration, config.guards.check_weight_hash_across_dp_replicas_interval
         seconds = config.parallel.distributed_timeout_seconds_after_init
         run.report.pause()
         last = progress.iteration if config.data.skip_train else progress.last_iteration(config)
         gc.collect()
         gc.freeze()  # modules, model and tables stay: no collection within a step need walk them
-        if config.train.manual_gc:
+        if config.guards.manual_gc:
             gc.disable()
-        course, n, every_gc = Course(), began, config.train.manual_gc_interval
+        course, n, every_gc = Course(), began, config.guards.manual_gc_interval
         with closing(self.saving):
             while n < last:
                 self.profiler.before(n)

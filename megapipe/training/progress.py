@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megapipe.checkpoint.save_load import LoadedState
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, PrecisionConfig
 from megapipe.optim.loss_scale import LossScale
 from megapipe.training.steps.step import StepResult
 
@@ -25,7 +25,7 @@ class Progress:
     loss_scale: LossScale = field(default_factory=LossScale)
 
     @staticmethod
-    def after(loaded: LoadedState, train: TrainConfig) -> Progress:
+    def after(loaded: LoadedState, precision: PrecisionConfig) -> Progress:
         """The place of a checkpoint; a dynamic loss scale goes on from its own only."""
         scale = LossScale(**loaded.state.get("loss_scale", {}))
         return Progress(
@@ -33,19 +33,19 @@ class Progress:
             loaded.consumed_train_samples,
             loaded.consumed_valid_samples,
             loaded.state.get("skipped_samples", 0),
-            scale if scale.dynamic and train.dynamic_loss_scale else LossScale.start(train),
+            scale if scale.dynamic and precision.dynamic_loss_scale else LossScale.start(precision),
         )
 
-    def advance(self, result: StepResult, train: TrainConfig) -> None:
+    def advance(self, result: StepResult, precision: PrecisionConfig) -> None:
         """An iteration has ended."""
         self.iteration += 1
         self.consumed_train_samples += result.batch
         self.skipped_samples += result.batch * result.skipped
-        self.loss_scale = self.loss_scale.after(result.skipped, train)
+        self.loss_scale = self.loss_scale.after(result.skipped, precision)
 
     def last_iteration(self, config: Config) -> int:
         """The iteration where the run ends. --train-samples counts samples, also those of batches of another size."""
-        if (samples := config.train.train_samples) is None:
+        if (samples := config.batch.train_samples) is None:
             return config.train_iters
         return self.iteration + config.batch_sizes.iterations(self.consumed_train_samples, samples)
 

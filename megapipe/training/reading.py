@@ -92,8 +92,8 @@ class Reading:
         kind, sharded = config.data.dataloader_type, not config.data.no_data_sharding
         return Batches(
             dataset,
-            SampleOrder(len(dataset), config.train.micro_batch, dp.rank, dp.size, kind, sharded, wraps),
-            lambda consumed: sizes.at(consumed) // (config.train.micro_batch * dp.size),
+            SampleOrder(len(dataset), config.batch.micro_batch, dp.rank, dp.size, kind, sharded, wraps),
+            lambda consumed: sizes.at(consumed) // (config.batch.micro_batch * dp.size),
             num_workers=config.data.num_workers,
             pinned=self.mesh.device.type == "cuda",
         ).at

@@ -53,4 +53,4 @@ class Run:
     def rates(self) -> Rates:
         """All rates of the next step."""
         samples, curve = self.progress.scheduled_samples, self.curve
-        return Rates(self.rate(), decoupled_rate(curve, samples, self.config.train), weight_decay(curve, samples))
+        return Rates(self.rate(), decoupled_rate(curve, samples, self.config.optimizer), weight_decay(curve, samples))

@@ -59,10 +59,10 @@ class Seams:
 
     def beside(self, config: Config) -> str:
         """A line on flags that go on to act beside a seam, as one would not think; empty for none."""
-        if self.lr is None or config.train.decoupled_lr is None:
+        if self.lr is None or config.optimizer.decoupled_lr is None:
             return ""
         also = "the flags' curve for embedding and head; all other parameters have the program's rate (Seams.lr)"
-        return f"WARNING: --decoupled-lr {config.train.decoupled_lr:g} follows {also}"
+        return f"WARNING: --decoupled-lr {config.optimizer.decoupled_lr:g} follows {also}"
 
 
 NONE = Seams()

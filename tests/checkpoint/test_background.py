@@ -31,10 +31,10 @@ from megapipe.errors import CheckpointError
 
 def run(folder: Path, iterations: int = 6, **flags):
     base = short_run.config(STYLES["gpt2"])
-    train = replace(base.train, train_iters=iterations)
+    batch = replace(base.batch, train_iters=iterations)
     checkpoint = CheckpointConfig(save=str(folder), save_interval=2, **flags)
     done = short_run.run_of(
-        ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LogConfig(log_interval=1))
+        ProcessMesh.single(), replace(base, batch=batch, checkpoint=checkpoint, log=LogConfig(log_interval=1))
     )
     done.train()
     return done

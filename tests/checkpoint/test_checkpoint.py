@@ -14,7 +14,7 @@ from whole_step import take_step
 
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.save_load import check_save, find_checkpoint, load_checkpoint, save_checkpoint
-from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, ModelConfig
 from megapipe.distributed.meeting.together import together
 from megapipe.errors import CheckpointError
 from megapipe.optim.optimizer import Optimizer
@@ -35,9 +35,8 @@ def test_ten_steps_are_five_saved_loaded_and_five(tmp_path, dtype):
             take_step(optimizer, 1e-2)
 
     whole, half, resumed = model(), model(), model()
-    train = TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-2)
-    config = Config(train=train)
-    optimizers = [Optimizer([net], train, SINGLE) for net in (whole, half, resumed)]
+    config = Config().with_fields(micro_batch_size=1, train_iters=10, lr=1e-2)
+    optimizers = [Optimizer([net], config.optimizer, SINGLE) for net in (whole, half, resumed)]
     steps(whole, optimizers[0], 1, 10)
     steps(half, optimizers[1], 1, 5)
     state = {"consumed_train_samples": 5, "consumed_valid_samples": 0}
@@ -131,8 +130,8 @@ def test_shapes_and_types_are_not_converted(tmp_path):
     assert torch.equal(run.optimizer.buffers[0].main, before)
 
 
-def other_settings(**train):
-    return replace(CONFIG, train=replace(CONFIG.train, **{"lr": 2e-2, "weight_decay": 0.5, **train}))
+def other_settings(**fields):
+    return CONFIG.with_fields(**{"lr": 2e-2, "weight_decay": 0.5, **fields})
 
 
 def test_other_learning_rate_settings_stop_the_run(tmp_path):
@@ -148,7 +147,7 @@ def test_other_learning_rate_settings_stop_the_run(tmp_path):
 def test_the_command_lines_settings_or_the_checkpoints(tmp_path):
     folder = Run(SINGLE).save(tmp_path, 1)
     ours = Run(SINGLE, config=other_settings(override_opt_param_scheduler=True))
-    assert (ours.load(folder).schedule, ours.optimizer.train.weight_decay) == (None, 0.5)
+    assert (ours.load(folder).schedule, ours.optimizer.flags.weight_decay) == (None, 0.5)
     theirs = Run(SINGLE, config=other_settings(use_checkpoint_opt_param_scheduler=True))
     loaded = theirs.load(folder)
     assert (loaded.schedule.lr, loaded.schedule.weight_decay.end) == (1e-2, 0.01)

@@ -15,7 +15,7 @@ from tiny import STYLES
 from token_files import add_document
 
 from megapipe.checkpoint.resume import ORDER, RULES, changed_settings, resume_problems, unnamed
-from megapipe.config import CheckpointConfig, DataConfig
+from megapipe.config import SECTION_OF, CheckpointConfig, DataConfig
 from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.loader import SampleOrder
@@ -28,10 +28,10 @@ RESERVED = {"must match", "curve", "contents", "when named", "microbatch", "free
 
 
 def test_every_field_has_a_row_and_every_row_a_field():
-    for section, rules in RULES.items():
-        assert rules.keys() == {field.name for field in fields(getattr(BASE, section))}, section
-        assert set(rules.values()) <= RESERVED
-    assert {field.name for field in fields(BASE)} - RULES.keys() == {
+    sections = {section for name, section in SECTION_OF.items() if name in RULES}
+    assert RULES.keys() == {field.name for section in sections for field in fields(getattr(BASE, section))}
+    assert set(RULES.values()) <= RESERVED
+    assert {field.name for field in fields(BASE)} - sections == {
         "parallel",  # any layout and schedule goes on from any other's
         "checkpoint",
         "log",
@@ -47,14 +47,14 @@ def other(value: Any) -> Any:
     return "another" if isinstance(value, str | None) else [*value, 1] if isinstance(value, list) else value + 1
 
 
-@pytest.mark.parametrize("section", RULES)
+@pytest.mark.parametrize("section", sorted({SECTION_OF[name] for name in RULES}))
 def test_a_setting_that_may_change_when_named_is_refused_without_its_name(section):
-    for name in (n for n, rule in RULES[section].items() if rule == "when named"):
+    for name in (n for n, rule in RULES.items() if rule == "when named" and SECTION_OF[n] == section):
         saved = SAVED | {section: SAVED[section] | {name: other(SAVED[section][name])}}
         if (of := name.partition("_")[0]) in ("muon", "sgd"):  # decides nothing under another optimizer
             assert changed_settings(saved, None, BASE, None) == {}
-            saved["train"]["optimizer"] = of
-            run = replace(BASE, train=replace(BASE.train, optimizer=of))
+            saved["optimizer"]["optimizer"] = of
+            run = replace(BASE, optimizer=replace(BASE.optimizer, optimizer=of))
         else:
             run = BASE
         changed = changed_settings(saved, None, run, None)
@@ -65,8 +65,8 @@ def test_a_setting_that_may_change_when_named_is_refused_without_its_name(sectio
 
 
 def test_a_free_setting_changes_without_a_word():
-    for section, rules in RULES.items():
-        free = {name: other(SAVED[section][name]) for name, rule in rules.items() if rule == "free"}
+    for section in {SECTION_OF[name] for name in RULES}:
+        free = {name: other(value) for name, value in SAVED[section].items() if RULES[name] == "free"}
         assert changed_settings(SAVED | {section: SAVED[section] | free}, {}, BASE, {}) == {}
         if section == "model":
             assert resume_problems(SAVED["model"] | free, None, BASE, "iter_0000001") == []
@@ -79,7 +79,7 @@ def test_a_name_that_is_none_is_refused():
 
 
 NO_DROPOUT = replace(BASE.model, attention_dropout=0.0, hidden_dropout=0.0)
-DATA, TRAIN = BASE.data, BASE.train
+DATA, BATCH = BASE.data, BASE.batch
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ DATA, TRAIN = BASE.data, BASE.train
         ({"data": replace(DATA, eod_mask_loss=True)}, "weighs tokens otherwise under --eod-mask-loss"),
         ({"data": replace(DATA, dataloader_type="cyclic")}, "reads other samples under --dataloader-type cyclic"),
         ({}, None),
-        ({"data": replace(DATA, eod_mask_loss=True), "train": replace(TRAIN, calculate_per_token_loss=True)}, None),
+        ({"data": replace(DATA, eod_mask_loss=True), "batch": replace(BATCH, calculate_per_token_loss=True)}, None),
         ({"data": replace(DATA, reset_position_ids=True, reset_attention_mask=True)}, None),
     ],
 )
 def test_another_micro_batch_is_refused_where_it_decides_numbers(here, why):
     config = replace(BASE, **{"model": NO_DROPOUT} | here)
     saved = json.loads(json.dumps(asdict(config)))
-    saved["train"]["micro_batch_size"] = 4
+    saved["batch"]["micro_batch_size"] = 4
     changed = changed_settings(saved, None, config, None)
     assert changed == ({"micro_batch_size": f"--micro-batch-size is 2, and was 4, which {why}"} if why else {})
     if why:
@@ -134,7 +134,7 @@ def test_a_length_by_which_data_is_read_more_often_is_refused_as_the_rest_would_
         assert (order[a] == order[b]) == (first[a] == first[b])
     assert order[epoch // 3] == order[epoch // 2] != order[2 * epoch] != order[5 * epoch]
 
-    longer = replace(BASE, train=replace(TRAIN, train_iters=2 * TRAIN.train_iters))
+    longer = replace(BASE, batch=replace(BATCH, train_iters=2 * BATCH.train_iters))
     changed = changed_settings(SAVED, {ORDER: order[epoch // 2]}, longer, {ORDER: order[2 * epoch]})
     assert [*changed] == ["train_iters"]
     assert changed["train_iters"].startswith("--train-iters is 40, and was 20: data that is read more than once is")
@@ -152,18 +152,18 @@ def test_a_refusal_follows_what_the_numbers_do():
         made = []
         for micro in (1, 2):
             base = replace(BASE, **changes)
-            training = run_of(ProcessMesh.single(), replace(base, train=replace(base.train, micro_batch_size=micro)))
+            training = run_of(ProcessMesh.single(), replace(base, batch=replace(base.batch, micro_batch_size=micro)))
             made.append(training.driver.whole().grad_norm)
         return made
 
     one, two = norms(model=NO_DROPOUT)
     assert one == pytest.approx(two, rel=1e-5)
     masked = replace(DATA, eod_mask_loss=True, null_tokenizer_eod_id=5)
-    per_token = replace(TRAIN, calculate_per_token_loss=True)
+    per_token = replace(BATCH, calculate_per_token_loss=True)
     for changes in ({"model": BASE.model}, {"model": NO_DROPOUT, "data": masked}):
         one, two = norms(**changes)
         assert abs(one - two) > 1e-4 * one, changes
-    one, two = norms(model=NO_DROPOUT, data=masked, train=per_token)
+    one, two = norms(model=NO_DROPOUT, data=masked, batch=per_token)
     assert one == pytest.approx(two, rel=1e-5)
 
 

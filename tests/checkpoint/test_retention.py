@@ -71,9 +71,9 @@ LOG = LogConfig(log_interval=100)
 def trained(folder, capsys, iterations, **flags):
     """What a run of the whole program says that saves at each iteration."""
     base = short_run.config(STYLES["gpt2"])
-    train = replace(base.train, train_iters=5, exit_interval=iterations, lr_decay_iters=5)
+    base = base.with_fields(train_iters=5, exit_interval=iterations, lr_decay_iters=5)
     checkpoint = CheckpointConfig(save=str(folder), load=str(folder), save_interval=1, **flags)
-    training = short_run.run_of(ProcessMesh.single(), replace(base, train=train, checkpoint=checkpoint, log=LOG))
+    training = short_run.run_of(ProcessMesh.single(), replace(base, checkpoint=checkpoint, log=LOG))
     training.train()
     return capsys.readouterr().out
 

@@ -89,11 +89,11 @@ def test_settings_of_another_version_are_left_out():
 
 
 def test_a_curve_counts_unless_a_flag_says_whose_holds():
-    other = replace(GPT2, train=replace(GPT2.train, lr=1e-3))
+    other = replace(GPT2, optimizer=replace(GPT2.optimizer, lr=1e-3))
     (text,) = problems(GPT2, other)
     assert "(checkpoint / here, lengths in samples): lr 0.003 / 0.001. Add --override-opt_param-scheduler" in text
     for flag in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"):
-        assert problems(GPT2, replace(other, train=replace(other.train, **{flag: True}))) == []
+        assert problems(GPT2, other.with_fields(**{flag: True})) == []
     assert resume_problems(saved(GPT2)["model"], None, other, "it") == [], "weights alone have no curve"
 
 
@@ -123,14 +123,14 @@ def test_what_is_named_already_is_in_the_remedy_too():
 def test_the_curve_of_the_ends_goes_with_the_curve():
     changed = {"decoupled_lr": "one", "decoupled_min_lr": "two"}
     assert len(unnamed(changed, GPT2, "it")) == 1
-    free = replace(GPT2, train=replace(GPT2.train, override_opt_param_scheduler=True))
+    free = replace(GPT2, optimizer=replace(GPT2.optimizer, override_opt_param_scheduler=True))
     assert unnamed(changed, free, "it") == []
 
 
 @pytest.mark.parametrize(("tp", "pp", "cp", "batch"), [(1, 1, 1, 16), (2, 1, 1, 8), (2, 2, 1, 4), (1, 2, 2, 4)])
 def test_a_batch_that_was_not_given_was_one_microbatch_on_every_replica(tp, pp, cp, batch):
     layout = {f"{axis}_parallel_size": n for axis, n in (("tensor_model", tp), ("pipeline_model", pp), ("context", cp))}
-    there = saved(GPT2, train={"global_batch_size": None}, parallel=layout) | {"world_size": 8}
+    there = saved(GPT2, batch={"global_batch_size": None}, parallel=layout) | {"world_size": 8}
     text = f"--global-batch-size is 8, and was {batch}"
     assert changed_settings(there, None, GPT2, None) == ({} if batch == 8 else {"global_batch_size": text})
     there["parallel"] = {}
@@ -138,12 +138,12 @@ def test_a_batch_that_was_not_given_was_one_microbatch_on_every_replica(tp, pp, 
 
 
 def test_a_schedule_of_batches_is_compared_by_its_steps():
-    steps = replace(GPT2, train=replace(GPT2.train, step_batch_size_schedule="0:4 40:8", global_batch_size=None))
+    steps = replace(GPT2, batch=replace(GPT2.batch, step_batch_size_schedule="0:4 40:8", global_batch_size=None))
     there = saved(steps)
     assert changed_settings(there, None, steps, None) == {}
-    there["train"]["step_batch_size_schedule"] = "0:8"
+    there["batch"]["step_batch_size_schedule"] = "0:8"
     assert list(changed_settings(there, None, steps, None)) == ["step_batch_size_schedule"]
-    ramp = replace(GPT2, train=replace(GPT2.train, rampup_batch_size=(2, 2, 8)))
+    ramp = replace(GPT2, batch=replace(GPT2.batch, rampup_batch_size=(2, 2, 8)))
     assert changed_settings(saved(ramp), None, ramp, None) == {}, "a list in JSON is the tuple that it was"
 
 
@@ -152,16 +152,16 @@ def test_one_layers_dropout_is_drawn_by_microbatches_too():
         GPT2.model, hidden_dropout=0.0, attention_dropout=0.0, per_layer_overrides='{"0": {"hidden_dropout": 0.5}}'
     )
     base = replace(GPT2, model=layer)
-    assert list(changed_settings(saved(base, train={"micro_batch_size": 4}), None, base, None)) == ["micro_batch_size"]
+    assert list(changed_settings(saved(base, batch={"micro_batch_size": 4}), None, base, None)) == ["micro_batch_size"]
 
 
 def test_what_has_not_trained_or_is_of_an_earlier_version_has_nothing_to_compare():
     """A converted model has no length of its own; what a field that is missing said, nobody knows."""
     other = {"seed": 99, "micro_batch_size": 4}
-    converted = saved(GPT2, train=other | {"seq_length": None})
+    converted = saved(GPT2, batch=other | {"seq_length": None})
     assert changed_settings(converted, {"data_path": "a"}, GPT2, {"data_path": "b"}) == {}
     earlier = saved(GPT2)
-    del earlier["train"]["seed"], earlier["train"]["micro_batch_size"], earlier["data"]["split"]
+    del earlier["batch"]["seed"], earlier["batch"]["micro_batch_size"], earlier["data"]["split"]
     assert changed_settings(earlier, None, GPT2, None) == {}
 
 
@@ -185,6 +185,6 @@ def test_a_setting_of_the_curve_that_an_older_version_lacked_was_at_its_default(
     assert resume_problems(saved(GPT2)["model"], older, GPT2, "it") == []
     changed = {"wsd": {"lr_wsd_decay_iters": 3}, "wsd_style": {"lr_wsd_decay_style": "linear"}}
     changed = changed.get(name, {"lr_warmup_init": 1e-5})
-    here = replace(GPT2, train=replace(GPT2.train, **changed))
+    here = GPT2.with_fields(**changed)
     (line,) = resume_problems(saved(GPT2)["model"], older, here, "it")
     assert f"{name} " in line

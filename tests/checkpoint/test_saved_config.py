@@ -12,7 +12,7 @@ from tiny import LLAMA
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError
@@ -20,7 +20,9 @@ from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel.rng import initialize
 
-SAVED = Config(model=LLAMA, train=TrainConfig(lr=0.1), data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=60))
+SAVED = Config(
+    model=LLAMA, optimizer=OptimizerConfig(lr=0.1), data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=60)
+)
 
 
 @pytest.fixture

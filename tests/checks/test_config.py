@@ -115,6 +115,6 @@ def test_a_schedule_from_a_file_is_checked_as_it_is(tmp_path):
 def test_fewer_samples_than_a_batch():
     with pytest.raises(ConfigError, match="--train-samples 1 is less than one batch of 2"):
         validate(
-            replace(without("train-iters"), train=replace(config().train, train_iters=None, train_samples=1)),
+            replace(without("train-iters"), batch=replace(config().batch, train_iters=None, train_samples=1)),
             has_cuda=False,
         )

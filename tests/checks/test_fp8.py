@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.checks.fp8 import fp8_problems
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig, ParallelConfig, PrecisionConfig
 from megapipe.distributed.device import require_fp8
 from megapipe.errors import ConfigError
 from megapipe.flags.idle import idle
@@ -63,7 +63,7 @@ def test_a_gpu_without_fp8_is_named(monkeypatch):
     ],
 )
 def test_the_line_at_start_says_how_products_are_computed(recipe, on_gpu, text):
-    config = Config(model=replace(MODEL, fp8_recipe=recipe), train=TrainConfig(bf16=True))
+    config = Config(model=replace(MODEL, fp8_recipe=recipe), precision=PrecisionConfig(bf16=True))
     said = choose_layers(config, on_gpu)[1]
     assert said.startswith(f"layers of plain torch (local), products of linear layers in FP8 (hybrid, {recipe}")
     assert said.endswith(text)
@@ -86,7 +86,7 @@ def test_layers_are_of_plain_torch_in_float32_and_where_there_is_no_other(half, 
 
     monkeypatch.setattr(f"{choose_layers.__module__}.load", load)
     model = replace(MODEL, fp8_format=None, transformer_impl="auto")
-    config = Config(model=model, train=TrainConfig(bf16=half))
+    config = Config(model=model, precision=PrecisionConfig(bf16=half))
     impl, text = choose_layers(config, True)
     assert impl == "local"
     assert why in text
@@ -96,7 +96,7 @@ def test_layers_are_of_plain_torch_in_float32_and_where_there_is_no_other(half, 
 def test_a_run_whose_weights_travel_in_eight_bits_says_so():
     model = replace(MODEL, fp8_param_gather=True)
     parallel = ParallelConfig(use_distributed_optimizer=True)
-    train = TrainConfig(bf16=True)
-    config = Config(model=model, parallel=parallel, train=train, world_size=2)
+    precision = PrecisionConfig(bf16=True)
+    config = Config(model=model, parallel=parallel, precision=precision, world_size=2)
     assert "in FP8 (hybrid, delayed, weights gathered so: rounded" in choose_layers(config, False)[1]
     assert replace(config, world_size=1).settled(model).model.fp8_param_gather is False

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.save_load import save_checkpoint
 from megapipe.commands import generate
-from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.config import Config, DataConfig, OptimizerConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, ConfigError, DataError
@@ -58,7 +58,7 @@ def load(tmp_path: Path) -> list[str]:
     data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB)
     counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
     model = replace(MODEL, max_position_embeddings=8)  # a flag that every run has
-    config = Config(model=model, train=TrainConfig(lr=0.1), data=data)
+    config = Config(model=model, optimizer=OptimizerConfig(lr=0.1), data=data)
     save_checkpoint(tmp_path, 1, [module], None, counters, config, ProcessMesh.single())
     return ["--load", str(tmp_path), "--prompt", "7 7", "--num-tokens", "3", "--temperature", "0"]
 

@@ -47,7 +47,7 @@ def every_step(config, gpus, memory, device):
             config,
             model=replace(model, recompute_granularity=recompute, sequence_parallel=tp > 1),
             parallel=par,
-            train=replace(config.train, micro_batch_size=micro),
+            batch=replace(config.batch, micro_batch_size=micro),
             world_size=gpus,
         )
         if gpus % (tp * cp * pp) or tp > device.node or flag_problems(one):
@@ -163,7 +163,7 @@ def test_flags_of_a_plan_pasted_after_others_make_that_plan():
         pasted = parse(Config, [*flags, *before.split(), *flags_of(x.config)])
         assert pasted.parallel == x.config.parallel
         assert pasted.model.moe_token_dispatcher_type == x.config.model.moe_token_dispatcher_type
-        assert pasted.train.micro_batch == x.config.train.micro_batch
+        assert pasted.batch.micro_batch == x.config.batch.micro_batch
 
 
 def test_what_does_not_fit_is_said():

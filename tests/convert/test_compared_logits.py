@@ -14,7 +14,7 @@ from tiny import LLAMA
 from megapipe.checkpoint.save_load import save_checkpoint
 from megapipe.checkpoint.saved_config import saved_config
 from megapipe.commands import convert, generate
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import Config, DataConfig, ModelConfig, OptimizerConfig
 from megapipe.convert import export_checkpoint
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
@@ -36,7 +36,7 @@ def checkpoint(folder, model: ModelConfig):
             weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
     data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=60)
     counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
-    config = Config(model=model, train=TrainConfig(lr=0.1), data=data)
+    config = Config(model=model, optimizer=OptimizerConfig(lr=0.1), data=data)
     return save_checkpoint(folder / "ours", 1, [module], None, counters, config, ProcessMesh.single())
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megapipe.checkpoint import commit
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, CheckpointConfig, Config, DataConfig, ModelConfig, OptimizerConfig
 from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
@@ -65,7 +65,8 @@ def train(root: Path, model: ModelConfig, out: Path) -> Path:
     """Three steps from an imported checkpoint; the folder of the new one."""
     config = Config(
         model=model,
-        train=TrainConfig(micro_batch_size=2, seq_length=16, train_iters=3, lr=1e-2),
+        batch=BatchConfig(micro_batch_size=2, seq_length=16, train_iters=3),
+        optimizer=OptimizerConfig(lr=1e-2),
         data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=101, num_workers=0),
         checkpoint=CheckpointConfig(load=str(root), finetune=True, save=str(out), save_interval=3),
     )
@@ -135,7 +136,7 @@ def test_many_files_and_bfloat16_stay_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr("megapipe.convert.tensors.SHARD_BYTES", 20_000)
     done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
     assert len(list(done.folder.glob("*.safetensors"))) > 2
-    assert done.config.train.bf16
+    assert done.config.precision.bf16
     export_checkpoint(done.folder, tmp_path / "back")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert again.dtype == torch.bfloat16

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megapipe.checkpoint import commit
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig
 from megapipe.convert import SavedTensors, export_megatron, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of
@@ -38,7 +37,7 @@ MODEL = ModelConfig(
     padded_vocab_size=16,
     swiglu=True,
 )
-TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+RUN = Config(model=MODEL).with_fields(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 KINDS = ("", "exp_avg", "exp_avg_sq", "master")
 
 
@@ -58,7 +57,7 @@ def whole(bf16: bool) -> dict[str, Tensor]:
 
 
 def run(bf16: bool) -> Config:
-    return Config(model=MODEL, train=TrainConfig(**vars(TRAIN) | {"bf16": bf16}))
+    return RUN.with_fields(bf16=bf16)
 
 
 def ours(root: Path, bf16: bool) -> Path:
@@ -163,7 +162,7 @@ def test_ranks_files_become_one_checkpoint_with_the_optimizer_to_the_bit(tmp_pat
     assert '"consumed_train_samples": 10' in content
     assert '"skipped_samples": 2' in content
     assert done.config.model.query_groups == 2
-    assert done.config.train.lr == 0.1
+    assert done.config.optimizer.lr == 0.1
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -301,7 +300,7 @@ def test_a_release_is_taken_for_the_start_of_a_run(tmp_path):
 def test_groups_and_curve_of_the_optimizer_go_out_in_megatrons_words(tmp_path):
     """Weights of matrices decay, biases and norms do not; the decay goes from its start to its end."""
     decay = {"start_weight_decay": 0.02, "end_weight_decay": 0.06, "weight_decay_incr_style": "linear"}
-    config = replace(run(False), train=replace(TRAIN, **decay))
+    config = run(False).with_fields(**decay)
     state = {"iteration": 5, "consumed_train_samples": 10, "skipped_samples": 2}
     folder = write_checkpoint(tmp_path / "ours", config, whole(False).items(), state, 4)
     export = opened(folder, tmp_path / "theirs", optimizer=True, fused=False)

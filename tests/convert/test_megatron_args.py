@@ -10,14 +10,14 @@ from random_models import refused
 from tiny import LLAMA
 
 from megapipe.checkpoint.resume import RULES, resume_problems
-from megapipe.config import Config, TrainConfig
+from megapipe.config import SECTION_OF, Config
 from megapipe.config.notes import flag
 from megapipe.convert.megatron.args import args_of, config_of
 from megapipe.flags.known import MEGATRON_FLAGS
 
-TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
-MEGATRON_HAS_IT_NOT = {name for name in RULES["model"] if flag(name) not in MEGATRON_FLAGS}
-EXPERTS = {name for name in RULES["model"] if name.startswith("moe_")}
+RUN = Config(model=LLAMA).with_fields(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+MEGATRON_HAS_IT_NOT = {name for name in RULES if SECTION_OF[name] == "model" and flag(name) not in MEGATRON_FLAGS}
+EXPERTS = {name for name in RULES if name.startswith("moe_")}
 OTHER_EXPERTS = {
     "moe_layer_freq": "[0, 1, 1, 1]",
     "moe_aux_loss_coeff": (0.5,),
@@ -32,9 +32,8 @@ STATE_COMES_IN_AS_FLOAT32 = {
 }
 
 CARRIED = {
-    (section, name)
-    for section, rules in RULES.items()
-    for name, rule in rules.items()
+    (SECTION_OF[name], name)
+    for name, rule in RULES.items()
     if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32
 }
 
@@ -59,7 +58,7 @@ def other_than(section: object, name: str) -> object:
 @pytest.mark.parametrize("section, name", sorted(CARRIED))
 def test_a_setting_that_decides_numbers_comes_back_from_megatrons_arguments(section, name):
     """Tokenizer and --vocab-size got lost, so that what had gone out and come in again needed flags to go on."""
-    base = Config(model=replace(LLAMA, num_experts=2) if name in EXPERTS else LLAMA, train=TRAIN)
+    base = RUN.with_fields(num_experts=2) if name in EXPERTS else RUN
     want = replace(getattr(base, section), **{name: other_than(getattr(base, section), name)})
     if name == "step_batch_size_schedule":
         want = replace(want, global_batch_size=None)
@@ -75,7 +74,7 @@ def test_a_setting_that_decides_numbers_comes_back_from_megatrons_arguments(sect
 
 
 def test_arguments_of_another_type_are_named():
-    args = args_of(Config(model=LLAMA, train=TRAIN)) | {
+    args = args_of(RUN) | {
         "lr": "fast",
         "ffn_hidden_size": 2.5,
         "rampup_batch_size": ["a"],
@@ -89,7 +88,7 @@ def test_arguments_of_another_type_are_named():
 
 def test_openai_gelu_chooses_no_form():
     """Megatron-LM reads the flag nowhere: --bias-gelu-fusion is the tanh form, without it GELU is erf."""
-    args = args_of(Config(model=replace(LLAMA, swiglu=False, disable_bias_linear=False), train=TRAIN))
+    args = args_of(RUN.with_fields(swiglu=False, disable_bias_linear=False))
     assert not config_of(args | {"bias_gelu_fusion": True, "openai_gelu": False}, "it").model.erf_gelu
     assert config_of(args | {"bias_gelu_fusion": False, "openai_gelu": True}, "it").model.erf_gelu
 
@@ -99,11 +98,11 @@ def test_openai_gelu_chooses_no_form():
 )
 def test_another_attention_is_refused(name, value):
     """Settings of newer versions of Megatron-LM."""
-    args = args_of(Config(model=LLAMA, train=TRAIN)) | {name: value}
+    args = args_of(RUN) | {name: value}
     assert refused(lambda: config_of(args, "it")) == (f"it: --{name.replace('_', '-')} {value} is not supported",)
 
 
 def test_experts_of_few_devices_alone_are_refused():
     """core_v0.9 to 0.11 said so what --moe-router-group-topk is now; the choice went to all experts."""
-    args = args_of(Config(model=LLAMA, train=TRAIN)) | {"num_experts": 8, "moe_router_topk_limited_devices": 2}
+    args = args_of(RUN) | {"num_experts": 8, "moe_router_topk_limited_devices": 2}
     assert refused(lambda: config_of(args, "it")) == ("it: --moe-router-topk-limited-devices 2 is not supported",)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig
 from megapipe.convert import SavedTensors, Sizes, export_megatron, export_ranks, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of
@@ -35,7 +35,7 @@ MODEL = ModelConfig(
     mtp_loss_scaling_factor=0.3,
 )
 SPARSE = replace(MODEL, num_experts=2, moe_layer_freq="[0, 1]", multi_latent_attention=True, q_lora_rank=6)
-TRAIN = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+RUN = Config().with_fields(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 WORDS = "embedding.word_embeddings.weight"
 LAST_STAGE = (
     "embedding.word_embeddings decoder.layers.0.input_layernorm decoder.layers.0.self_attention.linear_proj "
@@ -67,7 +67,7 @@ def whole(model: ModelConfig) -> dict[str, Tensor]:
 
 def written(root: Path, model: ModelConfig) -> Path:
     state = {"iteration": 5, "consumed_train_samples": 10}
-    return write_checkpoint(root, Config(model=model, train=TRAIN), whole(model).items(), state, 4)
+    return write_checkpoint(root, replace(RUN, model=model), whole(model).items(), state, 4)
 
 
 def same_as(folder: Path, want: dict[str, Tensor]) -> bool:
@@ -107,7 +107,7 @@ def megatrons(root: Path, fused: bool = False, copy: float = 0.0) -> Path:
             for wd, its in zip((1.0, 0.0), wide, strict=True)
         ]
         optimizer = {"state": {numbers[n]: held for n, held in enumerate(state)}, "param_groups": groups}
-        args = argparse.Namespace(**args_of(Config(model=MODEL, train=TRAIN)), consumed_train_samples=10)
+        args = argparse.Namespace(**args_of(replace(RUN, model=MODEL)), consumed_train_samples=10)
         folder = root / "iter_0000005" / f"mp_rank_{t:02d}_{p:03d}"
         folder.mkdir(parents=True)
         content = {"args": args, "iteration": 5, "model": model, "optimizer": optimizer}

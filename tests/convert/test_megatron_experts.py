@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, OptimizerConfig
 from megapipe.config.moe import MoEConfig
 from megapipe.convert import SavedTensors, Sizes, export_megatron, export_ranks, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
@@ -42,7 +42,9 @@ MODEL = ModelConfig(
     moe_aux_loss_coeff=(1e-3, 1e-2),
 )
 CONFIG = Config(
-    model=MODEL, train=TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
+    model=MODEL,
+    batch=BatchConfig(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9),
+    optimizer=OptimizerConfig(lr=0.1),
 )
 EXPERTS = "decoder.layers.1.mlp.experts."
 
@@ -50,11 +52,11 @@ EXPERTS = "decoder.layers.1.mlp.experts."
 def whole(config: Config = CONFIG) -> dict[str, Tensor]:
     """A run's tensors under our keys."""
     torch.manual_seed(1)
-    dtype, found = torch.bfloat16 if config.train.bf16 else torch.float32, {}
+    dtype, found = torch.bfloat16 if config.precision.bf16 else torch.float32, {}
     for name, param in saved_tensors(whole_model(config.model)):
         main = torch.randn(layout_of(param).full)
         found[name] = main.to(dtype) if is_trained(name) else main
-        kinds = ["exp_avg", "exp_avg_sq", *(["master"] if config.train.bf16 else [])] if is_trained(name) else []
+        kinds = ["exp_avg", "exp_avg_sq", *(["master"] if config.precision.bf16 else [])] if is_trained(name) else []
         found |= {f"optimizer.{kind}.{name}": main if kind == "master" else torch.randn_like(main) for kind in kinds}
     return found
 
@@ -152,7 +154,9 @@ def test_experts_of_two_ranks_become_one_tensor_with_the_optimizer_to_the_bit(tm
 @pytest.mark.parametrize("moe_layer_freq", ["1", "[0, 1]"])
 def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16, moe_layer_freq):
     config = Config(
-        model=replace(MODEL, moe_layer_freq=moe_layer_freq), train=replace(CONFIG.train, bf16=bf16), data=CONFIG.data
+        model=replace(MODEL, moe_layer_freq=moe_layer_freq),
+        precision=replace(CONFIG.precision, bf16=bf16),
+        data=CONFIG.data,
     )
     folder = written(tmp_path / "ours", config)
     export_megatron(folder, tmp_path / "theirs")
@@ -172,7 +176,7 @@ def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16, m
     ],
 )
 def test_what_goes_out_as_a_file_for_each_rank_comes_in_again_to_the_bit(tmp_path, sizes, bf16, last):
-    folder = written(tmp_path / "ours", replace(CONFIG, train=replace(CONFIG.train, bf16=bf16)))
+    folder = written(tmp_path / "ours", replace(CONFIG, precision=replace(CONFIG.precision, bf16=bf16)))
     theirs = export_ranks(folder, tmp_path / "theirs", sizes).folder
     assert sorted(path.name for path in theirs.iterdir())[-1] == last
     again = import_megatron(tmp_path / "theirs", tmp_path / "again")

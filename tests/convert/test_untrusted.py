@@ -12,7 +12,7 @@ import pretrain_gpt
 from megapipe.checkpoint.save_load import save_checkpoint
 from megapipe.checkpoint.saved_config import saved_config, saved_provider, with_checkpoint_args
 from megapipe.commands import convert, generate
-from megapipe.config import CheckpointConfig, Config, DataConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, DataConfig, OptimizerConfig
 from megapipe.convert import export_checkpoint
 from megapipe.convert.huggingface.checks import notes
 from megapipe.distributed.axis import Axis
@@ -35,7 +35,7 @@ class Planted:
         module = gpt_provider(LLAMA, LayerSpan(0, LLAMA.layers, True, True), Axis())
         initialize(module, 1, Axis())
         counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
-        config = Config(model=model, train=TrainConfig(lr=0.1), data=DATA)
+        config = Config(model=model, optimizer=OptimizerConfig(lr=0.1), data=DATA)
         self.folder = save_checkpoint(self.root, 1, [module], None, counters, config, ProcessMesh.single())
         self.program.write_text(
             f"from pathlib import Path\nPath({str(self.marker)!r}).touch()\n"

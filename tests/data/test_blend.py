@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import add_document
 
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig, ModelConfig
 from megapipe.data import blend
 from megapipe.data.blend import blend_indices, parse_data_path, split_ranges
 from megapipe.data.build import build_datasets, reads, samples_wanted
@@ -28,8 +28,8 @@ MANY = 1000
 
 def config(*data_path: str, **data: object) -> Config:
     fields = {"split": "1,1,0", "eval_iters": 1, "eval_interval": 2, **data}
-    train = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=5, seed=1234)
-    return Config(model=ModelConfig(), train=train, data=DataConfig(data_path=data_path, **fields))  # type: ignore[arg-type]
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=5, seed=1234)
+    return Config(model=ModelConfig(), batch=batch, data=DataConfig(data_path=data_path, **fields))  # type: ignore[arg-type]
 
 
 def write(prefix: Path, num_documents: int, first: int = 0) -> str:
@@ -105,7 +105,7 @@ def test_a_weight_must_be_a_positive_number(weight: str) -> None:
 def test_an_index_that_no_machine_holds_is_refused(tmp_path: Path, iters: int) -> None:
     """numpy's ValueError, "array is too big", ended the run (found by drawn command lines)."""
     asked = config(write(tmp_path / "a", 4), split="1", eval_interval=None)
-    asked = dataclasses.replace(asked, train=dataclasses.replace(asked.train, train_iters=iters))
+    asked = dataclasses.replace(asked, batch=dataclasses.replace(asked.batch, train_iters=iters))
     with pytest.raises(DataError, match=rf"an index of {2 * iters:,} samples does not fit in memory"):
         build_datasets(asked, TOKENIZER)
 
@@ -119,7 +119,7 @@ def test_samples_wanted_are_megatrons_counts() -> None:
     assert samples_wanted(config()) == (10, 3 * 2, 2)  # 5 steps of 2; 5 // 2 + 1 evaluations of 1 batch
     never = config(eval_interval=None)
     assert samples_wanted(never) == (10, 0, 0)
-    by_samples = dataclasses.replace(never, train=dataclasses.replace(never.train, train_iters=None, train_samples=9))
+    by_samples = dataclasses.replace(never, batch=dataclasses.replace(never.batch, train_iters=None, train_samples=9))
     assert samples_wanted(by_samples)[0] == 9
 
 
@@ -164,9 +164,7 @@ def test_prefixes_without_weights_give_every_sample_once_or_say_so(tmp_path: Pat
     datasets = build_datasets(config(*prefixes, split="1"), TOKENIZER)  # 20 tokens each: 4 samples each
     assert datasets.train is not None
     assert len(datasets.train) == 10
-    too_long = dataclasses.replace(config(*prefixes, split="1"), train=TrainConfig(
-        micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=7
-    ))  # fmt: skip
+    too_long = config(*prefixes, split="1").with_fields(train_iters=7, seed=1234)
     with pytest.raises(DataError, match="gives every sample once, 12 of them; the run reads 14"):
         build_datasets(too_long, TOKENIZER)
 
@@ -234,7 +232,7 @@ def test_data_of_another_tokenizer_is_refused_before_the_run(tmp_path: Path) -> 
 
 def test_mock_data_is_split_in_thirds() -> None:
     mocked = config(mock_data=True, split=None)
-    mocked = dataclasses.replace(mocked, train=dataclasses.replace(mocked.train, seq_length=1000))
+    mocked = dataclasses.replace(mocked, batch=dataclasses.replace(mocked.batch, seq_length=1000))
     valid = build_datasets(mocked, TOKENIZER).valid
     mock = MockTokens(64, 63)
     indices = build_indices(mock.lengths, np.arange(33333, 66667), 1000, 6, 1234)

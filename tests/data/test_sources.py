@@ -10,7 +10,7 @@ import pytest
 from token_files import add_document
 
 from megapipe.checks.inputs import data_problems, path_problems
-from megapipe.config import Config, DataConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig
 from megapipe.data.build import build_datasets
 from megapipe.data.indexed import IndexedWriter
 from megapipe.data.sources import blends
@@ -22,8 +22,8 @@ TOKENIZER = NullTokenizer(64)
 
 
 def config(**data: object) -> Config:
-    train = TrainConfig(micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=5, seed=1234)
-    return Config(train=train, data=DataConfig(eval_iters=1, eval_interval=2, **data))  # type: ignore[arg-type]
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=2, seq_length=4, train_iters=5, seed=1234)
+    return Config(batch=batch, data=DataConfig(eval_iters=1, eval_interval=2, **data))  # type: ignore[arg-type]
 
 
 @pytest.fixture

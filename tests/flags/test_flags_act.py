@@ -38,7 +38,7 @@ def rate(config: Config) -> list[float]:
 def updated(config: Config) -> list[float]:
     """A matrix of query, key and value after two updates by different gradients."""
     value, grad = torch.eye(4, 6), torch.linspace(-1, 1, 24).view(4, 6)
-    rule = find_rule(config.train)
+    rule = find_rule(config.optimizer)
     state = {name: torch.zeros(4, 6) for name in rule.state}
     part = Part(("linear_qkv.weight",), value, grad, state, 0.1, 0.0, Layout((4, 6), fused=(2, 1, 1)))
     for step in range(2):
@@ -161,7 +161,7 @@ class _WithoutLambdas(ast.NodeTransformer):
 
 
 def reads(path: Path) -> set[str]:
-    """Attributes of a section of the configuration: of `config.train`, of a name for it, or of a parameter of its type;
+    """Attributes of a section of the configuration: of `config.batch`, of a name for it, or of a parameter of its type;
     inside of a section of itself; a note that says when a field is idle does not read."""
     tree = ast.parse(path.read_text())
     if path.parent.name == "config":
@@ -200,7 +200,7 @@ def tries(path: Path) -> set[str]:
     """Flags in texts, fields that a call makes a configuration of, and texts that are names of fields and no more."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and re.search("config$|^replace$|^dict$", last(node.func).lower()):
+        if isinstance(node, ast.Call) and re.search("config$|^replace$|^with_fields$|^dict$", last(node.func).lower()):
             found |= {keyword.arg for keyword in node.keywords if keyword.arg}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found |= {node.value, *re.findall(r"--[\w-]+", node.value)}

@@ -31,7 +31,7 @@ def test_no_flags_give_the_defaults():
 
 def test_values_reach_their_fields():
     config = parse(Config, ["--num-layers", "12", "--lr", "3e-4", "--bf16", "--normalization", "RMSNorm"])
-    assert (config.model.num_layers, config.train.lr, config.train.bf16) == (12, 3e-4, True)
+    assert (config.model.num_layers, config.optimizer.lr, config.precision.bf16) == (12, 3e-4, True)
     assert config.model.normalization == "RMSNorm"
 
 
@@ -41,8 +41,8 @@ def test_a_flag_given_twice_counts_the_second_time():
 
 def test_values_with_spaces_equal_signs_and_dashes():
     config = parse(Config, ["--split", "969, 30, 1", "--lr=1e-3", "--min-lr", "-1", "--save=--odd_name"])
-    assert (config.data.split, config.train.lr) == ("969, 30, 1", 1e-3)
-    assert (config.train.min_lr, config.checkpoint.save) == (-1, "--odd_name")
+    assert (config.data.split, config.optimizer.lr) == ("969, 30, 1", 1e-3)
+    assert (config.optimizer.min_lr, config.checkpoint.save) == (-1, "--odd_name")
 
 
 def test_data_path_takes_many_values():
@@ -51,7 +51,7 @@ def test_data_path_takes_many_values():
 
 @pytest.mark.parametrize("name", ["--override-opt_param-scheduler", "--override-opt-param-scheduler"])
 def test_megatrons_two_spellings_of_the_scheduler_switch(name):
-    assert parse(Config, [name]).train.override_opt_param_scheduler
+    assert parse(Config, [name]).optimizer.override_opt_param_scheduler
 
 
 def _other(kind, default):
@@ -195,7 +195,7 @@ def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
 def test_flags_of_a_tool_stand_among_those_of_a_run():
     tool, config = parse_among(Small, ["--steps", "3", "4", "--num-layers", "8", "--quiet", "--seed=5", "--kind=b"])
     assert tool == Small((3, 4), "b", True)
-    assert (config.model.num_layers, config.train.seed) == (8, 5)
+    assert (config.model.num_layers, config.batch.seed) == (8, 5)
     with pytest.raises(ConfigError) as caught:
         parse_among(Small, ["--kind", "c", "--num-layer", "8", "--seed", "x"])
     assert caught.value.problems == (

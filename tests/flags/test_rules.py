@@ -75,7 +75,7 @@ def test_the_zero_bubble_forks_padding_of_layers_is_an_uneven_split(flags, inste
 def test_a_schedule_of_batch_sizes_needs_no_quotes():
     """Megatron-LM's examples/gpt3 loses them in a bash array."""
     for sizes in (["0:16 2.4B:320"], ["0:16", "2.4B:320"]):
-        assert parse(Config, ["--step-batch-size-schedule", *sizes]).train.step_batch_size_schedule == "0:16 2.4B:320"
+        assert parse(Config, ["--step-batch-size-schedule", *sizes]).batch.step_batch_size_schedule == "0:16 2.4B:320"
 
 
 def test_a_number_of_the_forks_that_python_does_not_read_is_refused():

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from whole_step import take_step
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.axis import ALONE
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.kernels import cpu
@@ -118,7 +118,7 @@ def test_an_update_in_one_sweep_has_the_bits_of_torchs_own_sweeps(
         weight = torch.nn.Parameter(drawn(17, 59, dtype=dtype))
         layer = torch.nn.Module()
         layer.register_parameter("weight", weight)
-        train = TrainConfig(bf16=dtype == BF16, lr=1e-2, weight_decay=0.1, clip_grad=1.0)
+        train = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
         optimizer = Optimizer([layer], train, ProcessMesh.single())
         for step in range(2):
             weight.main_grad.copy_(drawn(17, 59, scale=step + 1))  # type: ignore[attr-defined]

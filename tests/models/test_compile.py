@@ -9,7 +9,7 @@ import torch
 from tiny import GPT2, LLAMA
 
 from megapipe.checks.inputs import machine_problems
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import compile_layers
@@ -65,7 +65,7 @@ def test_five_layers_are_compiled_once():
 
 
 def test_without_a_compiler_the_flag_is_refused(monkeypatch):
-    config = Config(train=TrainConfig(compile=True))
+    config = Config(model=ModelConfig(compile=True))
     assert not list(machine_problems(config, has_cuda=False))
     monkeypatch.setattr("megapipe.checks.inputs.which", lambda name: None)
     assert list(machine_problems(config, has_cuda=False)) == [

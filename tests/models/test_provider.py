@@ -160,7 +160,7 @@ def test_a_file_and_a_module_are_found(monkeypatch):
 @pytest.mark.parametrize(
     "section, given, text",
     [
-        ("train", {"compile": True}, "--compile compiles the layers of megapipe"),
+        ("model", {"compile": True}, "--compile compiles the layers of megapipe"),
         ("parallel", {"offload_modules": ("core_attn",)}, "--offload-modules core_attn names layers of megapipe"),
     ],
 )

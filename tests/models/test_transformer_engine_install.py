@@ -12,7 +12,7 @@ import pytest
 import te_shim
 import torch
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config
 from megapipe.models.transformer_engine import choose_layers
 
 LOAD = """
@@ -24,9 +24,10 @@ except Exception as error:
     print(error)
 """
 CHOOSE = """
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import Config, ModelConfig, PrecisionConfig
 from megapipe.models.transformer_engine import choose_layers
-print(*choose_layers(Config(model=ModelConfig(transformer_impl="auto"), train=TrainConfig(bf16=True)), True), sep=": ")
+auto = ModelConfig(transformer_impl="auto")
+print(*choose_layers(Config(model=auto, precision=PrecisionConfig(bf16=True)), True), sep=": ")
 """
 
 
@@ -151,7 +152,7 @@ def test_in_fp8_it_multiplies_what_its_recipes_say_and_torch_the_rest(tmp_path):
     (folder / "transformer_engine" / "pytorch.py").touch()
     cases = [("delayed", False), ("tensorwise", False), ("blockwise", False), ("tensorwise", True), ("blockwise", True)]
     asked = "ModelConfig(transformer_impl='auto', fp8_format='hybrid', fp8_recipe=recipe, no_fp8_wgrad=wide)"
-    chosen = f"choose_layers(Config(model={asked}, train=TrainConfig(bf16=True)), True)[1]"
+    chosen = f"choose_layers(Config(model={asked}, precision=PrecisionConfig(bf16=True)), True)[1]"
     code = f"{CHOOSE}\nfor recipe, wide in {cases}:\n    print({chosen}.partition(' in FP8 ')[2])"
     assert run(code, folder)[1:] == [
         "(hybrid, delayed), by torch's scaled products",
@@ -164,7 +165,7 @@ def test_in_fp8_it_multiplies_what_its_recipes_say_and_torch_the_rest(tmp_path):
 
 def test_auto_is_local_where_it_must_be():
     def chosen(on_gpu, **precision):
-        return choose_layers(Config(model=ModelConfig(transformer_impl="auto"), train=TrainConfig(**precision)), on_gpu)
+        return choose_layers(Config().with_fields(transformer_impl="auto", **precision), on_gpu)
 
     assert chosen(False, bf16=True) == ("local", "layers of plain torch (local)")
     assert chosen(True) == (

@@ -10,7 +10,7 @@ from short_run import config, datasets, run_of
 from tiny import STYLES
 from torch import nn
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
@@ -30,7 +30,7 @@ def trained(mesh: ProcessMesh, *, parallel: dict[str, int], steps: int = 3, styl
         replace(
             plain,
             parallel=replace(plain.parallel, **parallel),
-            train=replace(plain.train, micro_batch_size=1, global_batch_size=4 * mesh.dp.size),
+            batch=replace(plain.batch, micro_batch_size=1, global_batch_size=4 * mesh.dp.size),
             log=replace(plain.log, log_num_zeros_in_grad=True),
         ),
     )
@@ -108,7 +108,7 @@ def test_a_rank_has_its_part_of_the_optimizer_state_within_a_hundredth(dp):
 
     def held(mesh: ProcessMesh) -> tuple[int, int]:
         net = nn.Sequential(nn.Linear(160, 161), nn.LayerNorm(161), nn.Linear(161, 160)).bfloat16()
-        optimizer = Optimizer([net], TrainConfig(lr=0.1, bf16=True), mesh, distributed=True)
+        optimizer = Optimizer([net], OptimizerConfig(lr=0.1), mesh, distributed=True)
         flats = [b.main for b in optimizer.owned] + [x for flats in optimizer.moments.values() for x in flats]
         return sum(x.nbytes for x in flats), sum(p.numel() for p in net.parameters())
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megapipe.config import TrainConfig
+from megapipe.config import PrecisionConfig
 from megapipe.optim.loss_scale import LossScale
 
-TRAIN = TrainConfig(fp16=True, initial_loss_scale=64.0, min_loss_scale=16.0, loss_scale_window=3, hysteresis=2)
+FP16 = PrecisionConfig(fp16=True, initial_loss_scale=64.0, min_loss_scale=16.0, loss_scale_window=3, hysteresis=2)
 
 
-def scales(overflows: str, train: TrainConfig = TRAIN) -> list[float]:
+def scales(overflows: str, precision: PrecisionConfig = FP16) -> list[float]:
     """The scale after each step; x stands for an overflow."""
-    state, found = LossScale.start(train), []
+    state, found = LossScale.start(precision), []
     for overflow in overflows:
-        state = state.after(overflow == "x", train)
+        state = state.after(overflow == "x", precision)
         found.append(state.scale)
     return found
 
@@ -35,5 +35,5 @@ def test_good_steps_do_not_refill_the_hysteresis_but_growth_does():
 
 
 def test_a_given_scale_stays_and_without_fp16_it_is_one():
-    assert scales("xxxx....", TrainConfig(fp16=True, loss_scale=8.0)) == [8.0] * 8
-    assert scales("xxxx....", TrainConfig()) == [1.0] * 8
+    assert scales("xxxx....", PrecisionConfig(fp16=True, loss_scale=8.0)) == [8.0] * 8
+    assert scales("xxxx....", PrecisionConfig()) == [1.0] * 8

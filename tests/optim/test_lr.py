@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule, WeightDecay, decoupled_rate, learning_rate, weight_decay
 
@@ -64,8 +64,8 @@ def test_inverse_square_root_never_falls_below_the_minimum():
     assert learning_rate(replace(CURVE, warmup=1, style="inverse-square-root"), 900) == 0.1
 
 
-def config(**train):
-    return Config(train=TrainConfig(micro_batch_size=2, global_batch_size=8, lr=1e-3, **train))
+def config(**fields):
+    return Config().with_fields(micro_batch_size=2, global_batch_size=8, lr=1e-3, **fields)
 
 
 def test_iterations_are_counted_in_samples():
@@ -97,10 +97,10 @@ def test_a_curve_that_cannot_be():
 
 
 def test_the_decoupled_rate_has_the_same_curve_between_its_own_ends():
-    assert decoupled_rate(CURVE, 600, TrainConfig()) is None
-    assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0, decoupled_min_lr=1.0)) == pytest.approx(2.0)
-    assert decoupled_rate(CURVE, 600, TrainConfig(decoupled_lr=3.0)) == pytest.approx(0.1 + 0.5 * 2.9)
-    assert decoupled_rate(CURVE, 50, TrainConfig(decoupled_lr=3.0)) == pytest.approx(1.5)
+    assert decoupled_rate(CURVE, 600, OptimizerConfig()) is None
+    assert decoupled_rate(CURVE, 600, OptimizerConfig(decoupled_lr=3.0, decoupled_min_lr=1.0)) == pytest.approx(2.0)
+    assert decoupled_rate(CURVE, 600, OptimizerConfig(decoupled_lr=3.0)) == pytest.approx(0.1 + 0.5 * 2.9)
+    assert decoupled_rate(CURVE, 50, OptimizerConfig(decoupled_lr=3.0)) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from tiny import STYLES
 from torch import nn
 from whole_step import take_step
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, layout_of, set_layout
@@ -19,7 +19,7 @@ from megapipe.optim.rule import Group, Part, usual_groups
 from megapipe.optim.rules import NEWTON_SCHULZ, find_rule, newton_schulz
 from megapipe.pipeline_parallel.threads import run_threads
 
-TRAIN = TrainConfig(lr=0.1, weight_decay=0.1, clip_grad=0.0)
+TRAIN = OptimizerConfig(lr=0.1, weight_decay=0.1, clip_grad=0.0)
 LAYOUTS = {
     "embedding.weight": Layout((8, 6), 0),
     "layers.0.up.weight": Layout((2, 4, 6), 1),  # gate and value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from whole_step import StepInfo, take_step
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -25,12 +24,12 @@ from megapipe.pipeline_parallel.threads import run_threads
 from .test_optimizer import sparse
 from .unsplit import EMBEDDING, HEAD, MODEL, TRAIN, Bag, full, reference, split, stages_of
 
-SGD = TrainConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+SGD = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
 
 
-def one(train: TrainConfig = SGD, **given: Any) -> tuple[nn.Parameter, Optimizer]:
+def one(flags: OptimizerConfig = SGD, **given: Any) -> tuple[nn.Parameter, Optimizer]:
     weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    return weight, Optimizer([Bag({"w": weight})], train, ProcessMesh.single(), **given)
+    return weight, Optimizer([Bag({"w": weight})], flags, ProcessMesh.single(), **given)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def one(train: TrainConfig = SGD, **given: Any) -> tuple[nn.Parameter, Optimizer
     [(0.5, 2.0, 0.5 / 2.000001), (0.5, 0.4, 1.0), (0.5, 0.0, 1.0), (2.0, 8.0, 2 / 8.000001), (0.0, 2.0, 1.0)],
 )
 def test_gradients_are_clipped_as_torch_does(clip: float, norm: float, factor: float) -> None:
-    weight, optimizer = one(TrainConfig(clip_grad=clip))
+    weight, optimizer = one(OptimizerConfig(clip_grad=clip))
     assert optimizer.shrink(norm) == pytest.approx(factor, rel=1e-12)
     weight.main_grad.copy_(torch.tensor([norm, 0, 0, 0]))
     left = optimizer.update(optimizer.reduce(1.0), Rates(0.0), optimizer.shrink(norm))  # in whose sweep it is done
@@ -78,7 +77,7 @@ class Descent:
 def test_a_rule_that_sweeps_whole_parameters_has_its_gradients_scaled_and_weights_rounded() -> None:
     """It was given neither factors nor the weights of 16 bits, and the optimizer did nothing in its place."""
     weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    optimizer = Optimizer([Bag({"w": weight})], replace(SGD, bf16=True), ProcessMesh.single())
+    optimizer = Optimizer([Bag({"w": weight})], SGD, ProcessMesh.single())
     optimizer.rule, optimizer.moments = Descent(), {}
     weight.main_grad.fill_(8.0)
     take_step(optimizer, 0.5, grad_scale=0.125)
@@ -89,7 +88,7 @@ def test_a_model_of_which_nothing_is_trained_is_refused_unless_that_is_meant() -
     frozen = Bag({"w": nn.Parameter(torch.ones(2), requires_grad=False)})
     with pytest.raises(ConfigError, match="--freeze-all-layers"):
         Optimizer([frozen], SGD, ProcessMesh.single())
-    optimizer = Optimizer([frozen], TrainConfig(freeze_all_layers=True), ProcessMesh.single())
+    optimizer = Optimizer([frozen], OptimizerConfig(freeze_all_layers=True), ProcessMesh.single())
     assert optimizer.params_norm() == pytest.approx(2**0.5)
 
 
@@ -180,9 +179,8 @@ def test_gradients_that_travel_as_bf16_are_rounded_to_it(distributed: bool) -> N
 
     def body(mesh: ProcessMesh, reduced: bool) -> float:
         weight = nn.Parameter(torch.zeros(64))
-        train = TrainConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
-        train = train if not reduced else TrainConfig(**vars(train) | {"grad_reduce_in_bf16": True})
-        optimizer = Optimizer([Bag({"w": weight})], train, mesh, distributed=distributed)
+        flags = OptimizerConfig(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+        optimizer = Optimizer([Bag({"w": weight})], flags, mesh, distributed=distributed, reduces_in_bf16=reduced)
         weight.main_grad.fill_(1 + 2**-10)
         take_step(optimizer, 1.0)
         return -weight[0].item()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from whole_step import take_step
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.optim.optimizer import Optimizer
 
@@ -18,7 +18,7 @@ MODEL = {
     "final.weight": ((6,), None),
     HEAD: ((24, 6), 0),
 }
-TRAIN = TrainConfig(clip_grad=0.5, weight_decay=0.1)
+TRAIN = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
 
 
 class Bag(nn.Module):

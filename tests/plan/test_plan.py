@@ -59,7 +59,7 @@ def test_of_a_batch_that_grows_beyond_the_memory_limit_what_has_to_is_moved_out_
     plan = make_plan(small)
     limit = max(plan.peak_bytes) / GIB * 1.01
     small = replace(small, parallel=replace(small.parallel, memory_limit_gib=limit))
-    twice = replace(small, train=replace(small.train, global_batch_size=2 * small.global_batch_size))
+    twice = replace(small, batch=replace(small.batch, global_batch_size=2 * small.global_batch_size))
     grown = with_batch(make_plan(small), twice)
     assert not make_plan(small).schedule.kinds & MOVES
     assert grown.schedule.kinds & MOVES
@@ -70,7 +70,7 @@ def test_a_batch_that_begins_with_too_few_microbatches_to_copy_anything_starts_w
     """`check` asked the last size alone, so the run was refused in its first step."""
     copies = "--fine-grained-activation-offloading --offload-time 2"
     last = replace(wide(f"--pipeline-schedule gpipe {copies}", 4096), world_size=4)
-    first = replace(last, train=replace(last.train, global_batch_size=last.train.micro_batch_size))
+    first = replace(last, batch=replace(last.batch, global_batch_size=last.batch.micro_batch_size))
     plan = make_plan(last)
     assert plan.schedule.kinds & MOVES
     begun = with_batch(plan, first)
@@ -81,7 +81,7 @@ def test_a_batch_that_begins_with_too_few_microbatches_to_copy_anything_starts_w
 def test_a_search_that_finds_no_order_of_slices_starts_with_the_table_that_the_whole_plan_takes():
     """With fewer microbatches in its first steps the run had an empty table, which was refused in the first one."""
     given = config("--pipeline-schedule zb-auto --pipeline-slices 2 --num-layers 4 --pipeline-model-parallel-size 1", 1)
-    given = replace(given, train=replace(given.train, micro_batch_size=1, global_batch_size=8))
+    given = replace(given, batch=replace(given.batch, micro_batch_size=1, global_batch_size=8))
     begun = with_batch(make_plan(given), given.with_batch(4))
     assert begun.schedule.num_microbatches == 4
     verify(begun.schedule)
@@ -92,7 +92,7 @@ def test_a_batch_that_grows_is_searched_with_what_depths_and_partial_recomputati
     few = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     few = f"{few} --num-microbatches-with-partial-activation-checkpoints 1 --mtp-num-layers 2"
     given = config(f"--pipeline-schedule zb-auto --num-layers 4 --pipeline-model-parallel-size 2 {few}", 2)
-    given = replace(given, train=replace(given.train, micro_batch_size=1, global_batch_size=8))
+    given = replace(given, batch=replace(given.batch, micro_batch_size=1, global_batch_size=8))
     begun = with_batch(make_plan(given), given.with_batch(4))
     assert begun.schedule.num_microbatches == 4
     assert sum(begun.costs.f) == pytest.approx(sum(make_plan(given).costs.f))

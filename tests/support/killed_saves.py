@@ -14,11 +14,11 @@ from torch import nn
 
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megapipe.config import Config, TrainConfig
+from megapipe.config import BatchConfig, Config, OptimizerConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 
-CONFIG = Config(train=TrainConfig(micro_batch_size=1, train_iters=10, lr=1e-3))
+CONFIG = Config(batch=BatchConfig(micro_batch_size=1, train_iters=10), optimizer=OptimizerConfig(lr=1e-3))
 
 
 class Toy:
@@ -26,7 +26,7 @@ class Toy:
 
     def __init__(self, iteration):
         self.stage = nn.Linear(3, 2)
-        self.optimizer = Optimizer([self.stage], CONFIG.train, ProcessMesh.single())
+        self.optimizer = Optimizer([self.stage], CONFIG.optimizer, ProcessMesh.single())
         self.optimizer.steps = iteration
         for flat in (self.optimizer.buffers[0].main, *(x for flats in self.optimizer.moments.values() for x in flats)):
             flat.fill_(iteration)

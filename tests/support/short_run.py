@@ -9,7 +9,7 @@ from functools import cache, partial
 
 from tiny import STYLES
 
-from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megapipe.data.build import Datasets, build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.mesh import ProcessMesh
@@ -24,27 +24,21 @@ SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 5
 """Of ranks, whose numbers are compared with one process's: scripts/nightly.sh goes on to the last."""
 
 
-def config(model: ModelConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, schedule: str = "1f1b", **train) -> Config:
+def config(model: ModelConfig, *, tp: int = 1, dp: int = 1, pp: int = 1, schedule: str = "1f1b", **fields) -> Config:
     """A run of 20 steps with 4 microbatches of 2 sequences."""
-    return Config(
+    made = Config(
         model=replace(model, max_position_embeddings=16, padded_vocab_size=128),
         parallel=ParallelConfig(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, pipeline_schedule=schedule
         ),
-        train=TrainConfig(
-            micro_batch_size=2,
-            global_batch_size=8,
-            seq_length=16,
-            train_iters=STEPS,
-            lr=3e-3,
-            lr_warmup_iters=2,
-            **train,
-        ),
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=8, seq_length=16, train_iters=STEPS),
+        optimizer=OptimizerConfig(lr=3e-3, lr_warmup_iters=2),
         data=DataConfig(
             mock_data=True, tokenizer_type="NullTokenizer", vocab_size=127, num_workers=0, eval_iters=0, split="1,0,99"
         ),
         world_size=tp * dp * pp,
     )
+    return made.with_fields(**fields)
 
 
 @cache

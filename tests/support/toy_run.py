@@ -12,7 +12,7 @@ from whole_step import take_step
 from megapipe.checkpoint import commit, shards
 from megapipe.checkpoint.background import Background
 from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint, save_checkpoint
-from megapipe.config import CheckpointConfig, Config, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, CheckpointConfig, Config, ModelConfig, OptimizerConfig
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -33,7 +33,8 @@ SHAPES = {
 # Without clipping every element is updated by itself: layouts agree to the bit.
 CONFIG = Config(
     model=ModelConfig(num_layers=LAYERS, hidden_size=6, num_attention_heads=2),
-    train=TrainConfig(micro_batch_size=1, train_iters=100, lr=1e-2, clip_grad=0),
+    batch=BatchConfig(micro_batch_size=1, train_iters=100),
+    optimizer=OptimizerConfig(lr=1e-2, clip_grad=0),
 )
 SINGLE = ProcessMesh.single()
 
@@ -77,7 +78,7 @@ class Run:
             "distributed": shares != "nothing",
             **dict.fromkeys(("shards_grads", "shards_weights"), shares == "all"),
         }
-        self.optimizer = Optimizer(self.stages, config.train, mesh, **split)
+        self.optimizer = Optimizer(self.stages, config.optimizer, mesh, **split)
 
     def train(self, first, last):
         for step in range(first, last + 1):

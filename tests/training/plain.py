@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapipe.config import Config, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, OptimizerConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.build import build_stage
@@ -25,8 +25,10 @@ from megapipe.training.steps.step import train_step
 
 LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 8, 24, 6, 8
 MODEL = ModelConfig(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=1, padded_vocab_size=VOCAB)
-TRAIN = TrainConfig(
-    train_iters=3, micro_batch_size=1, global_batch_size=BATCH, seq_length=SEQ, lr=0.05, weight_decay=0.1
+RUN = Config(
+    MODEL,
+    batch=BatchConfig(train_iters=3, micro_batch_size=1, global_batch_size=BATCH, seq_length=SEQ),
+    optimizer=OptimizerConfig(lr=0.05, weight_decay=0.1),
 )
 ALL = {"tp": 2, "dp": 2, "pp": 2}
 
@@ -90,9 +92,9 @@ def stages(mesh: ProcessMesh, schedule, make=provider) -> list[nn.Module]:
     return [build_stage(make, MODEL, spans[stage], mesh.tp, 1234).double() for stage in own]
 
 
-def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3, distributed=False):
+def run(mesh: ProcessMesh, name: str, make=provider, asked=RUN, steps: int = 3, distributed=False):
     """Losses, gradient norms, initial and trained parameters of this rank, its optimizer and its norm of parameters."""
-    config = Config(model=MODEL, train=train, world_size=mesh.world.size)
+    config = replace(asked, world_size=mesh.world.size)
     microbatches = BATCH // mesh.dp.size
     schedule = build(name, mesh.pp.size, microbatches)
     modules = stages(mesh, schedule, make)
@@ -102,7 +104,7 @@ def run(mesh: ProcessMesh, name: str, make=provider, train=TRAIN, steps: int = 3
     before = {name: param.detach().clone() for name, param in named.items()}
     pipeline, optimizer = (
         Stages(config, schedule, modules, forward_step, mesh, 0),
-        Optimizer(modules, train, mesh, distributed=distributed),
+        Optimizer(modules, config.optimizer, mesh, distributed=distributed),
     )
     told = []
     for step in range(steps):

@@ -13,7 +13,7 @@ from tiny import STYLES
 
 from megapipe.checks.batch import _kind
 from megapipe.checks.run import flag_problems
-from megapipe.config import CheckpointConfig, Config, LogConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, CheckpointConfig, Config, LogConfig, ParallelConfig
 from megapipe.config.batch import BatchSizes
 from megapipe.data.build import Datasets
 from megapipe.distributed.mesh import ProcessMesh
@@ -35,7 +35,7 @@ def test_a_schedule_takes_all_sizes_of_a_kind_or_none(name):
 
     config = Config(
         parallel=ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule=name),
-        train=TrainConfig(micro_batch_size=1, global_batch_size=4),
+        batch=BatchConfig(micro_batch_size=1, global_batch_size=4),
         world_size=4,
     )
     for count in range(1, 25):
@@ -47,7 +47,7 @@ def test_a_schedule_takes_all_sizes_of_a_kind_or_none(name):
 )
 def test_a_ramp_is_that_of_megatron_lm(start, increment, samples, final):
     """RampupBatchsizeNumMicroBatchesCalculator.update of Megatron-LM core 0.9."""
-    sizes = BatchSizes.of(TrainConfig(rampup_batch_size=(start, increment, samples), global_batch_size=final), 1)
+    sizes = BatchSizes.of(BatchConfig(rampup_batch_size=(start, increment, samples), global_batch_size=final), 1)
     per_increment = samples / max(1, (final - start) // increment)
     for consumed in {*range(0, 2 * samples, max(1, samples // 997)), samples, samples + 1}:
         if consumed > samples or per_increment == 0:
@@ -59,7 +59,7 @@ def test_a_ramp_is_that_of_megatron_lm(start, increment, samples, final):
 
 def test_steps_are_counted_in_tokens_with_suffixes():
     text = "0:16 2.4B:320 4.8B:624,7.2b:928"
-    sizes = BatchSizes.of(TrainConfig(step_batch_size_schedule=text, seq_length=2048), 1)
+    sizes = BatchSizes.of(BatchConfig(step_batch_size_schedule=text, seq_length=2048), 1)
     assert sizes.steps == ((0, 16), (1171875, 320), (2343750, 624), (3515625, 928))
     assert [sizes.at(n) for n in (0, 1171874, 1171875, 10**9)] == [16, 16, 320, 928]
 
@@ -93,7 +93,7 @@ def test_iterations_and_samples_are_those_of_a_walk():
 )
 def test_flags_that_say_no_size_are_refused(flags, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
-        BatchSizes.of(TrainConfig(**{"global_batch_size": 16} | flags), 1)
+        BatchSizes.of(BatchConfig(**{"global_batch_size": 16} | flags), 1)
 
 
 def config(schedule: str = "1f1b", pp: int = 1, **train) -> Config:
@@ -107,7 +107,7 @@ def config(schedule: str = "1f1b", pp: int = 1, **train) -> Config:
         "lr_warmup_iters": 0,
         "lr_decay_style": "constant",
     }
-    return replace(base, train=replace(base.train, **given | train), log=LogConfig(log_interval=1))
+    return replace(base.with_fields(**given | train), log=LogConfig(log_interval=1))
 
 
 def run(config: Config, mesh: ProcessMesh | None = None) -> list[tuple[str, ...]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import LAYERS, STYLES, VOCAB
 
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig, ModelConfig
 from megapipe.data.loader import make_batch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
@@ -22,12 +22,12 @@ from megapipe.training.forward_step import forward_step
 from megapipe.training.steps.stages import Stages
 
 EOD, SEQ = 0, 12
-TRAIN = TrainConfig(micro_batch_size=2, global_batch_size=8, seq_length=SEQ)
+BATCH = BatchConfig(micro_batch_size=2, global_batch_size=8, seq_length=SEQ)
 
 
 def loss(mesh: ProcessMesh, model: ModelConfig, data: DataConfig) -> float:
     """Mean loss of a batch of 4 microbatches in which every sixth token ends a document."""
-    config = Config(model=model, train=TRAIN, data=data, world_size=mesh.pp.size)
+    config = Config(model=model, batch=BATCH, data=data, world_size=mesh.pp.size)
     schedule = build("1f1b", mesh.pp.size, 4)
     spans = partition(model.layers, schedule.placement)
     modules = [gpt_provider(model, spans[mesh.pp.rank], mesh.tp)]
@@ -69,9 +69,9 @@ def test_depths_within_documents_learn_what_they_learn_of_each_document_alone():
 
     def losses(mesh: ProcessMesh, rows: torch.Tensor, flag: bool) -> list[float]:
         its = replace(model, mtp_within_documents=flag)
-        train = replace(TRAIN, global_batch_size=2, seq_length=rows.shape[1] - 1)
+        batch = replace(BATCH, global_batch_size=2, seq_length=rows.shape[1] - 1)
         data = DataConfig(reset_attention_mask=True, reset_position_ids=True)
-        config = Config(model=its, train=train, data=data, world_size=mesh.pp.size)
+        config = Config(model=its, batch=batch, data=data, world_size=mesh.pp.size)
         schedule = with_depths(build("1f1b", mesh.pp.size, 1), (mesh.pp.size - 1, 0))
         spans = spans_of([LAYERS // mesh.pp.size] * mesh.pp.size, schedule.placement)
         modules = [gpt_provider(its, spans[n], mesh.tp) for n in schedule.placement.stages_on(mesh.pp.rank)]

@@ -125,12 +125,23 @@ def trained(mesh: ProcessMesh, config: Config, record: Steps | None = None) -> d
 
 def test_a_run_goes_on_from_a_checkpoint_with_its_biases(tmp_path):
     base = replace(config(MOE, pp=1), log=LogConfig(log_interval=100))
-    base = replace(base, train=replace(base.train, train_iters=4))
+    base = replace(base, batch=replace(base.batch, train_iters=4))
     whole, first, rest = Steps(), Steps(), Steps()
     want = trained(ONE, base, whole)
     save = CheckpointConfig(save=str(tmp_path), save_interval=2)
-    trained(ONE, replace(base, checkpoint=save, train=replace(base.train, train_iters=2, lr_decay_iters=4)), first)
-    there = replace(base, checkpoint=CheckpointConfig(load=str(tmp_path)), train=replace(base.train, lr_decay_iters=4))
+    trained(
+        ONE,
+        replace(
+            base,
+            checkpoint=save,
+            batch=replace(base.batch, train_iters=2),
+            optimizer=replace(base.optimizer, lr_decay_iters=4),
+        ),
+        first,
+    )
+    there = replace(
+        base, checkpoint=CheckpointConfig(load=str(tmp_path)), optimizer=replace(base.optimizer, lr_decay_iters=4)
+    )
     got = trained(ONE, there, rest)
     assert first.told + rest.told == whole.told
     assert got.keys() == want.keys()
@@ -146,7 +157,7 @@ def test_biases_move_before_the_next_step_where_its_update_does_not_wait(clip, s
     for late in (False, True):
         run = config(MOE, pp=2, schedule=schedule, clip_grad=clip)
         parallel = replace(run.parallel, enable_optimizer_post_validation=late, post_validation_after=0)
-        run = replace(run, parallel=parallel, train=replace(run.train, train_iters=5), log=LogConfig(log_interval=100))
+        run = replace(run, parallel=parallel, batch=replace(run.batch, train_iters=5), log=LogConfig(log_interval=100))
         ranks = run_threads(partial(trained, config=run), pp=2)
         found.append({f"{rank} {name}": x for rank, mine in enumerate(ranks) for name, x in mine.items()})
     before, after = found

@@ -52,8 +52,7 @@ def config(*, batch: int = 4, micro: int = 2, data: dict[str, object] | None = N
     base = short_run.config(STYLES["gpt2"], pp=pp)
     lengths = {"train_iters": None, "train_samples": None, "lr_warmup_iters": 0} | train
     return replace(
-        base,
-        train=replace(base.train, global_batch_size=batch, micro_batch_size=micro, **lengths),
+        base.with_fields(global_batch_size=batch, micro_batch_size=micro, **lengths),
         data=replace(base.data, **(data or {})),
         log=LogConfig(log_interval=1),
     )
@@ -204,7 +203,7 @@ def test_no_load_optim_begins_the_curve_anew(tmp_path, capsys):
     flags = config(train_iters=6, lr_warmup_iters=3, exit_interval=4)
     run(replace(flags, checkpoint=CheckpointConfig(save=str(tmp_path), save_interval=2)))
     fresh = re.findall(r"learning rate: (\S+)", capsys.readouterr().out)[:2]
-    resumed = replace(flags, train=replace(flags.train, exit_interval=None))
+    resumed = replace(flags, guards=replace(flags.guards, exit_interval=None))
     run(replace(resumed, checkpoint=CheckpointConfig(load=str(tmp_path), no_load_optim=True)))
     assert re.findall(r"iteration +(\d+)/.*learning rate: (\S+)", capsys.readouterr().out) == [
         ("5", fresh[0]),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megapipe.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megapipe.config import CheckpointConfig, Config, ModelConfig
+from megapipe.config import CheckpointConfig, ModelConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.distributed.mesh import ProcessMesh
@@ -27,7 +27,7 @@ from .plain import (
     HIDDEN,
     LAYERS,
     MODEL,
-    TRAIN,
+    RUN,
     Plain,
     frozen,
     frozen_gpt,
@@ -121,7 +121,7 @@ def test_a_model_with_nothing_to_train_is_refused_and_freeze_all_layers_runs_it(
         "nothing is trained: every parameter of the model has requires_grad False. Leave some trained in the model "
         "provider, or run forwards alone with --freeze-all-layers"
     )
-    told, before, after, *_ = run(ProcessMesh.single(), "1f1b", nothing, replace(TRAIN, freeze_all_layers=True))
+    told, before, after, *_ = run(ProcessMesh.single(), "1f1b", nothing, RUN.with_fields(freeze_all_layers=True))
     assert told[0] == pytest.approx(oracle()[0][0])
     assert told[1::2] == [0.0] * 3
     assert all(torch.equal(value, before[key]) for key, value in after.items())
@@ -178,12 +178,12 @@ def test_a_value_that_depends_on_the_whole_stage_is_refused():
 
 
 def test_a_checkpoint_loads_after_freezing_and_the_other_way_round_says_how(tmp_path):
-    config, single = Config(model=MODEL, train=TRAIN), ProcessMesh.single()
+    config, single = RUN, ProcessMesh.single()
     counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
 
     def fresh(make):
         modules = stages(single, build("1f1b", 1, 1), make)
-        return modules, Optimizer(modules, TRAIN, single)
+        return modules, Optimizer(modules, config.optimizer, single)
 
     folders = {
         make: save_checkpoint(tmp_path / make.__name__, 1, *fresh(make), counters, config, single)

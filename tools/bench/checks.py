@@ -95,7 +95,7 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
 def at_step(config: Config, training: Training) -> dict[str, float]:
     """Milliseconds of each check of a step at which nothing is due."""
     run = training.run
-    stopping, result = Stopping(config.train, run.mesh, 0.0), StepResult({"lm loss": 2.0}, 1.0, 1, skipped=False)
+    stopping, result = Stopping(config.guards, run.mesh, 0.0), StepResult({"lm loss": 2.0}, 1.0, 1, skipped=False)
 
     def steps() -> None:
         for n in range(1, STEPS + 1):

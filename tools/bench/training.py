@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from megapipe.distributed.device import keep_freed_memory, synchronize
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
@@ -201,9 +201,10 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
         cross_entropy_loss_fusion=True,
         sequence_parallel=flags.sequence_parallel,
     )
-    train = TrainConfig(micro_batch_size=size.batch, seq_length=size.seq, train_iters=1, lr=1e-4, bf16=bf16)
     parallel = ParallelConfig(tensor_model_parallel_size=tp)
-    config = Config(model=model, parallel=parallel, train=train, world_size=tp)
+    batch = BatchConfig(micro_batch_size=size.batch, seq_length=size.seq, train_iters=1)
+    precision = PrecisionConfig(bf16=bf16)
+    config = Config(model=model, parallel=parallel, batch=batch, precision=precision, world_size=tp)
     mesh, schedule = ProcessMesh.create(parallel, torch.device(flags.device)), build("1f1b", 1, 1)
     module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp).to(mesh.device)
     initialize(module, 1, mesh.tp)
@@ -214,7 +215,7 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     from megapipe.training.forward_step import forward_step
 
     pipeline = Stages(config, schedule, [module], forward_step, mesh, 0)
-    optimizer = Optimizer([module], train, mesh)
+    optimizer = Optimizer([module], config.optimizer, mesh)
     data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1))
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))
 

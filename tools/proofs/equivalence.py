@@ -83,15 +83,15 @@ class Training:
         step = case.reporting(forward_step)
         self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD)
         self.pipeline.engine.variable_seq_lengths = case.variable
-        self.optimizer = Optimizer(self.stages, self.config.train, mesh, **self.config.of_optimizer)
-        self.scale = LossScale.start(self.config.train)
+        self.optimizer = Optimizer(self.stages, self.config.optimizer, mesh, **self.config.of_optimizer)
+        self.scale = LossScale.start(self.config.precision)
 
     def step(self, number: int) -> StepResult:
         """Train on the samples of a step, counted from 0."""
         consumed = number * self.config.global_batch_size
         scale = self.scale.scale
         result = train_step(self.pipeline, self.optimizer, self._at(consumed), consumed, Rates(LR), loss_scale=scale)
-        self.scale = self.scale.after(result.skipped, self.config.train)
+        self.scale = self.scale.after(result.skipped, self.config.precision)
         return result
 
     def validation_loss(self) -> float:

@@ -10,7 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from megapipe.config.parallel import Module
 from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
@@ -242,17 +250,19 @@ class Case:
                 overlap_param_gather=self.overlap and self.distributed,
                 offload_modules=self.modules,
             ),
-            train=TrainConfig(
+            batch=BatchConfig(
                 micro_batch_size=self.batch,
                 global_batch_size=self.microbatches * self.dp * self.batch,
                 seq_length=SEQ,
                 train_iters=self.steps,
-                lr=LR,
+                calculate_per_token_loss=self.per_token_loss,
+            ),
+            optimizer=OptimizerConfig(lr=LR),
+            precision=PrecisionConfig(
                 bf16=self.dtype == "bfloat16",
                 fp16=self.dtype == "float16",
                 initial_loss_scale=self.loss_scale,
                 **_OFTEN,
-                calculate_per_token_loss=self.per_token_loss,
             ),
             data=DataConfig(
                 mock_data=True,

@@ -30,7 +30,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from megapipe.data.build import Datasets
 from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.distributed.mesh import ProcessMesh
@@ -98,23 +108,18 @@ class Case:
                 enable_optimizer_post_validation=late,
                 post_validation_after=self.after,
             ),
-            train=TrainConfig(
-                micro_batch_size=1,
-                global_batch_size=self.microbatches * self.dp,
-                seq_length=8,
-                train_iters=self.steps,
-                lr=3e-3,
-                lr_warmup_iters=3,
-                clip_grad=self.clip,
+            batch=BatchConfig(
+                micro_batch_size=1, global_batch_size=self.microbatches * self.dp, seq_length=8, train_iters=self.steps
+            ),
+            optimizer=OptimizerConfig(lr=3e-3, lr_warmup_iters=3, clip_grad=self.clip, optimizer=self.optimizer),
+            precision=PrecisionConfig(
                 bf16=self.precision == "bf16",
                 fp16=self.precision == "fp16",
                 initial_loss_scale=2.0**12,
                 loss_scale_window=4,
                 hysteresis=1,
-                no_check_for_nan_in_loss_and_grad=True,
-                max_bad_iterations_in_a_row=self.steps + 1,
-                optimizer=self.optimizer,
             ),
+            guards=GuardConfig(no_check_for_nan_in_loss_and_grad=True, max_bad_iterations_in_a_row=self.steps + 1),
             data=DataConfig(
                 mock_data=True,
                 tokenizer_type="NullTokenizer",

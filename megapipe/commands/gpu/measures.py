@@ -27,7 +27,7 @@ from megapipe.commands.gpu.cases import LARGE_LAYER, SHAPE, SIZES
 from megapipe.commands.gpu.kernels import Found, main
 from megapipe.commands.plan.rehearse import prepared
 from megapipe.commands.plan.rehearsed_rank import answers_of, rank_alone
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import be_deterministic, graph_pool, synchronize
 from megapipe.distributed.mesh import ProcessMesh
@@ -217,14 +217,17 @@ def training(
 ) -> Callable[[], StepResult]:
     """Steps of a whole model in bf16 on one rank under a schedule, on data of its own: four microbatches of two."""
     model, microbatches = _model(size, layers), 4
-    train = TrainConfig(
-        micro_batch_size=2, global_batch_size=2 * microbatches, seq_length=size.seq, train_iters=1, lr=1e-4, bf16=True
+    config = Config(
+        model=model,
+        batch=BatchConfig(micro_batch_size=2, global_batch_size=2 * microbatches, seq_length=size.seq, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-4),
+        precision=PrecisionConfig(bf16=True),
     )
-    config = Config(model=model, parallel=ParallelConfig(), train=train)
     mesh, table = ProcessMesh.create(config.parallel, device), build(schedule, 1, microbatches)
     spans = partition(layers, table.placement)
     modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in table.placement.stages_on(0)]
-    pipeline, optimizer = Stages(config, table, modules, forward_step, mesh, 0), Optimizer(modules, train, mesh)
+    pipeline = Stages(config, table, modules, forward_step, mesh, 0)
+    optimizer = Optimizer(modules, config.optimizer, mesh)
     if by is not None:
         pipeline.engine.graphs = by
     draw = torch.Generator().manual_seed(1)

@@ -79,9 +79,9 @@ def load_device(path: str) -> Device:
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
     """Costs in seconds of stages that compute alone, with what their ranks send each other added: tensor and context
     parallelism within passes, a message between stages, gathers and sums of runs of passes."""
-    model, train, par = config.model, config.train, config.parallel
+    model, par = config.model, config.parallel
     t, c = par.tensor_model_parallel_size, par.context_parallel_size
-    tokens, element = train.sequence * train.micro_batch, 2 if train.half else 4
+    tokens, element = config.batch.sequence * config.batch.micro_batch, config.precision.element_bytes
     forth = back = 0.0
     if t > 1:
         f, b = tensor_bytes(model, tokens // c, ranks=t, element_bytes=element)
@@ -158,7 +158,7 @@ def _sparse(model: ModelConfig) -> float:
 def sums(plan: Plan, config: Config, device: Device) -> float:
     """Seconds in which the slowest rank sums its gradients, also with a second copy, and gathers weights at the end."""
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
-    element = (2 if config.train.half else 4) if par.splits_optimizer else 4
+    element = config.precision.element_bytes if par.splits_optimizer else 4
     gradient = 4
     if plan.sharding:  # what the table has
         gradient, element = 0, 0 if plan.sharding.weights else element

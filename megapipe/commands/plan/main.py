@@ -144,9 +144,9 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     device = load_device(flags.device) if flags.device else Device()
     slices = config.parallel.pipeline_slices
     asked = [] if slices is None else ask(lambda: number_of(config))
-    config = replace(config, parallel=ParallelConfig(), train=replace(config.train, micro_batch_size=1))
+    config = replace(config, parallel=ParallelConfig(), batch=replace(config.batch, micro_batch_size=1))
     problems = [*flag_problems(config), *asked]
-    if config.train.global_batch_size is None:
+    if config.batch.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
     if (devices := config.check.world_size) is None:
         problems.append("--search needs --world-size, the number of devices. Give it.")

@@ -63,9 +63,9 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
 
 def parts(config: Config) -> list[Part]:
     """Return the parts of a model in the order of their first layers."""
-    model, train, par = config.model, config.train, config.parallel
-    tokens = train.sequence * train.micro_batch
-    forward, backward, _ = expert_bytes(model, par, tokens, element_bytes=2 if train.half else 4)
+    model, par = config.model, config.parallel
+    tokens = config.batch.sequence * config.batch.micro_batch
+    forward, backward, _ = expert_bytes(model, par, tokens, element_bytes=config.precision.element_bytes)
     sent = forward + backward
 
     @cache

@@ -271,7 +271,7 @@ def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     worst = peaks.index(max(peaks))
     over = memory_gib is not None and peaks[worst] > memory_gib * GIB
-    tokens = config.global_batch_size * config.train.sequence / told.step
+    tokens = config.global_batch_size * config.batch.sequence / told.step
     lines += [
         f"pipeline rank {worst} {'runs out of memory first' if over else 'needs most'}: {peaks[worst] / GIB:.4g} GiB"
         + (f" of {memory_gib:g}" if memory_gib else ""),

@@ -170,9 +170,8 @@ def _said(question: Callable[[], object]) -> Any:
 
 def _typed(config: Config, module: nn.Module) -> nn.Module:
     """The module as models.build.stage_module makes it."""
-    train = config.train
-    module = module.requires_grad_(False) if train.freeze_all_layers else module
-    return module.to(torch.bfloat16 if train.bf16 else torch.float16) if train.half else module
+    module = module.requires_grad_(False) if config.optimizer.freeze_all_layers else module
+    return module.to(torch.bfloat16 if config.precision.bf16 else torch.float16) if config.precision.half else module
 
 
 def _provider(config: Config) -> Any:
@@ -224,9 +223,9 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
     vocab = (config.model.padded_vocab_size or 2) - 1
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
     config = replace(config, data=replace(config.data, num_workers=0, eval_interval=None))
-    if config.train.fp16:  # noise would overflow under a large one, and the update be skipped
-        config = replace(config, train=replace(config.train, loss_scale=1.0))
-    data = Datasets(_Noise(config.train.sequence, vocab), None, None)
+    if config.precision.fp16:  # noise would overflow under a large one, and the update be skipped
+        config = replace(config, precision=replace(config.precision, loss_scale=1.0))
+    data = Datasets(_Noise(config.batch.sequence, vocab), None, None)
     return Training(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
-from megapipe.config import Config, DataConfig, ModelConfig, TrainConfig
+from megapipe.config import KINDS, Config, ModelConfig
 from megapipe.config.mla import MLAConfig
 from megapipe.config.typed import unfit
 from megapipe.convert.megatron import experts
@@ -26,7 +26,7 @@ rotary_interleaved use_rope_scaling rope_scaling_factor normalization swiglu qui
 qk_layernorm untie_embeddings_and_output_weights init_method_std init_method_xavier_uniform embedding_init_method_std
 attention_dropout hidden_dropout padded_vocab_size make_vocab_size_divisible_by
 """
-_TRAIN = """
+_RUN = """
 micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule seq_length train_iters train_samples seed
 calculate_per_token_loss bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
 grad_reduce_in_bf16 optimizer lr min_lr decoupled_lr decoupled_min_lr lr_decay_style lr_decay_iters lr_decay_samples
@@ -34,8 +34,6 @@ lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init lr_wsd_decay
 lr_wsd_decay_samples weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad adam_beta1
 adam_beta2 adam_eps sgd_momentum muon_momentum muon_nesterov muon_num_ns_steps muon_coefficient_type muon_scale_mode
 muon_extra_scale_factor
-"""
-_DATA = """
 tokenizer_type tokenizer_model vocab_file merge_file vocab_size null_tokenizer_eod_id tiktoken_pattern
 tokenizer_hf_no_include_special_tokens tiktoken_num_special_tokens data_path data_args_path train_data_path
 valid_data_path test_data_path per_split_data_args_path split mock_data dataloader_type eod_mask_loss
@@ -85,42 +83,36 @@ def config_of(args: Args, name: str) -> Config:
     }
     if (window := args.get("window_size")) is not None:
         model["window_size"] = ",".join(map(str, window))
-    train = _taken(args, _TRAIN.split())
-    if train.get("weight_decay_incr_style", "constant") == "constant":  # Megatron-LM fills in both ends
-        train = {key: value for key, value in train.items() if key not in ("start_weight_decay", "end_weight_decay")}
-    if train.get("step_batch_size_schedule"):
-        train.pop("global_batch_size", None)
-    train["muon_no_split_qkv"] = not args.get("muon_split_qkv", True)
-    data = _taken(args, _DATA.split()) | {"no_data_sharding": not args.get("data_sharding", True)}
-    for left in left_out(args):
-        train.pop(left, None)
-        data.pop(left, None)
-    given = ((ModelConfig, model), (TrainConfig, train), (DataConfig, data))
-    if wrong := [f"{name}: its argument {text}" for kind, values in given for text in unfit(kind, values)]:
+    left = set(left_out(args))
+    if args.get("weight_decay_incr_style") in (None, "constant"):  # Megatron-LM fills in both ends
+        left |= {"start_weight_decay", "end_weight_decay"}
+    if args.get("step_batch_size_schedule"):
+        left.add("global_batch_size")
+    run = _taken(args, [key for key in _RUN.split() if key not in left]) | {
+        "muon_no_split_qkv": not args.get("muon_split_qkv", True),
+        "no_data_sharding": not args.get("data_sharding", True),
+    }
+    if wrong := [f"{name}: its argument {text}" for text in unfit(KINDS, model | run)]:
         raise CheckpointError(wrong)
     if outside := number_problems(ModelConfig(**model)):
         raise CheckpointError([f"{name}: its arguments, as flags: {problem}" for problem in outside])
-    return Config(model=ModelConfig(**model), train=TrainConfig(**train), data=DataConfig(**data))
+    return Config().with_fields(**model, **run)
 
 
 def left_out(args: Args) -> list[str]:
     """Arguments of training and data with a choice that is not here; the weights are what they are without them."""
-    found = []
-    for kind, names in ((TrainConfig, _TRAIN.split()), (DataConfig, _DATA.split())):
-        choices = {name: choice for name, hint in get_type_hints(kind).items() if (choice := _choices(hint))}
-        found += [name for name in names if name in choices and args.get(name) not in (None, *choices[name])]
-    return found
+    choices = {name: choice for name in _RUN.split() if (choice := _choices(KINDS[name]))}
+    return [name for name, choice in choices.items() if args.get(name) not in (None, *choice)]
 
 
 def args_of(config: Config) -> dict[str, Any]:
     """Settings that Megatron-LM compares with its flags, and takes with --use-checkpoint-args."""
-    model, train = config.model, config.train
+    model = config.model
     named = {key: getattr(model, key) for key in _MODEL.split()}
     window = None if model.window_size is None else tuple(map(int, model.window_size.strip("()").split(",")))
     return named | {
-        **{key: getattr(train, key) for key in _TRAIN.split()},
-        **{key: getattr(config.data, key) for key in _DATA.split()},
-        "muon_split_qkv": not train.muon_no_split_qkv,
+        **{key: config.value(key) for key in _RUN.split()},
+        "muon_split_qkv": not config.optimizer.muon_no_split_qkv,
         "data_sharding": not config.data.no_data_sharding,
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,

@@ -57,7 +57,7 @@ class Export:
 
     def groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters, with weight decay and without."""
-        train, curve = self.config.train, self._curve()
+        flags, curve = self.config.optimizer, self._curve()
         group = {
             "is_expert_parallel": False,
             "default_config": True,
@@ -67,15 +67,15 @@ class Export:
             "min_lr": curve.min_lr,
             "lr": curve.lr,
             "bias_correction": True,
-            "betas": (train.adam_beta1, train.adam_beta2),
-            "eps": train.adam_eps,
+            "betas": (flags.adam_beta1, flags.adam_beta2),
+            "eps": flags.adam_eps,
             "step": self.steps,
         }
         return [group | {"wd_mult": wd, "weight_decay": wd * curve.weight_decay.end} for wd in (1.0, 0.0)]
 
     def scheduler(self) -> dict[str, Any]:
         """The place on the curve of the learning rate."""
-        curve, where, train = self._curve(), self.content["state"], self.config.train
+        curve, where = self._curve(), self.content["state"]
         return {
             "max_lr": curve.lr,
             "lr_warmup_steps": curve.warmup,
@@ -86,7 +86,7 @@ class Export:
             "start_wd": curve.weight_decay.start,
             "end_wd": curve.weight_decay.end,
             "wd_incr_style": curve.weight_decay.style,
-            "wd_incr_steps": train.train_samples or self.config.train_iters * self.config.global_batch_size,
+            "wd_incr_steps": self.config.batch.train_samples or self.config.train_iters * self.config.global_batch_size,
         }
 
     def notes(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def opened(folder: Path, target: Path, optimizer: bool, fused: bool | None) -> E
     check_ours(saved, model, folder.name)
     content = json.loads((folder / STATE).read_text())
     steps: int | None = content["optimizer_steps"] if optimizer else None
-    if steps is not None and (config.train.optimizer != "adam" or config.train.decoupled_lr is not None):
-        what = f"--optimizer {config.train.optimizer}" if config.train.optimizer != "adam" else "--decoupled-lr"
+    if steps is not None and (config.optimizer.optimizer != "adam" or config.optimizer.decoupled_lr is not None):
+        what = f"--optimizer {config.optimizer.optimizer}" if config.optimizer.optimizer != "adam" else "--decoupled-lr"
         raise CheckpointError(f"{folder.name}: the state under {what} cannot be exported; add --no-load-optim")
-    return Export(config, saved, content, steps, config.train.half if fused is None else fused)
+    return Export(config, saved, content, steps, config.precision.half if fused is None else fused)

@@ -143,7 +143,7 @@ def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, 
     content["model"] = tensors | extra
     if export.steps is None:
         return content
-    kinds = ("exp_avg", "exp_avg_sq", *([_MAIN] if export.config.train.half else []))
+    kinds = ("exp_avg", "exp_avg_sq", *([_MAIN] if export.config.precision.half else []))
     shapes = {name: x.shape for name, x in tensors.items() if is_trained(name)}
     made = _optimizers(export, shapes, {kind: read(kind) for kind in kinds}, apart=sizes.ep > 1)
     return content | {"optimizer": made, "opt_param_scheduler": export.scheduler()}

@@ -91,8 +91,8 @@ def import_megatron(
     if with_state:
         read, steps = _with_state(opened, args, layouts, tied, config)
     iteration = 0 if released else int(common["iteration"])
-    kinds = ["", *MOMENTS, *(["master"] if config.train.half else [])] if with_state else [""]
-    dtype = torch.bfloat16 if config.train.bf16 else torch.float16 if config.train.fp16 else torch.float32
+    kinds = ["", *MOMENTS, *(["master"] if config.precision.half else [])] if with_state else [""]
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float16 if config.precision.fp16 else torch.float32
     rows = [(kind, name) for kind in kinds for name in layouts if not kind or is_trained(name)]
 
     def tensor(kind: str, name: str) -> tuple[str, Tensor]:
@@ -185,7 +185,7 @@ def _with_state(
     if len(steps) != 1:
         raise CheckpointError(f"{opened.folder} does not say after how many steps its optimizer is{WEIGHTS_ALONE}")
     if rows is None:
-        for kind in (*MOMENTS, *(["master"] if config.train.half else [])):
+        for kind in (*MOMENTS, *(["master"] if config.precision.half else [])):
             if not opened.shapes(kind):
                 kept = ", ".join(_objects(opened)) or "nothing of it"
                 raise CheckpointError(f"{opened.folder} has no {kind} by parameter, but {kept}{WEIGHTS_ALONE}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.device import Gauge
 from megapipe.distributed.layout import layout_of
 from megapipe.optim.buckets import Bucket, buckets_of
@@ -74,7 +74,7 @@ class Storage:
         num_buckets: as in `buckets_of`.
     """
 
-    train: TrainConfig
+    flags: OptimizerConfig
     groups: Groups
     ties: Ties
     live: Gauge
@@ -140,8 +140,8 @@ class Storage:
             replicas=replicas,
             distributed=split,
             groups=self.groups,
-            grads_as=dtype_of(self.train.main_grads_dtype),
-            main_as=dtype_of(self.train.main_params_dtype),
+            grads_as=dtype_of(self.flags.main_grads_dtype),
+            main_as=dtype_of(self.flags.main_params_dtype),
             live=self.live,
             **given,
         )

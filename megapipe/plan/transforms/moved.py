@@ -46,11 +46,11 @@ class Copies(NamedTuple):
     @classmethod
     def of(cls, config: Config, flag: str) -> Self:
         """The copies of a run, for that reason."""
-        par, train, model = config.parallel, config.train, config.model
+        par, model = config.parallel, config.model
         shared = par.context_parallel_size * (par.tensor_model_parallel_size if model.sequence_parallel else 1)
-        tokens = (train.seq_length or 0) * (train.micro_batch_size or 1) / shared
+        tokens = (config.batch.seq_length or 0) * (config.batch.micro_batch_size or 1) / shared
         given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
-        input_bytes = tokens * model.hidden * (2 if train.half else 4)
+        input_bytes = tokens * model.hidden * config.precision.element_bytes
         return cls(flag, *given, input_bytes, par.offload_modules)
 
     def priced(self, costs: Costs, byte: float) -> Costs:

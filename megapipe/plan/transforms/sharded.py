@@ -42,7 +42,7 @@ class Sharding(NamedTuple):
             return None
         ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
         same = max(config.world_size // ranks, 1)
-        element = 2 if config.train.half else 4
+        element = config.precision.element_bytes
         sizes = config.weight_replicas, same, element, gradient
         return cls(par.shards_weights, *sizes, par.data_parallel_flops_per_byte, par.tensor_model_parallel_size)
 

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from megapipe.config import TrainConfig
+from megapipe.config import Config
 from megapipe.errors import TrainingError
 from megapipe.training.steps.step import Refuses, StepResult
 
@@ -28,8 +28,9 @@ class Guard:
         say: prints a line.
     """
 
-    def __init__(self, train: TrainConfig, say: Callable[[str], None]) -> None:
-        self.train, self._say = train, say
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.guards, self.precision, self.seed = config.guards, config.precision, config.batch.seed
+        self._say = say
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OF_LAST))
         self._in_a_row = 0
 
@@ -42,9 +43,9 @@ class Guard:
             last_saved: the iteration of the newest checkpoint, 0 for none.
         Raises: TrainingError for a number that is not finite twice over, and after too many bad steps in a row.
         """
-        train, twice = self.train, self.train.rerun_mode == "validate_results"
+        twice = self.guards.rerun_mode == "validate_results"
         limits, injected = self._limits(), twice and self._injects(iteration)
-        refuses = partial(_above, limits=limits if twice and train.check_for_spiky_loss else {})
+        refuses = partial(_above, limits=limits if twice and self.guards.check_for_spiky_loss else {})
         # A refused step has updated nothing, so that the second run begins from the same weights, samples and random
         # numbers.
         first = result = run((lambda losses: True) if injected else refuses)
@@ -63,9 +64,9 @@ class Guard:
 
     def judge(self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = "") -> None:
         """The end of `step`, for one that cannot be run a second time; errors as there."""
-        train, limits = self.train, self._limits()
+        precision, limits = self.precision, self._limits()
         # A dynamic loss scale finds its size by steps that overflow: while it can shrink they are no bad sign.
-        searching = train.dynamic_loss_scale and scale > train.min_loss_scale
+        searching = precision.dynamic_loss_scale and scale > precision.min_loss_scale
         if result.skipped and not self._skips:
             raise TrainingError(
                 f"iteration {iteration}: {_said(result)}{again}. Nothing was updated. "
@@ -76,11 +77,11 @@ class Guard:
 
     def _injects(self, iteration: int) -> bool:
         """A draw for the drill: the same on all ranks, and after a restart."""
-        rate = self.train.error_injection_rate
-        return rate > 0 and random.Random(f"{self.train.seed} {iteration}").randrange(rate) == 0
+        rate = self.guards.error_injection_rate
+        return rate > 0 and random.Random(f"{self.seed} {iteration}").randrange(rate) == 0
 
     def _injected(self, iteration: int) -> None:
-        kind = self.train.error_injection_type
+        kind = self.guards.error_injection_type
         said = f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the same samples"
         if kind == "persistent_error":
             raise TrainingError(f"{said} and counts as wrong, twice. It was a drill: leave out --error-injection-rate.")
@@ -88,11 +89,11 @@ class Guard:
 
     @property
     def _skips(self) -> bool:
-        return self.train.no_check_for_nan_in_loss_and_grad or self.train.dynamic_loss_scale
+        return self.guards.no_check_for_nan_in_loss_and_grad or self.precision.dynamic_loss_scale
 
     def _count(self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool) -> None:
         spikes = not result.skipped and _above(result.losses, limits)
-        bad = (result.skipped and not searching) or (spikes and self.train.check_for_spiky_loss)
+        bad = (result.skipped and not searching) or (spikes and self.guards.check_for_spiky_loss)
         self._in_a_row = self._in_a_row + 1 if bad else 0
         if spikes:
             self._say(
@@ -105,11 +106,11 @@ class Guard:
                     self._recent[name].append(loss)
         if bad and self._in_a_row > 1:
             self._say(f"WARNING: {self._in_a_row} iterations in a row were skipped or spiked, the last is {iteration}")
-        if self._in_a_row >= self.train.max_bad_iterations_in_a_row:
+        if self._in_a_row >= self.guards.max_bad_iterations_in_a_row:
             raise TrainingError(
                 f"iteration {iteration}: {self._in_a_row} iterations in a row were skipped or spiked, as many as "
-                f"--max-bad-iterations-in-a-row {self.train.max_bad_iterations_in_a_row}; now {_said(result)}. Go back "
-                "to a checkpoint before them with --ckpt-step, and lower --lr or leave out the samples."
+                f"--max-bad-iterations-in-a-row {self.guards.max_bad_iterations_in_a_row}; now {_said(result)}. "
+                "Go back to a checkpoint before them with --ckpt-step, and lower --lr or leave out the samples."
             )
 
     def _limits(self) -> dict[str, float]:

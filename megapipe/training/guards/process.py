@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megapipe.config import Config, TrainConfig
+from megapipe.config import Config, GuardConfig
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.watch.watch import RELAY_S
@@ -48,15 +48,15 @@ def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
 class Stopping:
     """A watch on what ends a run before its last iteration. `exit_code`: of the process then."""
 
-    def __init__(self, train: TrainConfig, mesh: ProcessMesh, started: float) -> None:
-        self.train, self.mesh, self._started = train, mesh, started
-        self.signal = ExitSignal(train.exit_signal if train.exit_signal_handler else None)
+    def __init__(self, flags: GuardConfig, mesh: ProcessMesh, started: float) -> None:
+        self.flags, self.mesh, self._started = flags, mesh, started
+        self.signal = ExitSignal(flags.exit_signal if flags.exit_signal_handler else None)
         self.exit_code = 0
 
     @property
     def wanted(self) -> bool:
         """Is this rank to stop by itself?"""
-        most, minutes = self.train.exit_duration_in_mins, (time.monotonic() - self._started) / 60
+        most, minutes = self.flags.exit_duration_in_mins, (time.monotonic() - self._started) / 60
         return self.signal.received or (most is not None and minutes > most)
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
@@ -68,14 +68,14 @@ class Stopping:
             # torchrun would take it for a failure and, with --max-restarts, start the run again.
             self.exit_code = 0 if _under_torchrun() else STOPPED
             return f"[exiting program after {why}]"
-        if (every := self.train.exit_interval) and iteration % every == 0:
+        if (every := self.flags.exit_interval) and iteration % every == 0:
             return f"[exiting program at iteration {iteration}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
         return None
 
     def _asked(self) -> str | None:
         """The signal that came to any rank, or the time that is up."""
-        most = self.train.exit_duration_in_mins
-        if most is None and not self.train.exit_signal_handler:
+        most = self.flags.exit_duration_in_mins
+        if most is None and not self.flags.exit_signal_handler:
             return None
         # Clocks of machines differ by seconds: the longest of all decides, or ranks would stop at different steps.
         mine = [(time.monotonic() - self._started) / 60, float(self.signal.number)]

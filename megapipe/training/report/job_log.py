@@ -24,7 +24,7 @@ class JobLog(Sink):
         super().__init__(f"no --log-progress from here on, {path}")
         self._to = path if wanted else None
         self._world, self._async = config.world_size, config.checkpoint.async_save
-        self._tokens = config.train.sequence
+        self._tokens = config.batch.sequence
         self._flops = flops_per_token(config.model, self._tokens) * self._tokens
         self._began, self._samples = time.time(), samples
         self._write("Starting job")

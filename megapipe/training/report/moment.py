@@ -108,7 +108,7 @@ class Moment:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of the whole run."""
-        return self.over.samples * self.config.train.sequence / self.over.seconds
+        return self.over.samples * self.config.batch.sequence / self.over.seconds
 
     @property
     def tflops(self) -> float:

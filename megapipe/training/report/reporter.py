@@ -40,7 +40,7 @@ class Reporter:
         self._boards: tuple[Board, ...] = (TensorBoard(config.log), WeightsAndBiases(config)) if self.speaks else ()
         self._timers = timers.Timers(config.log, mesh)
         self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
-        self._flops = flops_per_token(config.model, config.train.sequence)
+        self._flops = flops_per_token(config.model, config.batch.sequence)
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
         self._place, self._compared = place, False
         self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)

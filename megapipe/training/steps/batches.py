@@ -71,9 +71,9 @@ class StepReading:
         reads = Kind.E if stage in place.shares(stage) else Kind.F
         steps = table.ranks[mesh.pp.rank]
         order = [table.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
-        depth, per_token = place.depth(stage), config.train.calculate_per_token_loss
+        depth, per_token = place.depth(stage), config.batch.calculate_per_token_loss
         ends = self.eod if config.model.mtp_within_documents else None
-        slices = Slices(lengths_of(table, config.train.seq_length, mesh, config.model, self.borders))
+        slices = Slices(lengths_of(table, config.batch.seq_length, mesh, config.model, self.borders))
 
         @lru_cache(maxsize=1)  # slices of a microbatch follow each other
         def whole(i: int) -> Batch:

@@ -107,7 +107,7 @@ class Stages:
             iteration: as diagnoses name it; default: by the samples.
         """
         config, mesh, table, dp = self.config, self.mesh, self.schedule, self.mesh.dp
-        b = config.train.micro_batch
+        b = config.batch.micro_batch
         what = "evaluation" if evaluate else "iteration"
         mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
         # Each step, as evaluations run between them on the same modules.
@@ -124,21 +124,21 @@ class Stages:
                 data_iterator=[reading.batches(stage) for stage in table.placement.stages_on(mesh.pp.rank)],
                 model=self.modules,
                 num_microbatches=table.num_microbatches,
-                seq_length=config.train.sequence,
+                seq_length=config.batch.sequence,
                 micro_batch_size=b,
                 schedule=table,
                 costs=self.costs,
-                forward_only=evaluate or config.train.freeze_all_layers,
-                calculate_per_token_loss=config.train.calculate_per_token_loss,
+                forward_only=evaluate or config.optimizer.freeze_all_layers,
+                calculate_per_token_loss=config.batch.calculate_per_token_loss,
                 loss_scale=loss_scale,
                 on_loss=losses.append,
                 documents=reading.borders,
                 read=reading.wait,
                 stopwatch=watch,
                 weights=weights,
-                stream=lambda i: Stream(config.train.seed, consumed + (i * dp.size + dp.rank) * b, documents(i)),
+                stream=lambda i: Stream(config.batch.seed, consumed + (i * dp.size + dp.rank) * b, documents(i)),
             )
-        if not (evaluate or config.train.freeze_all_layers):
+        if not (evaluate or config.optimizer.freeze_all_layers):
             self.stopwatch = watch
         mesh.position.enter("the sum of the losses")
         beside = None if evaluate else self.routers.table()

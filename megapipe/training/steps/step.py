@@ -91,7 +91,7 @@ class Update:
         stages: Stages, optimizer: Optimizer, sums: Reduction, rates: Rates, scale: float | Tensor, *, late: bool
     ) -> Update:
         """Reduce the gradients, begin to take their norm times `scale`; if `late`, update without it."""
-        gradients, frozen = optimizer.reduce(scale, sums), stages.config.train.freeze_all_layers
+        gradients, frozen = optimizer.reduce(scale, sums), stages.config.optimizer.freeze_all_layers
         # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
         moved = () if frozen else stages.moved()
         update = Update(stages, stages.config, optimizer, rates, gradients, moved, optimizer.steps)
@@ -183,7 +183,7 @@ def train_step(
     sums, position = optimizer.reduction(), stages.mesh.position
     weights = weights_of(optimizer, sums)
     late = stages.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
-    per_token = stages.config.train.calculate_per_token_loss
+    per_token = stages.config.batch.calculate_per_token_loss
     scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / stages.mesh.dp.size
     # The update waits for the reductions: a rank that hangs there is to be named with this place.
     position.enter("the optimizer step")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, ParallelConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, share_of
 from megapipe.errors import ConfigError
@@ -103,7 +103,7 @@ def config(c: int = 2, seq_length: int = 48, **model) -> Config:
     return Config(
         model=replace(BASE, **model),
         parallel=ParallelConfig(context_parallel_size=c),
-        train=TrainConfig(seq_length=seq_length),
+        batch=BatchConfig(seq_length=seq_length),
         world_size=c,
     )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import LLAMA
 
-from megapipe.config import Config, ParallelConfig, TrainConfig
+from megapipe.config import Config, OptimizerConfig, ParallelConfig
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
@@ -48,7 +48,7 @@ def optimizer_of(mesh: ProcessMesh, name: str, *, distributed: bool) -> Optimize
     own = schedule.placement.stages_on(mesh.pp.rank)
     model = replace(MODEL, sequence_parallel=mesh.tp.size > 1)
     stages = [gpt_provider(model, spans[stage], mesh.tp) for stage in own]
-    return Optimizer(stages, TrainConfig(lr=0.1), mesh, distributed=distributed)
+    return Optimizer(stages, OptimizerConfig(lr=0.1), mesh, distributed=distributed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

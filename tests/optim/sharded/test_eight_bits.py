@@ -82,7 +82,8 @@ def a_run(model, par=ZERO, steps=2, dp=2, pp=1, schedule="1f1b", **checkpoint) -
     return replace(
         run,
         parallel=replace(run.parallel, **par),
-        train=replace(run.train, micro_batch_size=1, train_iters=steps, lr_decay_iters=4),
+        batch=replace(run.batch, micro_batch_size=1, train_iters=steps),
+        optimizer=replace(run.optimizer, lr_decay_iters=4),
         data=replace(run.data, eval_iters=1, eval_interval=1),
         checkpoint=CheckpointConfig(**checkpoint),
     )
@@ -166,4 +167,4 @@ def test_the_plan_counts_a_share_of_the_weights_and_twice_their_bytes():
 
 def planned(eight: bool) -> Config:
     run = a_run(replace(FP8, fp8_recipe="tensorwise", fp8_param_gather=eight), dp=4)
-    return replace(run, train=replace(run.train, global_batch_size=8))
+    return replace(run, batch=replace(run.batch, global_batch_size=8))

@@ -89,7 +89,7 @@ def test_a_rank_has_no_more_whole_than_the_clock_says(schedule, living, monkeypa
     model = replace(STYLES["gpt2"], num_layers=8 if tied else 6, untie_embeddings_and_output_weights=not tied)
     plain = config(model, dp=2, pp=2, schedule=schedule, bf16=True)
     parallel = replace(plain.parallel, num_virtual_stages_per_pipeline_rank=None if tied else 3, **FSDP)
-    base = replace(plain, parallel=parallel, train=replace(plain.train, micro_batch_size=1))
+    base = replace(plain, parallel=parallel, batch=replace(plain.batch, micro_batch_size=1))
     datasets()
     for held, predicted in run_threads(peak, dp=2, pp=2):
         assert held == pytest.approx(predicted, rel=0.01)

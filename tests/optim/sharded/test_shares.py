@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from whole_step import take_step
 
-from megapipe.config import TrainConfig
+from megapipe.config import OptimizerConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
@@ -30,7 +30,7 @@ def inputs(step: int, rank: int, dtype: torch.dtype) -> Tensor:
 def trained(mesh: ProcessMesh, shards: dict[str, bool], dtype: torch.dtype, *, often: bool = False):
     """Norm of every step, the weights, and most bytes that were whole. often: gradients are reduced twice a step."""
     net = model(dtype)
-    optimizer = Optimizer([net], TrainConfig(clip_grad=0.5), mesh, distributed=True, **shards)
+    optimizer = Optimizer([net], OptimizerConfig(clip_grad=0.5), mesh, distributed=True, **shards)
     gathers, norms = optimizer.gathers, []
     for step in range(STEPS):
         reduction = optimizer.reduction()

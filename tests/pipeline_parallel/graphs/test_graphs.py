@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.flags.parse import parse
 from megapipe.models.layer import TransformerLayer
@@ -194,7 +194,8 @@ def test_the_plan_counts_a_pool_for_every_microbatch_in_flight():
     config = Config(
         ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, padded_vocab_size=32, **NO_DROPOUT),
         ParallelConfig(pipeline_model_parallel_size=4, cuda_graph_impl="local"),
-        TrainConfig(micro_batch_size=2, global_batch_size=16, seq_length=8, bf16=True),
+        BatchConfig(micro_batch_size=2, global_batch_size=16, seq_length=8),
+        precision=PrecisionConfig(bf16=True),
         world_size=4,
     )
     plan = make_plan(config)

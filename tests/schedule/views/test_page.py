@@ -267,7 +267,7 @@ def test_the_flags_of_the_page_ask_for_what_it_shows(seen):
         4,
     )
     assert interleaved.parallel.pipeline_model_parallel_size == 4
-    assert interleaved.train.global_batch_size // interleaved.train.micro_batch_size == 8
+    assert interleaved.batch.global_batch_size // interleaved.batch.micro_batch_size == 8
 
 
 @needs_browser

@@ -11,7 +11,7 @@ import torch
 from short_run import config, run_of
 from tiny import STYLES
 
-from megapipe.config import TrainConfig
+from megapipe.config import Config
 from megapipe.errors import RanksDiffer, TrainingError, UserError
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.guards.numbers import Guard
@@ -77,31 +77,31 @@ def losses(guard, *values, scale=1.0, saved=0):
 
 def test_what_comes_twice_ends_the_run_and_the_checkpoint_is_not_called_sound():
     """--lr 1e30 breaks the weights in iteration 1, which is saved; the loss shows it in iteration 2."""
-    guard = Guard(TrainConfig(), print)
+    guard = Guard(Config(), print)
     with pytest.raises(
         TrainingError, match=r"not finite\), gradient norm nan, twice\. .* 1 may already be bad.*ckpt-s"
     ):
         losses(guard, 2.0, math.nan, saved=1)
     with pytest.raises(TrainingError, match=r"not finite\), gradient norm nan\. Nothing was updated\. Lower --lr"):
-        losses(Guard(TrainConfig(rerun_mode="disabled"), print), math.inf)
+        losses(Guard(Config().with_fields(rerun_mode="disabled"), print), math.inf)
 
 
 @pytest.mark.parametrize("kind", ["correct_result", "transient_error", "persistent_error"])
 def test_an_injected_error_runs_a_step_again_and_ends_the_run_if_it_persists(kind):
     """One in three of 60 steps, the same ones whoever asks; the guard of a run without the flag injects none."""
     said: list[str] = []
-    train = TrainConfig(error_injection_rate=3, error_injection_type=kind)
+    config = Config().with_fields(error_injection_rate=3, error_injection_type=kind)
     if kind == "persistent_error":
         with pytest.raises(TrainingError, match=r"persistent_error: .* counts as wrong, twice"):
-            losses(Guard(train, print), *[2.0] * 60)
+            losses(Guard(config, print), *[2.0] * 60)
         return
-    assert not any(result.skipped for result in losses(Guard(train, said.append), *[2.0] * 60))
+    assert not any(result.skipped for result in losses(Guard(config, said.append), *[2.0] * 60))
     assert 10 <= len(said) <= 30
     assert said[0].endswith(f"--error-injection-type {kind}: {AGAIN}; going on with the second result")
     again: list[str] = []
-    losses(Guard(train, again.append), *[2.0] * 60)
-    losses(Guard(replace(train, error_injection_rate=0), again.append), *[2.0] * 60)
-    losses(Guard(replace(train, rerun_mode="disabled"), again.append), *[2.0] * 60)
+    losses(Guard(config, again.append), *[2.0] * 60)
+    losses(Guard(config.with_fields(error_injection_rate=0), again.append), *[2.0] * 60)
+    losses(Guard(config.with_fields(rerun_mode="disabled"), again.append), *[2.0] * 60)
     assert again == said
 
 
@@ -115,7 +115,7 @@ def test_an_injected_error_costs_no_bit(capsys):
 
 def test_a_spike_that_comes_twice_is_told_and_trained_on():
     said: list[str] = []
-    assert [r.skipped for r in losses(Guard(TrainConfig(), said.append), 2.0, 2.1, 21.1, 20.9)] == [False] * 4
+    assert [r.skipped for r in losses(Guard(Config(), said.append), 2.0, 2.1, 21.1, 20.9)] == [False] * 4
     assert said == [
         "WARNING: iteration 3: the loss spikes, loss {'lm loss': 21.1}, gradient norm 1.0: more than 10 times the "
         "largest of the last 100, lm loss 2.1"
@@ -129,7 +129,7 @@ def test_a_spike_that_comes_twice_is_told_and_trained_on():
 @pytest.mark.parametrize("most", [3, 10])
 def test_so_many_bad_iterations_in_a_row_end_the_run(flags, values, most):
     said: list[str] = []
-    guard = Guard(TrainConfig(max_bad_iterations_in_a_row=most, **flags), said.append)
+    guard = Guard(Config().with_fields(max_bad_iterations_in_a_row=most, **flags), said.append)
     losses(guard, 2.0, *values * (most - 1), 2.0, *values * (most - 1))
     with pytest.raises(TrainingError, match=f"{most} iterations in a row were skipped .* as many as --max-bad-"):
         losses(guard, *values)
@@ -137,7 +137,7 @@ def test_so_many_bad_iterations_in_a_row_end_the_run(flags, values, most):
 
 
 def test_a_dynamic_loss_scale_that_still_falls_is_no_bad_row():
-    guard = Guard(TrainConfig(fp16=True, min_loss_scale=8.0), print)
+    guard = Guard(Config().with_fields(fp16=True, min_loss_scale=8.0), print)
     losses(guard, *[math.inf] * 30, scale=16.0)
     with pytest.raises(TrainingError, match="10 iterations in a row"):
         losses(guard, *[math.inf] * 10, scale=8.0)

@@ -11,7 +11,7 @@ import pytest
 from programs import Program, start_ranks
 
 from megapipe.checkpoint import commit
-from megapipe.config import CheckpointConfig, Config, LogConfig, TrainConfig
+from megapipe.config import CheckpointConfig, Config, GuardConfig, LogConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.watch import watch
 from megapipe.pipeline_parallel.watch.watch import RELAY_S
@@ -158,7 +158,7 @@ def test_a_trigger_is_obeyed_once_and_exit_says_that_the_run_can_go_on(tmp_path,
         (tmp_path / given).touch()
     config = Config(checkpoint=CheckpointConfig(trigger_path=str(tmp_path)), log=LogConfig(log_interval=1))
     mesh = ProcessMesh.single()
-    stopping, asked = Stopping(TrainConfig(), mesh, 0.0), triggered(config, mesh, 1)
+    stopping, asked = Stopping(GuardConfig(), mesh, 0.0), triggered(config, mesh, 1)
     assert asked == [given] * bool(given)
     reason = stopping.reason(1, asked)
     assert reason == (text and f"[exiting program after {text}]")

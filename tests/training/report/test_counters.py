@@ -16,7 +16,7 @@ from short_run import config, datasets, run_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import STYLES
 
-from megapipe.config import Config, LogConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, LogConfig
 from megapipe.distributed.axis import CPU, Axis
 from megapipe.distributed.device import peak_by_name
 from megapipe.distributed.mesh import ProcessMesh
@@ -108,9 +108,9 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     log = replace(log, log_straggler=schedule == "1f1b")  # --log-straggler
     log = replace(log, timing_log_level=2, timing_log_option="all", tensorboard_dir=str(tmp_path / "board"))
     log = replace(log, log_timers_to_tensorboard=True)
-    train_10 = replace(asked.train, train_iters=10)
+    batch_10 = replace(asked.batch, train_iters=10)
     par = replace(asked.parallel, enable_optimizer_post_validation=late)
-    run_threads(partial(train, asked=replace(asked, log=log, parallel=par, train=train_10)), pp=2, timeout_s=60)
+    run_threads(partial(train, asked=replace(asked, log=log, parallel=par, batch=batch_10)), pp=2, timeout_s=60)
     said = capsys.readouterr().out
     assert "beside the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
     line = next(x for x in said.splitlines() if "iteration       10/" in x)
@@ -142,7 +142,7 @@ def test_on_a_terminal_a_line_is_for_people_and_as_wide_as_it(capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", str(columns))
     asked = config(STYLES["gpt2"], pp=2)
     log = replace(asked.log, log_interval=5, device_peak_tflops=1.0)
-    asked = replace(asked, log=log, train=replace(asked.train, train_iters=10))
+    asked = replace(asked, log=log, batch=replace(asked.batch, train_iters=10))
     datasets()
     run_threads(partial(train, asked=asked), pp=2, timeout_s=60)
     lines = [x for x in capsys.readouterr().out.splitlines() if re.match(r" *\d+/10 ", x)]
@@ -221,14 +221,14 @@ def test_the_writing_of_a_trace_is_no_part_of_the_next_iteration(tmp_path, monke
         profile_step_end=2,
     )
     asked = config(STYLES["gpt2"])
-    run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4))).train()
+    run_of(ProcessMesh.single(), replace(asked, log=log, batch=replace(asked.batch, train_iters=4))).train()
     rows = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [row["step_ms"] < 100 for row in rows] == [True] * 4
 
 
 def first_of_two(losses: dict[str, float]) -> Moment:
     """The first of two steps of 8 tokens, which takes 100 ms."""
-    asked = Config(train=TrainConfig(micro_batch_size=8, seq_length=1, train_iters=2))
+    asked = Config(batch=BatchConfig(micro_batch_size=8, seq_length=1, train_iters=2))
     result = StepResult(losses, 1.0, 8.0, skipped=False, batch=8)
     return Moment(asked, Progress(1, 8), result, Window.of(result, 0.1), lr=1e-3)
 
@@ -309,7 +309,7 @@ def test_exposed_communication_is_a_share_of_the_passes_beside_what_costs_say_of
 def test_a_run_with_collectives_in_its_passes_says_how_long_it_waited_for_them(tmp_path):
     asked = config(STYLES["gpt2"], pp=2, tp=2)
     log = replace(asked.log, metrics_file=str(tmp_path / "m"))
-    asked = replace(asked, log=log, train=replace(asked.train, train_iters=3))
+    asked = replace(asked, log=log, batch=replace(asked.batch, train_iters=3))
     run_threads(partial(train, asked=asked), pp=2, tp=2, timeout_s=60)
     row = json.loads((tmp_path / "m").read_text().splitlines()[-1])
     assert 0 < row["exposed_communication"] < 1
@@ -326,7 +326,7 @@ def test_the_metrics_file_has_what_the_line_has(tmp_path):
     asked = config(STYLES["gpt2"])
     log = replace(asked.log, log_interval=3, metrics_file=str(tmp_path / "m"))
     log = replace(log, log_params_norm=True, log_num_zeros_in_grad=True)
-    training = run_of(ProcessMesh.single(), replace(asked, log=log, train=replace(asked.train, train_iters=4)))
+    training = run_of(ProcessMesh.single(), replace(asked, log=log, batch=replace(asked.batch, train_iters=4)))
     training.train()
     rows = [json.loads(x) for x in (tmp_path / "m").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]

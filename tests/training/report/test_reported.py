@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megapipe.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapipe.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megapipe.distributed.axis import Pending
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, RanksDiffer
@@ -62,15 +62,14 @@ def pipeline(mesh: ProcessMesh, step: Any, *, per_token: bool = True, microbatch
     config = Config(
         model=ModelConfig(num_layers=1, hidden_size=1, num_attention_heads=1),
         parallel=ParallelConfig(),
-        train=TrainConfig(
+        batch=BatchConfig(
             micro_batch_size=B,
             global_batch_size=B * microbatches * mesh.dp.size,
             seq_length=S,
             train_iters=3,
-            lr=1e-2,
-            clip_grad=0,
             calculate_per_token_loss=per_token,
         ),
+        optimizer=OptimizerConfig(lr=1e-2, clip_grad=0),
         data=DataConfig(eod_mask_loss=True),
         world_size=mesh.world.size,
     )
@@ -82,7 +81,7 @@ def trained(
 ) -> tuple[StepResult, Tensor, Tensor]:
     """One step: its result, the gradient and the weights after it."""
     run = pipeline(mesh, partial(forward_step, report=report, tokens_as=tokens_as))
-    optimizer = Optimizer(run.modules, run.config.train, mesh)
+    optimizer = Optimizer(run.modules, run.config.optimizer, mesh)
     rank, size = mesh.dp.rank, mesh.dp.size
     result = train_step(run, optimizer, list(TOKENS[rank : M * size : size]), 0, Rates(1e-2))
     return result, optimizer.buffers[0].grads.clone(), optimizer.buffers[0].main.clone()
@@ -167,7 +166,7 @@ def test_a_stage_with_the_loss_needs_a_loss_func():
 def test_a_loss_that_is_not_finite_skips_the_step_whatever_is_reported():
     bad = step_with(lambda x: (x.sum() * math.nan, 4, {"lm loss": 1.0}))
     run = pipeline(ProcessMesh.single(), bad)
-    optimizer = Optimizer(run.modules, run.config.train, ProcessMesh.single())
+    optimizer = Optimizer(run.modules, run.config.optimizer, ProcessMesh.single())
     before = optimizer.buffers[0].main.clone()
     result = train_step(run, optimizer, list(TOKENS[:M]), 0, Rates(1e-2))
     assert (result.skipped, result.finite, result.losses) == (True, False, {"lm loss": 1.0})

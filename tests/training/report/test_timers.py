@@ -83,7 +83,13 @@ def test_waiting_for_samples_is_the_batch_generators_time_and_no_passs(capsys, w
     asked = config(STYLES["gpt2"])
     data = replace(asked.data, num_workers=workers, reset_attention_mask=isolated)
     log = replace(asked.log, timing_log_level=2, timing_log_option="max", log_interval=1)
-    asked = replace(asked, data=data, log=log, train=replace(asked.train, train_iters=1, lr_warmup_iters=0))
+    asked = replace(
+        asked,
+        data=data,
+        log=log,
+        batch=replace(asked.batch, train_iters=1),
+        optimizer=replace(asked.optimizer, lr_warmup_iters=0),
+    )
     mesh = ProcessMesh.single()
     Training(asked, mesh, gpt_provider, forward_step, Datasets(Slow(), None, None), 127, time.monotonic()).train()
     found = dict(re.findall(r" (\S+) \.+: ([\d.]+)", capsys.readouterr().out))

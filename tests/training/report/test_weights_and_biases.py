@@ -26,7 +26,7 @@ def test_an_offline_run_has_the_scalars_and_the_settings(tmp_path, monkeypatch):
     pytest.importorskip("wandb", exc_type=ImportError)
     monkeypatch.setenv("WANDB_MODE", "offline")
     asked = replace(config(STYLES["gpt2"]), log=replace(LOG, wandb_save_dir=str(tmp_path)))
-    run_of(ProcessMesh.single(), replace(asked, train=replace(asked.train, train_iters=4))).train()
+    run_of(ProcessMesh.single(), replace(asked, batch=replace(asked.batch, train_iters=4))).train()
     (path,) = Path(tmp_path).rglob("*.wandb")
     said = path.read_bytes()
     tags = ("lm loss", "grad-norm", "learning-rate", "iteration-time", "megapipe/tokens-per-second", "samples vs steps")

@@ -24,8 +24,7 @@ from megapipe.distributed.mesh import ProcessMesh
 def test_garbage_is_collected_after_the_first_step_and_with_manual_gc_where_the_flags_say(flags, collections):
     base = short_run.config(STYLES["gpt2"])
     config = replace(
-        base,
-        train=replace(base.train, train_iters=4, **flags),
+        base.with_fields(train_iters=4, **flags),
         data=replace(base.data, eval_iters=1, eval_interval=2, start_eval_at_iter=2),
     )
     training, seen = short_run.run_of(ProcessMesh.single(), config), []

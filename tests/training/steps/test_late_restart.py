@@ -25,7 +25,7 @@ class Killed(BaseException):
 def config(folder, *, late: bool, signals: bool = False) -> Config:
     plain = Case("zb-h2", 1, 4, clip=100.0, steps=STEPS, saves=4).config(late=late)
     files = replace(plain.checkpoint, save=str(folder), load=str(folder))
-    return replace(plain, checkpoint=files, train=replace(plain.train, exit_signal_handler=signals))
+    return replace(plain, checkpoint=files, guards=replace(plain.guards, exit_signal_handler=signals))
 
 
 def run(config: Config, at: int | None = None, happens=None) -> tuple[int, dict[str, torch.Tensor]]:

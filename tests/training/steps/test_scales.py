@@ -178,7 +178,12 @@ def test_the_plan_counts_the_weights_that_are_kept_quantised(name, monkeypatch):
 
 def trained(mesh: ProcessMesh, run: Config, steps: int, **flags: object) -> dict[str, Tensor]:
     """Weights and histories after so many steps."""
-    run = replace(run, log=LogConfig(log_interval=100), train=replace(run.train, train_iters=steps, lr_decay_iters=20))
+    run = replace(
+        run,
+        log=LogConfig(log_interval=100),
+        batch=replace(run.batch, train_iters=steps),
+        optimizer=replace(run.optimizer, lr_decay_iters=20),
+    )
     run = replace(run, checkpoint=CheckpointConfig(**flags))
     training = Training(run, mesh, gpt_provider, forward_step, datasets(), 126, time.monotonic())
     training.train()

@@ -154,7 +154,7 @@ DEFECTS = {
     ),
     "the loss scale of an open step is not doubled": Planted(
         "training/driver.py",
-        "return (now.after(False, run.config.train) if course.open else now).scale",
+        "return (now.after(False, run.config.precision) if course.open else now).scale",
         "return now.scale",
         {
             "precision": ["fp16"],

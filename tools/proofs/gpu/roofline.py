@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megapipe.config import ModelConfig, TrainConfig
+from megapipe.config import ModelConfig, OptimizerConfig
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.gpt import GPTModel
@@ -159,7 +159,7 @@ def passes(config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | Non
 def update(config: ModelConfig) -> tuple[Roofline, int]:
     """What an update with its norm and clipping does, and its parameters."""
     model = GPTModel(config, LayerSpan(0, 2, False, False), Axis(device=GPU)).to(GPU).bfloat16()
-    optimizer = Optimizer([model], TrainConfig(bf16=True, clip_grad=1.0), ProcessMesh.single(GPU))
+    optimizer = Optimizer([model], OptimizerConfig(clip_grad=1.0), ProcessMesh.single(GPU))
     with Roofline() as roof:
         optimizer.update(optimizer.reduce(0.125), Rates(1e-3), optimizer.shrink(2.0))
         optimizer.zero_grad()

@@ -105,7 +105,7 @@ def started_kernels(flags: str) -> dict[str, float]:
 
 
 def _batch(config: Config) -> list[torch.Tensor]:
-    return [torch.zeros(config.train.micro_batch_size or 1, config.train.sequence + 1, dtype=torch.int64)]
+    return [torch.zeros(config.batch.micro_batch_size or 1, config.batch.sequence + 1, dtype=torch.int64)]
 
 
 @contextlib.contextmanager

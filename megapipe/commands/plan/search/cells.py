@@ -47,8 +47,8 @@ def cell_of(
         padded_vocab_size=rows,
         moe_token_dispatcher_type="alltoall" if config.model.moe_router_topk < ep else "allgather",  # what sends less
     )
-    train = replace(config.train, micro_batch_size=micro)
-    return replace(config, parallel=parallel, model=model, train=train, world_size=gpus)
+    batch = replace(config.batch, micro_batch_size=micro)
+    return replace(config, parallel=parallel, model=model, batch=batch, world_size=gpus)
 
 
 def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -94,7 +94,7 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 def short(config: Config, turns: int) -> Config:
     """A configuration with a batch of 2 `turns` p microbatches or a little more, if schedules need it as its own."""
     share, twice = (
-        config.train.micro_batch * config.data_parallel_size,
+        config.batch.micro_batch * config.data_parallel_size,
         2 * config.parallel.pipeline_model_parallel_size,
     )
     count = config.num_microbatches
@@ -106,7 +106,7 @@ def layout_of(config: Config) -> Layout:
     """tp, cp, pp, micro batch, ep and etp."""
     par = config.parallel
     sizes = par.tensor_model_parallel_size, par.context_parallel_size, par.pipeline_model_parallel_size
-    return (*sizes, config.train.micro_batch, par.expert_model_parallel_size, par.etp)
+    return (*sizes, config.batch.micro_batch, par.expert_model_parallel_size, par.etp)
 
 
 def divisors(n: int) -> list[int]:

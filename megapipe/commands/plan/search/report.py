@@ -37,7 +37,7 @@ def report(found: Search, memory: float) -> str:
     for n, x in enumerate(best, 1):
         tp, cp, pp, micro, ep, etp = x.layout
         experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
-        tokens = x.config.global_batch_size * x.config.train.sequence / x.step
+        tokens = x.config.global_batch_size * x.config.batch.sequence / x.step
         shares = ", sharded," * bool(x.plan.sharding)
         worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
         more = (x.parts[worst] - first.parts[worst]) / first.step
@@ -83,7 +83,7 @@ def flags_of(config: Config) -> list[str]:
     chosen = {
         "model": {"recompute_granularity", "sequence_parallel"},
         "parallel": {field.name for field in fields(config.parallel)},
-        "train": {"micro_batch_size"},
+        "batch": {"micro_batch_size"},
     }
     always = set(_ALWAYS)
     if config.model.has_experts:
