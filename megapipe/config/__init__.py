@@ -148,15 +148,14 @@ class Config:
 
     def with_batch(self, size: int) -> Config:
         """The configuration with a constant batch size."""
-        batch = replace(self.batch, global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
-        return replace(self, batch=batch)
+        return self.with_fields(global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
 
     @property
     def evaluation(self) -> Config:
         """The configuration with the batch of an evaluation, which is constant."""
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
         size = self.data.eval_micro_batch_size or self.batch.micro_batch_size
-        return replace(config, batch=replace(config.batch, micro_batch_size=size))
+        return config.with_fields(micro_batch_size=size)
 
     def with_fields(self, **fields: Any) -> Config:
         """Return the configuration with these fields, each in its section."""

@@ -6,7 +6,6 @@ Each is accepted with one line at start. In which runs a flag is idle stands at 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from megapipe.config import Config
@@ -30,7 +29,7 @@ def idle(config: Config) -> list[tuple[str, str]]:
     """Flags that were given and change nothing beside the others, each with what happens instead."""
     found: dict[str, tuple[str, str]] = {}
     for flag, text in _given(config):
-        value = getattr(getattr(config, flag.section), flag.field)
+        value = config.value(flag.field)
         found.setdefault(flag.name, (typed(flag.name, value), text))
     return list(found.values())
 
@@ -38,13 +37,11 @@ def idle(config: Config) -> list[tuple[str, str]]:
 def without_idle(config: Config) -> Config:
     """The run without the flags that have nothing to act on."""
     while given := list(_given(config)):
-        for flag, _ in given:
-            section = replace(getattr(config, flag.section), **{flag.field: flag.default})
-            config = replace(config, **{flag.section: section})
+        config = config.with_fields(**{flag.field: flag.default for flag, _ in given})
     return config
 
 
 def _given(config: Config) -> Iterator[tuple[Flag, str]]:
     for flag, where, text in IDLE:
-        if getattr(getattr(config, flag.section), flag.field) != flag.default and where(config):
+        if config.value(flag.field) != flag.default and where(config):
             yield flag, text

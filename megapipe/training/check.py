@@ -195,7 +195,7 @@ def _reordered(config: Config, start: Path, tokenizer: Tokenizer, train: Part | 
         return None
     if (saved.train_iters, saved.train_samples) == (mine.train_iters, mine.train_samples):
         return None
-    unstored = replace(config, data=replace(config.data, data_cache_path=None))
+    unstored = config.with_fields(data_cache_path=None)
     return build_part(unstored, tokenizer, train)
 
 

@@ -76,7 +76,7 @@ def resumed(run: Run, contents: Mapping[str, str]) -> Run:
     if config.checkpoint.moe_use_upcycling:
         dense, path = path, _with_experts(path, run)
         run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
-        config = replace(config, checkpoint=replace(config.checkpoint, finetune=True))
+        config = config.with_fields(finetune=True)
     loaded = load_checkpoint(path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents)
     run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
     if loaded.other:

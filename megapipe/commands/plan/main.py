@@ -144,7 +144,7 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     device = load_device(flags.device) if flags.device else Device()
     slices = config.parallel.pipeline_slices
     asked = [] if slices is None else ask(lambda: number_of(config))
-    config = replace(config, parallel=ParallelConfig(), batch=replace(config.batch, micro_batch_size=1))
+    config = replace(config.with_fields(micro_batch_size=1), parallel=ParallelConfig())
     problems = [*flag_problems(config), *asked]
     if config.batch.global_batch_size is None:
         problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
@@ -177,7 +177,7 @@ def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
     if flags.costs is not None:
-        config = replace(config, parallel=replace(config.parallel, pipeline_costs=flags.costs))
+        config = config.with_fields(pipeline_costs=flags.costs)
     given = config.check.world_size
     config = replace(config, world_size=given if given and given > 0 else max(1, config.parallel.least_ranks))
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)

@@ -222,9 +222,9 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
     """A run on noise in place of data, which neither loads nor saves nor logs."""
     vocab = (config.model.padded_vocab_size or 2) - 1
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
-    config = replace(config, data=replace(config.data, num_workers=0, eval_interval=None))
+    config = config.with_fields(num_workers=0, eval_interval=None)
     if config.precision.fp16:  # noise would overflow under a large one, and the update be skipped
-        config = replace(config, precision=replace(config.precision, loss_scale=1.0))
+        config = config.with_fields(loss_scale=1.0)
     data = Datasets(_Noise(config.batch.sequence, vocab), None, None)
     return Training(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
 

@@ -47,8 +47,8 @@ def cell_of(
         padded_vocab_size=rows,
         moe_token_dispatcher_type="alltoall" if config.model.moe_router_topk < ep else "allgather",  # what sends less
     )
-    batch = replace(config.batch, micro_batch_size=micro)
-    return replace(config, parallel=parallel, model=model, batch=batch, world_size=gpus)
+    config = config.with_fields(micro_batch_size=micro)
+    return replace(config, parallel=parallel, model=model, world_size=gpus)
 
 
 def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:

@@ -93,7 +93,7 @@ def flags_of(config: Config) -> list[str]:
     for flag in all_flags(Config).values():
         if flag.field not in chosen.get(flag.section, ()):
             continue
-        value = getattr(getattr(config, flag.section), flag.field)
+        value = config.value(flag.field)
         if value != flag.default or (value is not None and flag.field in always):
             values = value if flag.count == "many" else () if flag.count == "none" else (value,)
             tokens += flag.spell([str(v) for v in values])

@@ -177,7 +177,7 @@ def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
 
 
 def _limited(config: Config, memory: float) -> Config:
-    return replace(config, parallel=replace(config.parallel, memory_limit_gib=memory / GIB))
+    return config.with_fields(memory_limit_gib=memory / GIB)
 
 
 def _candidates(
