@@ -15,6 +15,9 @@ from megapipe.doors import DOORS, version
 from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
 
+_LEFT = {"emulate": ". Schedules on emulated devices are run in a clone: python tools/bench/schedules.py --help"}
+"""What became of a command that is gone."""
+
 
 def main() -> None:
     """The command that the first word names, with the words behind it."""
@@ -49,7 +52,7 @@ def _other(word: str) -> None:
     else:
         near = difflib.get_close_matches(word, DOORS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ". megapipe --help lists them."
-        raise ConfigError(f"unknown command {word}{hint}")
+        raise ConfigError(f"unknown command {word}{_LEFT.get(word, hint)}")
 
 
 def tell(text: str, numbers: object, file: str | None) -> None:

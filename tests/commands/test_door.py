@@ -51,6 +51,9 @@ def test_a_command_that_is_not_there_is_told_with_the_nearest(monkeypatch, capsy
     said = called(monkeypatch, capsys, "shedules")
     assert said == (2, "", "megapipe: error: unknown command shedules; did you mean schedules?\n")
     assert (
+        "emulate. Schedules on emulated devices are run in a clone: python" in called(monkeypatch, capsys, "emulate")[2]
+    )
+    assert (
         called(monkeypatch, capsys, "zzz")[2] == "megapipe: error: unknown command zzz. megapipe --help lists them.\n"
     )
     assert called(monkeypatch, capsys, "plan", "--steps")[2].startswith("megapipe plan: error: unknown flag --steps")
