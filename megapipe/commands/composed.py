@@ -67,7 +67,10 @@ def composed(args: argparse.Namespace) -> tuple[Recipe, Schedule, list[str]]:
     try:
         recipe = _with_candidates(recipe_of(args), args)
         built = recipe.build(Fixed(args.costs, args.memory, len(recipe.depths)))
-        _check_room(built.table, args)
+        # A table of the catalogue comes verified, and to verify a large one again takes seconds.
+        changed = recipe.search is not None or recipe.cuts or recipe.pairs is not True
+        if changed or args.memory is not None or built.table is not built.chain:
+            _check_room(built.table, args)
         made = recipe.step.around(built.table, args.costs)
     except ScheduleError as error:
         raise ScheduleError(_remedied(error, args)) from None
