@@ -52,6 +52,7 @@ class AtWaits(threading.local):
     @contextmanager
     def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
         """Set both attributes for the block."""
+        # Blocks may be nested, as when one pass runs within another one's turn.
         before = (self.give_turn, self.watch)
         self.give_turn = give_turn
         self.watch = watch
@@ -133,6 +134,7 @@ class Axis:
         """
         if name == "tp":
             return self
+        # Megatron-LM's default, too: experts take the tensor-parallel size of everything else.
         default = ALONE if name == "ep" else self
         return self.expert_axes.get(name, default)
 
@@ -166,8 +168,8 @@ class Axis:
         """Start `all_gather` and return at once. x must not change until the end.
 
         Args:
-            into: [size * n, ...], where the result is written if possible. On a GPU, x may be this
-                rank's slice of it.
+            into: [size * n, ...], where the result is written. On a GPU, x may be this rank's slice
+                of it. On a CPU, a new tensor is returned if both share memory.
         """
         if self.size == 1:
             return Pending(x)
@@ -183,8 +185,9 @@ class Axis:
         """Start `reduce_scatter` and return at once. x must not change until the end.
 
         Args:
-            into: [n, ...], where the result is written if possible. On a GPU it may be this rank's
-                slice of x, for which NCCL needs no further memory.
+            into: [n, ...], where the result is written. On a GPU it may be this rank's slice of x,
+                for which NCCL needs no further memory. On a CPU, a new tensor is returned if both
+                share memory.
         """
         if self.size == 1:
             return Pending(x)
@@ -256,6 +259,7 @@ class Axis:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """Send row n of x [size, ...] to rank n; return [size, ...] with row n from rank n."""
+        # Equal pieces for all ranks, so that no rank needs to know other ranks' sizes.
         out = torch.empty_like(x)
         work = dist.all_to_all_single(out, x, group=self.group, async_op=True)
         return Pending(out, work).wait()

@@ -85,6 +85,7 @@ class Grids:
                     f"{text} = {product}. Start {max(product, 1)} processes, or a multiple "
                     "(torchrun --nproc-per-node), or take other sizes."
                 )
+            # Replicas take the ranks that the fixed sizes leave.
             outer = {replicas: world_size // product, "pp": pp}
             if parallel.use_tp_pp_dp_mapping:
                 outer = dict(reversed(outer.items()))
@@ -103,5 +104,6 @@ class Grids:
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
         """Return `Grid.sets` of the grid that has all named axes."""
+        # Only pp is in both grids, with equal sets.
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts
         return grid.sets(*names)

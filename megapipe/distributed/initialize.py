@@ -62,6 +62,7 @@ def initialize_model_parallel(
         raise TypeError(
             f"initialize_model_parallel() got an unexpected keyword argument {min(unknown)!r}"
         )
+    # An argument that megapipe would ignore is refused, so that nobody relies on its effect.
     problems = [
         f"initialize_model_parallel: {name} is {value}, which megapipe does not implement"
         for name, value in others.items()

@@ -33,8 +33,8 @@ class Layout:
             (query, key and value); empty for a single matrix.
         experts: the first dimension of `full` counts experts, which expert parallelism splits.
             Expert tensor parallelism then splits `dim`. Each expert is initialised by itself.
-        received: a tied weight has no optimizer state, even if its owner is on another rank. The
-            owner sends it after each update. Otherwise that rank updates a replica.
+        received: a tied weight whose optimizer state is on its owner's rank alone; the owner sends
+            the weight after each update. Otherwise a user on another rank updates a replica.
     """
 
     full: tuple[int, ...]
@@ -74,6 +74,7 @@ class Layout:
 
     def local(self, tp: Axis) -> tuple[int, ...]:
         """Return the shape of this rank's slice, with as many dimensions as `full`."""
+        # Split sizes divide evenly; checks of the configuration have refused all others.
         shape = list(self.full)
         for dim, (_, pieces) in self.pieces(tp).items():
             shape[dim] //= pieces

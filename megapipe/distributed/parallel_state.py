@@ -3,7 +3,8 @@
 This module keeps no state: its functions read `ProcessMesh.current()` and have Megatron's names,
 arguments and results. A function for something that megapipe does not have, such as hierarchical
 groups, raises a ConfigError that names it. Functions raise ConfigError without a mesh, except with
-check_initialized=False, which returns None then.
+check_initialized=False, which returns None then. with_gtp_remat is ignored. A chunk is one of
+several stages of a rank.
 """
 
 from __future__ import annotations
@@ -170,6 +171,7 @@ def get_embedding_group(check_initialized: bool = True) -> Group | None:
 
     On other ranks it raises ConfigError, or returns None with check_initialized=False.
     """
+    # A rank between both ends has no use for the group, and Megatron-LM asserts the same.
     is_member = is_rank_in_embedding_group()
     if check_initialized and not is_member:
         raise ConfigError(

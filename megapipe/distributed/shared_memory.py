@@ -109,6 +109,7 @@ class SharedMemory:
         index = self._room(nbytes)
         if index is None:
             return None
+        # All ranks choose the same slot, because they start equal exchanges in one order.
         slot = self._slots[index]
         slot.busy = True
         number = self._started
@@ -193,6 +194,7 @@ class SharedMemory:
 
     def _meet(self) -> bool:
         """Open a pipe from every rank to every other; return False if a rank could not."""
+        # The group is not handed to this class, but a gathering has an entry for each rank.
         size = len(self._gather(None))
         pipes: list[tuple[int, int]] = []
         outboxes: list[int] = []

@@ -53,6 +53,7 @@ class Cut:
             rank: the other rank.
         Raises: ConfigError if the length, or the slice's, is not a multiple of 2c.
         """
+        # A slice of a sequence is divided in the same way as a full one.
         piece = range(length) if self.piece is None else self.piece
         if self.size == 1:
             return (piece,)
@@ -111,6 +112,7 @@ def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
 
     Sequence parallelism gives the n-th tensor-parallel rank this part.
     """
+    # A part may begin or end within a span, and include several spans.
     rows = sum(map(len, tokens)) // of
     # The number of tokens before the part, counted from the beginning of the current span.
     skip = n * rows

@@ -24,6 +24,7 @@ class Position:
         comm: the executor's communicator.
     """
 
+    # Slots, because a misspelt attribute here would only show when a run hangs.
     __slots__ = ("at", "comm", "hand", "limit_s", "plan", "step")
 
     def __init__(self) -> None:

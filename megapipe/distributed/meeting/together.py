@@ -30,7 +30,7 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
 
 
 def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = None) -> T:
-    """Call `work` on every rank and return each rank's result.
+    """Call `work` on every rank and return this rank's result.
 
     Args:
         folder: where `work` writes, for the message about a full disk.
