@@ -297,6 +297,25 @@ def test_a_release_is_taken_for_the_start_of_a_run(tmp_path):
     assert done.steps is None
 
 
+def test_what_megatron_asks_for_beside_weights_has_its_keys(tmp_path):
+    """Each module of its layers has an extra state; the optimizer's state stands below its own name too."""
+    theirs = export_megatron(ours(tmp_path / "ours", False), tmp_path / "theirs").folder
+    keys = FileSystemReader(theirs).read_metadata().state_dict_metadata.keys()
+    attention = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
+    modules = [*(f"self_attention.{name}" for name in attention), "mlp.linear_fc1", "mlp.linear_fc2"]
+    asked = {f"decoder.layers.{name}._extra_state/shard_{n}_3" for name in modules for n in range(3)}
+    assert {key for key in keys if "decoder.layers" in key and "_extra_state" in key} == asked
+    optimizer = torch.load(theirs / "common.pt", weights_only=False)["optimizer"]
+    assert optimizer["optimizer"] == {name: optimizer[name] for name in ("state", "param_groups")}
+
+
+@pytest.mark.parametrize("erf", [False, True])
+def test_megatron_is_told_which_form_of_gelu_runs(erf):
+    """Its fused bias and GELU compute the tanh form."""
+    config = replace(run(False), model=replace(MODEL, swiglu=False, no_bias_gelu_fusion=erf))
+    assert args_of(config)["bias_gelu_fusion"] == (not erf)
+
+
 def test_groups_and_curve_of_the_optimizer_go_out_in_megatrons_words(tmp_path):
     """Weights of matrices decay, biases and norms do not; the decay goes from its start to its end."""
     decay = {"start_weight_decay": 0.02, "end_weight_decay": 0.06, "weight_decay_incr_style": "linear"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import tokenizers
 from random_models import saved, transformers
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -123,6 +124,19 @@ def compare(data: DataConfig, out: Path, ties: bool = False) -> None:
         ours.encode(CORPUS[:200])
     ).removeprefix("<s>")
     assert theirs.eos_token_id == theirs.pad_token_id == ours.eod == token_ids(config)["eos_token_id"]
+    alone = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    assert alone.decode([ours.eod]) == "", "the end of a text is no text"
+
+
+@pytest.mark.parametrize("asked, ids", [(None, 101), (100, 100)])
+def test_an_export_says_its_type_and_as_many_ids_as_asked_for(tmp_path, asked, ids):
+    """Without --vocab-size as many as the config.json that it stands next to."""
+    saved("llama", 0, tmp_path / "hf")
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
+    back = export_checkpoint(done.folder, tmp_path / "back", vocab_size=asked, beside=tmp_path / "hf")
+    content = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back.vocab_size, content["vocab_size"], content["torch_dtype"]) == (ids, ids, "float32")
+    assert "dtype" not in content
 
 
 def test_a_tokenizer_that_has_no_such_form_is_said_and_its_ids_are_written():

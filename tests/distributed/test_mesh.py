@@ -13,7 +13,9 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import link, num_links
+from megapipe.distributed.layout import Layout
 from megapipe.distributed.mesh import ProcessMesh, build_mesh
+from megapipe.pipeline_parallel.threads import run_threads
 
 
 @pytest.mark.parametrize("shares", [{"ends": (0, -1), "twins": ()}, {"ends": (0, -1)}, {}])
@@ -103,3 +105,10 @@ def test_timeouts_are_set_by_the_public_function_where_torch_has_it(monkeypatch)
     monkeypatch.setattr(ProcessMesh, "groups", lambda self: ["a", "b"])
     mesh.set_timeout(7.0)
     assert given == [(timedelta(seconds=7), "a"), (timedelta(seconds=7), "b")]
+
+
+def test_of_ranks_with_the_same_weight_the_first_speaks_for_it_whatever_axes_experts_have():
+    """Each of two ranks has half of the experts, all of each: none of them counts in another's place."""
+    dense, experts = Layout((4,)), Layout((4, 4), experts=True)
+    firsts = run_threads(lambda mesh: (dense.is_first(mesh.tp), experts.is_first(mesh.tp)), tp=2, ep=2, etp=1)
+    assert firsts == [(True, True), (False, True)]

@@ -169,6 +169,12 @@ def test_what_attention_of_all_tokens_holds_is_counted_to_the_byte(heads, dropou
     assert held + tables + norm == bytes_of(model, ALONE, 1024)
 
 
+def test_what_the_projection_of_latent_attention_keeps_goes_by_its_name():
+    model = replace(STYLES["gpt2"], **HEADS["latents, wide values"], hidden_dropout=0.0)
+    (layer, *_) = pieces(model, 1024, 2, element_bytes=2, modules=("attn_proj",)).layers
+    assert layer.copied == 2 * 1024 * model.heads * 128 * 2
+
+
 @pytest.mark.parametrize("parts", [{}, {"num_experts": 4, "moe_shared_expert_intermediate_size": 512}])
 def test_a_gate_by_a_sigmoid_keeps_five_tensors_of_the_mlps_width(parts):
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
