@@ -13,8 +13,8 @@ import pytest
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.patterns import SLICED
+from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.text import from_csv, from_json
-from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.compare import Row, compare, measure
 from megapipe.schedule.views.sliced import in_slices
 from tools.docs import pictures

@@ -152,7 +152,7 @@ def test_only_one_module_touches_cuda():
 
 def test_recipes_alone_call_transforms_of_tables():
     """Whoever else calls one writes down the order of transforms a second time."""
-    rooms = [PACKAGE / "schedule" / room for room in ("generators", "transforms", "memory", "search", "weights")]
+    rooms = [PACKAGE / "schedule" / room for room in ("generators", "transforms", "families", "shapes", "search")]
     own = [PACKAGE / "schedule" / name for name in ("recipe.py", "ingredients.py")]
     bounds = {"paired_bound", "refuse_idle"}  # what is asked of costs, not of a table
     found = set()
@@ -164,7 +164,9 @@ def test_recipes_alone_call_transforms_of_tables():
                 continue
             module = (node.module or "").removeprefix("megapipe.schedule.")
             names = {alias.name for alias in node.names}
-            if module.startswith("transforms.") and module != "transforms.cuts":
+            if module.startswith("shapes.") and module != "shapes.slices.cuts":
                 found |= names - bounds
-            found |= names & {"solve", "sharded_within", "with_sharded_weights"}
+            if module.startswith("families."):
+                found |= {name for name in names if name.startswith("with_")}
+            found |= names & {"solve", "sharded_within"}
     assert found == set()

@@ -13,7 +13,7 @@ from programs import ROOT
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.schedule import Costs, build, simulate, unpaired
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.training.report.lines import held_up_messages
 from tools.proofs.gpu.pairs import figures
 from tools.proofs.gpu.passes import records_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megapipe.config import Config
 from megapipe.plan.slices import FLAG, number_of
 from megapipe.schedule import Schedule
-from megapipe.schedule.transforms.cuts import DOCUMENTS
+from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
 
 
 def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:

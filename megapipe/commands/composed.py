@@ -11,6 +11,7 @@ from typing import Any
 
 from megapipe.commands.progress import Progress
 from megapipe.schedule import Costs, Schedule, ScheduleError, entry_of, is_file, load, simulate, verify
+from megapipe.schedule.families.offload.solve import FEW_TRIES, searched, tables
 from megapipe.schedule.ingredients import (
     NO_STEP,
     SHARDS,
@@ -22,13 +23,12 @@ from megapipe.schedule.ingredients import (
     StepPasses,
 )
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import FEW_TRIES, searched, tables
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search, placements
 from megapipe.schedule.search.paired import search_pairs
-from megapipe.schedule.transforms.cuts import Cutting
+from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.moved import describe_moves, describe_shards, price_copies
 from megapipe.schedule.views.paired import describe_pairs
 from megapipe.schedule.views.sliced import describe_keys, describe_slices, in_slices, references

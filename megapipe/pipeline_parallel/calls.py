@@ -11,8 +11,8 @@ from megapipe.pipeline_parallel.messages.messenger import receive_ahead
 from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Exchange, Pass, Placement, Program, Schedule
 from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.families.sharding.runs import runs, sums
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.weights.runs import runs, sums
 
 
 class Call(NamedTuple):

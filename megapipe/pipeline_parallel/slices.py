@@ -17,7 +17,7 @@ from megapipe.distributed.tokens import Documents
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.schedule import Pass, Schedule
-from megapipe.schedule.transforms.cuts import at_borders, in_tokens
+from megapipe.schedule.shapes.slices.cuts import at_borders, in_tokens
 from megapipe.tensor_parallel.rng import Stream
 
 Grad = Tensor | Callable[[], Tensor] | None

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
 from megapipe.schedule.kinds import COPIES
 from megapipe.schedule.memory.slots import in_flight, splits
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
 
 
 def graphs_line(config: Config, table: Schedule, device: str) -> str:

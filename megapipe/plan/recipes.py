@@ -19,11 +19,11 @@ from megapipe.plan.split import (
 from megapipe.plan.transforms.moved import Copies
 from megapipe.schedule import Costs, Schedule, entry_of, is_file
 from megapipe.schedule.costs import UNIT
+from megapipe.schedule.families.sharding.runs import GATHERS
 from megapipe.schedule.ingredients import SHARDS, Fixed, Offload, Pairing, Search, Sharding, StepPasses
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.weights.runs import GATHERS
 
 SHARE = 0.2
 """Part of a forward and of an input gradient that counts as communication where --pipeline-costs does not say."""

@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.layers import Load, layer_work
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.patterns import SLICED, Entry
-from megapipe.schedule.transforms.cuts import DOCUMENTS, in_tokens, shares
+from megapipe.schedule.shapes.slices.cuts import DOCUMENTS, in_tokens, shares
 
 P = TypeVar("P")
 FLAG, AUTO = "--pipeline-slices", "auto"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.families.offload.parts import Moved
+from megapipe.schedule.families.offload.parts import PerStage as PerStage
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.parts import Moved
-from megapipe.schedule.memory.parts import PerStage as PerStage
 from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
 MOST = 1e100

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
+from megapipe.schedule.families.sharding.runs import of_runs
 from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
-from megapipe.schedule.weights.runs import of_runs
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made

@@ -9,13 +9,13 @@ from typing import Protocol, Self
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import SHARES, UNIT, Costs
+from megapipe.schedule.families.offload.solve import FEW_TRIES
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
+from megapipe.schedule.families.sharding.sharded import Living
+from megapipe.schedule.families.step.optimizer import with_gather, with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import FEW_TRIES
 from megapipe.schedule.passes import Placement, Schedule
-from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
-from megapipe.schedule.weights.sharded import Living
 
 MOVES = frozenset({Kind.O, Kind.L, Kind.R})
 """Passes that move activations out of the way: copies to the host and back, and second forwards."""

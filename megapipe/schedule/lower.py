@@ -12,10 +12,10 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.sharding.runs import GATHERS, runs
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
-from megapipe.schedule.weights.runs import GATHERS, runs
 
 
 class Message(NamedTuple):

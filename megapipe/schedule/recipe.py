@@ -21,6 +21,13 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import build, is_file
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.offload.solve import searched, solve
+from megapipe.schedule.families.sharding.sharded import (
+    sharded_within,
+    whole_at_most,
+    with_sharded_weights,
+)
 from megapipe.schedule.ingredients import (
     MOVES,
     NO_STEP,
@@ -34,20 +41,13 @@ from megapipe.schedule.ingredients import (
     Terms,
 )
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.solve import searched, solve
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
+from megapipe.schedule.shapes.depths import with_depths
+from megapipe.schedule.shapes.pairs.pairs import pairs
+from megapipe.schedule.shapes.slices.slices import Documents, in_place, slices
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import load
-from megapipe.schedule.transforms.depths import with_depths
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.transforms.pairs import pairs
-from megapipe.schedule.transforms.slices import Documents, in_place, slices
-from megapipe.schedule.weights.sharded import (
-    sharded_within,
-    whole_at_most,
-    with_sharded_weights,
-)
 
 _CUT = "{0} cuts a table of F, B and W: leave out {1}."
 EXCLUDED = (

@@ -18,10 +18,10 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from itertools import pairwise, product, takewhile
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, can_repeat, wrong_documents
+from megapipe.schedule.families.offload.rules import memory_problems
+from megapipe.schedule.families.sharding.rules import weight_problems
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import Exchange, Message, Program, lower_timed
 from megapipe.schedule.memory.held import memory_steps
-from megapipe.schedule.memory.rules import memory_problems
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Clock, run_clock, uncollected
-from megapipe.schedule.weights.rules import weight_problems
 
 _PAIRED = {Kind.F, Kind.B, Kind.W, Kind.BW}
 

@@ -15,9 +15,9 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, loop, simulate, unpaired
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.transforms.reduction import exposed, with_reduction
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.step.reduction import exposed, with_reduction
 from tools.bench import schedules as bench
 from tools.bench.emulate import ways
 from tools.bench.emulate.device import Device

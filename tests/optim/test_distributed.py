@@ -16,8 +16,8 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
 from megapipe.schedule import Kind, ScheduleError, build
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 
 Result = tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]
 

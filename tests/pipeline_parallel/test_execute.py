@@ -27,8 +27,8 @@ from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Exchange, Kind, Message, Pass, Schedule, Step, build, forward_only, lower, unpaired
-from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.families.step.optimizer import with_gather, with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 
 from .relay import Done, Void
 

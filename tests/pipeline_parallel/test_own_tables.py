@@ -10,10 +10,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, loop, verify
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.passes import Last
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from tools.proofs import fuzz_equivalence
 from tools.proofs.equivalence_case import Case
 from tools.proofs.synchronised import WAYS, too_early

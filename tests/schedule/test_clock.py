@@ -17,10 +17,10 @@ from megapipe.schedule import (
     simulate,
     vee,
 )
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.own import placement_problems
 from megapipe.schedule.passes import repeated
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
 
 
 def f(stage: int, microbatch: int) -> Pass:

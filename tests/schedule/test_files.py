@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, from_csv, from_json, load, loop, mirror, to_csv, to_json, vee
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.search.auto import zb_auto
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 ONE_F_ONE_B = "0F0,0F1,0BW0,0BW1\n1F0,1BW0,1F1,1BW1\n"
 

@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 
 from megapipe.schedule import Costs, Exchange, Program, Schedule, build, lower, simulate, verify
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.lower import most_in_flight
 from megapipe.schedule.passes import repeated
 from megapipe.schedule.simulate import run_clock
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 
 def text(program: Program) -> str:

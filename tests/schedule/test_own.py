@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, simulate
-from megapipe.schedule.transforms.memory import with_offload
+from megapipe.schedule.families.offload.copies import with_offload
 
 HEAD = """
 from megapipe.schedule import Kind, Pass, Placement, Recorder, Schedule, loop
@@ -107,7 +107,7 @@ def test_shared_lanes_and_depths_of_a_function_are_kept(tmp_path):
     offload = """
 from dataclasses import replace
 from megapipe.schedule import Costs, build
-from megapipe.schedule.transforms.memory import with_offload
+from megapipe.schedule.families.offload.copies import with_offload
 
 def make(ranks, microbatches):
     return with_offload(build("1f1b", ranks, microbatches), Costs(o=0.5, l=0.5), switches=[range(ranks)])

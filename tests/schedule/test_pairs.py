@@ -23,7 +23,7 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.search.paired import search_pairs
-from megapipe.schedule.transforms.pairs import held_in_pairs, paired_bound, pairs
+from megapipe.schedule.shapes.pairs.pairs import held_in_pairs, paired_bound, pairs
 
 COSTS = Costs(10, 11, 8, link_f=0.23, link_b=0.23, link_w=0.23)
 

@@ -27,7 +27,7 @@ from megapipe.schedule import (
     verify,
     verify_programs,
 )
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 
 Rows = list[list[Step]]
 

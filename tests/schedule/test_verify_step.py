@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, build, verify
+from megapipe.schedule.families.step.optimizer import with_gather, with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.passes import Last, repeated
-from megapipe.schedule.transforms.optimizer import with_gather, with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 
 
 def one(text: str) -> Pass:

@@ -32,7 +32,7 @@ from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import How, Together
 from megapipe.schedule import Costs, Schedule, build, entry_of, unpaired
-from megapipe.schedule.transforms.pairs import pairs
+from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.tensor_parallel.rng import initialize
 
 

@@ -37,11 +37,11 @@ from megapipe.schedule import (
     unpaired,
 )
 from megapipe.schedule.costs import ATTENTION
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.measured.costs import measured_costs
-from megapipe.schedule.transforms.cuts import Cutting
+from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.sliced import in_slices
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.bench.emulate import ways
 from tools.bench.emulate.device import times
 from tools.bench.emulate.pool import Job, Turns, run_pool

@@ -19,8 +19,8 @@ from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.transforms.merge import activation
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
 from tools.bench.emulate.device import times
 from tools.bench.emulate.pool import Job, Turns, run_pool
 from tools.bench.schedules import overhead_here

@@ -28,8 +28,9 @@ API = {
         *(f"megapipe.schedule.{name}" for name in ("simulate.simulate", "simulate.Timeline", "verify.verify")),
     ],
     "Transforms of a schedule": [
-        *(f"megapipe.schedule.transforms.{name}" for name in ("slices", "pairs", "vocabulary", "memory", "optimizer")),
-        *(f"megapipe.schedule.{name}" for name in ("memory.solve.solve", "weights.sharded.sharded_within")),
+        *(f"megapipe.schedule.shapes.{name}" for name in ("slices.slices", "pairs.pairs")),
+        *(f"megapipe.schedule.families.{name}" for name in ("vocabulary.shares", "offload.copies", "step.optimizer")),
+        *(f"megapipe.schedule.families.{name}" for name in ("offload.solve.solve", "sharding.sharded.sharded_within")),
     ],
     "Schedules compared and drawn": [
         *(f"megapipe.schedule.views.{name}" for name in ("compare", "terminal", "draw", "timeline", "perfetto"))

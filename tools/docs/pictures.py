@@ -15,8 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary  # noqa: E402
 from megapipe.schedule.patterns import SLICED  # noqa: E402
-from megapipe.schedule.transforms.vocabulary import with_vocabulary  # noqa: E402
 from megapipe.schedule.views.draw import to_svg  # noqa: E402
 
 SHOWN: dict[str, dict[str, Any]] = {name: {"ranks": 4, "microbatches": 8} for name in SCHEDULES}

@@ -22,7 +22,7 @@ from megapipe.config import (
 from megapipe.config.parallel import Module
 from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
-from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.shapes.depths import with_depths
 from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
 from tools.proofs.tables.moved import SHARDING, moved, sharded

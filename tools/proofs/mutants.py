@@ -51,7 +51,7 @@ ROOMS = {
         "vocabulary schedule_properties generators/formulas",
     ),
     "transforms": (
-        "schedule/transforms: optimizer reduction vocabulary",
+        "schedule/families: step/optimizer step/reduction vocabulary/shares",
         "schedule: transforms vocabulary verify lower",
     ),
     "pipeline_parallel": (

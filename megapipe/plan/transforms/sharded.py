@@ -9,10 +9,10 @@ from typing import NamedTuple, Self
 from megapipe.config import Config
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
+from megapipe.schedule.families.sharding.sharded import Living, whole_at_most
 from megapipe.schedule.ingredients import SHARDS
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.weights.runs import GATHERS, REDUCES
-from megapipe.schedule.weights.sharded import Living, whole_at_most
 
 
 class Sharding(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapipe.schedule.generators.turns import in_turns
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.transforms.slices import of_one_length
+from megapipe.schedule.shapes.slices.slices import of_one_length
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:

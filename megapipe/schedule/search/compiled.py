@@ -16,7 +16,7 @@ from megapipe.compiled import compiled
 from megapipe.schedule.generators.orders import Problem, length
 from megapipe.schedule.search.anneal import DECAY, NORMAL, Cooling, Found, anneal
 
-_FILES = "search/clock.h", "search/moves.c", "transforms/play.c", "memory/weigh.c"
+_FILES = "search/clock.h", "search/moves.c", "shapes/pairs/play.c", "families/offload/weigh.c"
 SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at

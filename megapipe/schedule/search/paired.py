@@ -15,8 +15,8 @@ from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.compiled import library
-from megapipe.schedule.transforms.pairs import limits_in_pairs, pairs, refuse_unpairable
-from megapipe.schedule.transforms.together import best_play
+from megapipe.schedule.shapes.pairs.pairs import limits_in_pairs, pairs, refuse_unpairable
+from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.verify import verify
 
 CHUNKS = (1, 2, 4, 8)

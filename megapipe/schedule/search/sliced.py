@@ -12,8 +12,8 @@ from megapipe.schedule.costs import ATTENTION, Costs
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.auto import Candidate, search_among
+from megapipe.schedule.shapes.slices.slices import Documents, slices
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.slices import Documents, slices
 
 _TRIES = 4
 _HAIR = 1 + 1e-9

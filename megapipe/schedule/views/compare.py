@@ -12,8 +12,8 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.search.auto import zb_auto
+from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.cuts import Cutting
 from megapipe.schedule.views.scene import short
 from megapipe.schedule.views.sliced import in_slices
 

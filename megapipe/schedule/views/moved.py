@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
+from megapipe.schedule.families.sharding.runs import REDUCES
 from megapipe.schedule.ingredients import MOVES, SHARDS
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.scene import short
-from megapipe.schedule.weights.runs import REDUCES
 
 _HEAD = ("rank", "held", "copied", "again", "peak", "without", "copies take", "again takes")
 _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")

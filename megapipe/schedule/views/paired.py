@@ -10,8 +10,8 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import Fixed, Pairing
 from megapipe.schedule.passes import Schedule, overlaps, unpaired
 from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.shapes.pairs.pairs import paired_bound, refuse_idle
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.pairs import paired_bound, refuse_idle
 from megapipe.schedule.views.scene import short
 
 CHUNKS = (2, 4, 8)

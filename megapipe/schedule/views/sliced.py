@@ -15,9 +15,9 @@ from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.search.auto import placements
+from megapipe.schedule.shapes.slices.cuts import Cutting, shares
 from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.text import load
-from megapipe.schedule.transforms.cuts import Cutting, shares
 from megapipe.schedule.views.scene import short
 
 _EFFORT = 4.0

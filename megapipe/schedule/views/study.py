@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.transforms.cuts import Cutting
+from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.compare import Refusal, Row, compare
 from megapipe.schedule.views.figure import Files, legend, plain
 from megapipe.schedule.views.scene import short

@@ -15,7 +15,7 @@ from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
 from megapipe.schedule import Kind, Pass, Placement, Schedule
-from megapipe.schedule.transforms.cuts import DOCUMENTS
+from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
 
 
 def documents_of(config: Config, eod: int, microbatches: Sequence[Microbatch], i: int) -> Documents | None:

@@ -18,7 +18,7 @@ from megapipe.pipeline_parallel.passes.begin import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, build, simulate
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.training.seams import Callback, Seams
 
 from ..test_distributed import compare

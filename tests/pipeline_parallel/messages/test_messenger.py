@@ -13,9 +13,9 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messages.messenger import Messenger, _tag, receive_ahead
 from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Costs, Exchange, Kind, Message, Pass, Program, build, lower
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 
 from ..relay import Done, Void
 

@@ -18,7 +18,7 @@ from megapipe.partition.spans import whole
 from megapipe.pipeline_parallel.engine import ForwardBackward
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
-from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.shapes.depths import with_depths
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.training.forward_step import forward_step
 

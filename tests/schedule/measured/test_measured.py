@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megapipe.schedule import Costs, Kind, build, simulate
+from megapipe.schedule.families.offload.copies import with_offload
 from megapipe.schedule.measured.costs import Ran, measured_costs
-from megapipe.schedule.transforms.memory import with_offload
 
 
 def ran(schedule, costs, ahead):

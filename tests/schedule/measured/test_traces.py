@@ -12,12 +12,12 @@ import pytest
 from megapipe.commands import traces
 from megapipe.errors import ConfigError, DataError
 from megapipe.schedule import Costs, Schedule, build, simulate
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.measured.traces import merge, pipelines, predict, read, summarise
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
-from megapipe.schedule.transforms.slices import slices
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.schedule.shapes.slices.slices import slices
 
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started
 

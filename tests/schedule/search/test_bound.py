@@ -11,8 +11,8 @@ from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.generators.interleaved import interleaved
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.auto import search
+from megapipe.schedule.shapes.pairs.pairs import paired_bound, pairs
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.pairs import paired_bound, pairs
 
 
 def drawn_costs(dice: Random) -> Costs:

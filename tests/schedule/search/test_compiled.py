@@ -15,10 +15,10 @@ from megapipe.schedule.search import auto
 from megapipe.schedule.search.anneal import Cooling, Draws, anneal
 from megapipe.schedule.search.compiled import anneal_fast, library
 from megapipe.schedule.search.seeds import patterns
-from megapipe.schedule.transforms.manner import GRID, changed
-from megapipe.schedule.transforms.pairs import limits_in_pairs
-from megapipe.schedule.transforms.played import compiled_play
-from megapipe.schedule.transforms.together import Play
+from megapipe.schedule.shapes.pairs.manner import GRID, changed
+from megapipe.schedule.shapes.pairs.pairs import limits_in_pairs
+from megapipe.schedule.shapes.pairs.played import compiled_play
+from megapipe.schedule.shapes.pairs.together import Play
 from tools.proofs.tables.paired import drawn, drawn_costs
 
 compiled = pytest.mark.skipif(library() is None, reason="no C compiler here")

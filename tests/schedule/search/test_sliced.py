@@ -7,8 +7,8 @@ import pytest
 from megapipe.schedule import Costs, build, from_json, simulate
 from megapipe.schedule.search.beside import better
 from megapipe.schedule.search.sliced import searched_slices
-from megapipe.schedule.transforms.cuts import shares
-from megapipe.schedule.transforms.slices import in_place, slices
+from megapipe.schedule.shapes.slices.cuts import shares
+from megapipe.schedule.shapes.slices.slices import in_place, slices
 
 COSTS = Costs(1, 1.1, 0.8, comm=0.02, attention_f=0.6, attention_b=0.6, mem_k=0.1)
 CUTS = shares(4, "work", COSTS)

@@ -14,13 +14,13 @@ import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
 from megapipe.schedule.costs import UNIT
+from megapipe.schedule.families.sharding.sharded import with_sharded_weights
 from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.passes import repeated
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.scene import COLOURS, shades, short
 from megapipe.schedule.views.terminal import to_terminal
-from megapipe.schedule.weights.sharded import with_sharded_weights
 
 SVG = "{http://www.w3.org/2000/svg}"
 COSTS = Costs(10, 11, 8, comm=1)

@@ -13,8 +13,8 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, build, simulate, to_csv
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.views.figure import Files
 from megapipe.schedule.views.scene import scene_of
 from megapipe.schedule.views.study import draw, study, told

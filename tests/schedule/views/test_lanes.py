@@ -12,9 +12,9 @@ import pytest
 
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate, unpaired
 from megapipe.schedule.costs import ATTENTION, SHARES
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.transforms.pairs import pairs
-from megapipe.schedule.transforms.slices import slices
+from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.shapes.pairs.pairs import pairs
+from megapipe.schedule.shapes.slices.slices import slices
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communication, copied, stretches
 from megapipe.schedule.views.perfetto import to_perfetto

@@ -23,8 +23,8 @@ from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, simulate, to_csv
 from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.ingredients import Fixed
-from megapipe.schedule.transforms.cuts import Cutting
-from megapipe.schedule.transforms.slices import slices
+from megapipe.schedule.shapes.slices.cuts import Cutting
+from megapipe.schedule.shapes.slices.slices import slices
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.lanes import communication
 from megapipe.schedule.views.page import Case, to_page

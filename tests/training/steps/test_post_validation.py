@@ -10,8 +10,8 @@ from tiny import STYLES
 from megapipe.optim.rule import multiply
 from megapipe.plan import make_plan
 from megapipe.schedule import SCHEDULES, Exchange, Kind, ScheduleError, build, lower, verify
-from megapipe.schedule.transforms.optimizer import with_optimizer
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.families.step.optimizer import with_optimizer
+from megapipe.schedule.families.step.reduction import with_reduction
 from tools.proofs.fuzz_post_validation import Case, run_case
 
 NAN, INF = math.nan, math.inf

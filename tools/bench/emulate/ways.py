@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, simulate, unpaired
 from megapipe.schedule.costs import UNIT
+from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.passes import overlaps, repeated
-from megapipe.schedule.transforms.memory import with_offload
-from megapipe.schedule.transforms.pairs import pairs
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.schedule.views.lanes import communicates
 from megapipe.schedule.views.moved import price_copies
 from tools.bench.emulate.pool import Job, Turns, run_pool

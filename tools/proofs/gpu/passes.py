@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, build
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from tools.proofs.gpu.record import Group, Recorder, recording
 from tools.proofs.gpu.rules import Item, Work
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from megapipe.schedule import Costs, Schedule, ScheduleError, build
 from megapipe.schedule.catalogue import entry_of
-from megapipe.schedule.transforms.pairs import pairs
-from megapipe.schedule.transforms.slices import in_place
-from megapipe.schedule.transforms.slices import slices as in_slices
+from megapipe.schedule.shapes.pairs.pairs import pairs
+from megapipe.schedule.shapes.slices.slices import in_place
+from megapipe.schedule.shapes.slices.slices import slices as in_slices
 from tools.proofs.tables.drawn import drawn_table
 
 

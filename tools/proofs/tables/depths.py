@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule import Costs, build, simulate
-from megapipe.schedule.transforms.depths import with_depths
+from megapipe.schedule.shapes.depths import with_depths
 
 HEAD = 4
 

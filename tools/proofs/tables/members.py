@@ -32,7 +32,7 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import make_plan
 from megapipe.schedule import Schedule, ScheduleError, verify
-from megapipe.schedule.transforms.pairs import pairs
+from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.training.guards.ranks import facts
 from tools.proofs.tables.paired import drawn, drawn_costs
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 from random import Random
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from megapipe.schedule.transforms.slices import in_place
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.shapes.slices.slices import in_place
 from tools.proofs.tables.drawn import drawn_table, prove
 
 Rows = list[list[tuple[Pass, ...]]]

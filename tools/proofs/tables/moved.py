@@ -8,9 +8,9 @@ from typing import Any
 
 from megapipe.config.parallel import Module
 from megapipe.schedule import Schedule
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from megapipe.schedule.weights.runs import GATHERS
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.sharding.runs import GATHERS
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 
 # Stages and microbatches, or slices, by what is left of their sum when it is divided by 3: on the host meanwhile,
 # computed again.

@@ -18,7 +18,7 @@ from time import process_time
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, ScheduleError, build, simulate, unpaired, verify
 from megapipe.schedule.costs import SHARES
-from megapipe.schedule.transforms.pairs import paired_bound, pairs
+from megapipe.schedule.shapes.pairs.pairs import paired_bound, pairs
 from tools.proofs.tables.drawn import drawn_table
 
 REFUSED = re.compile(r"They gain from --memory (\S+) on|Take more microbatches")

@@ -20,9 +20,9 @@ from time import process_time
 
 from megapipe.schedule import Costs, Schedule, ScheduleError, build, simulate
 from megapipe.schedule.catalogue import PLAIN
-from megapipe.schedule.memory.solve import TRIES, searched, solve, tables
-from megapipe.schedule.memory.weigh import Verb, scales
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.offload.solve import TRIES, searched, solve, tables
+from megapipe.schedule.families.offload.weigh import Verb, scales
 
 RANKS, MICROBATCHES = 8, 16
 SHARES = (0.25, 0.5, 0.75, 1.0)

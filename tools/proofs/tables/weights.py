@@ -18,9 +18,9 @@ from itertools import accumulate, pairwise
 from random import Random
 
 from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from megapipe.schedule.weights.sharded import Living, with_sharded_weights
 from tools.proofs.tables.drawn import drawn_table, prove
 
 Rows = list[list[tuple[Pass, ...]]]

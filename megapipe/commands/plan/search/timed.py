@@ -18,11 +18,11 @@ from megapipe.plan.split import ranks_of_depths
 from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
+from megapipe.schedule.families.offload.weigh import HAIR
+from megapipe.schedule.families.sharding.sharded import Living, whole_at_most
 from megapipe.schedule.ingredients import MOVES, SHARDS, Fixed, Offload, Sharding
-from megapipe.schedule.memory.weigh import HAIR
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock
-from megapipe.schedule.weights.sharded import Living, whole_at_most
 
 SUMS, MOVED = "gradient sums", "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)

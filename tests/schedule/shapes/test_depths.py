@@ -8,9 +8,9 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, build, forward_only, from_json, simulate, verify
+from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.search.beside import better
-from megapipe.schedule.transforms.depths import with_depths
-from megapipe.schedule.transforms.reduction import with_reduction
+from megapipe.schedule.shapes.depths import with_depths
 from tools.proofs.tables.depths import apart, makespan, perfect
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.vocabulary.shares import all_shared, refuse_apart, with_vocabulary
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Placement, Schedule
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.merge import merged
-from megapipe.schedule.transforms.vocabulary import all_shared, refuse_apart, with_vocabulary
 
 _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 

@@ -19,11 +19,11 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.families.sharding.runs import runs, sums
+from megapipe.schedule.families.sharding.sharded import with_sharded_weights
+from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.lower import forward_only
 from megapipe.schedule.passes import Placement
-from megapipe.schedule.transforms.vocabulary import with_vocabulary
-from megapipe.schedule.weights.runs import runs, sums
-from megapipe.schedule.weights.sharded import with_sharded_weights
 
 WHOLE = "0AF0 0F0 0F1 1AF0 1F0 1F1 1BW1 1BW0 1RS0 0AB1 0BW1 0BW0 0RS0"
 """Two stages on one rank, two microbatches: stage 1 stays whole from its forwards to its backwards."""

@@ -22,11 +22,11 @@ from megapipe.schedule import (
     to_json,
     verify,
 )
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.lower import forward_only
 from megapipe.schedule.passes import Shared, repeated
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from tools.proofs.tables import memory

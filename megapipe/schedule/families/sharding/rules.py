@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megapipe.schedule.families.sharding.runs import (
+    GATHERS,
+    REDUCES,
+    Run,
+    Sum,
+    adds_gradients,
+    reads_weights,
+    runs,
+    sums,
+)
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule
-from megapipe.schedule.weights.runs import GATHERS, REDUCES, Run, Sum, adds_gradients, reads_weights, runs, sums
 
 
 def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:

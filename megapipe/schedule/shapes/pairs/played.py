@@ -10,7 +10,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.search.compiled import Doubles, Ints, doubles, ints, library
-from megapipe.schedule.transforms.manner import Manner
+from megapipe.schedule.shapes.pairs.manner import Manner
 
 Rows = tuple[tuple[Step, ...], ...]
 _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)

@@ -11,8 +11,8 @@ import pytest
 
 from megapipe.commands.schedules import main
 from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, load, simulate, verify
-from megapipe.schedule.memory.solve import solve
-from megapipe.schedule.weights.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
+from megapipe.schedule.families.offload.solve import solve
+from megapipe.schedule.families.sharding.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
 from tools.proofs.tables import weights
 
 LINK = Costs(mem_b=0, mem_w=0, a=0.5, g=1, mem_a=1, mem_g=2)

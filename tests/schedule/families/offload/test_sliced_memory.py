@@ -10,9 +10,9 @@ import pytest
 
 from megapipe.commands import schedules
 from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build, from_json, simulate, to_json, verify
-from megapipe.schedule.memory.weigh import Verb, applied, places, scales
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
-from megapipe.schedule.transforms.slices import in_place, slices
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.offload.weigh import Verb, applied, places, scales
+from megapipe.schedule.shapes.slices.slices import in_place, slices
 
 KEYS = Costs(mem_k=0.25, mem_r=0.125)
 

@@ -21,8 +21,8 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.transforms.cuts import Cutting, shares
-from megapipe.schedule.transforms.slices import slices
+from megapipe.schedule.shapes.slices.cuts import Cutting, shares
+from megapipe.schedule.shapes.slices.slices import slices
 
 ATTENTION = Costs(attention_f=0.6, attention_b=0.6, attention_w=0.6)
 KEYS = Costs(mem_k=1)  # nothing but keys and values, and their gradients

@@ -21,9 +21,9 @@ from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.search.bound import bound_of_any
+from megapipe.schedule.shapes.pairs.manner import GRID
+from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.manner import GRID
-from megapipe.schedule.transforms.together import best_play
 from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding

@@ -8,10 +8,10 @@ import pytest
 
 from megapipe.commands import schedules
 from megapipe.schedule import Costs, ScheduleError, build, from_json, simulate, verify
-from megapipe.schedule.memory import weigh
-from megapipe.schedule.memory.solve import searched, solve, tables
-from megapipe.schedule.memory.weigh import Verb, applied, scales
-from megapipe.schedule.transforms.memory import with_offload, with_recompute
+from megapipe.schedule.families.offload import weigh
+from megapipe.schedule.families.offload.copies import with_offload, with_recompute
+from megapipe.schedule.families.offload.solve import searched, solve, tables
+from megapipe.schedule.families.offload.weigh import Verb, applied, scales
 from tools.proofs.tables import solved
 
 ONE = Costs(o=1, l=1)

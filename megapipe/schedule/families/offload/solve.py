@@ -15,8 +15,8 @@ from random import Random
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.kinds import Kind
-from megapipe.schedule.memory.weigh import (
+from megapipe.schedule.families.offload.copies import longest
+from megapipe.schedule.families.offload.weigh import (
     HAIR,
     Choices,
     Memory,
@@ -30,12 +30,12 @@ from megapipe.schedule.memory.weigh import (
     places,
     scales,
 )
+from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import PATTERNS, make
 from megapipe.schedule.search.auto import Candidate, search, search_among
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.simulate import run_clock, uncollected
-from megapipe.schedule.transforms.memory import longest
 
 TRIES, FEW_TRIES = 2000, 60
 """Changes of single choices, with a C compiler and without: half a second for 8 ranks and 16 microbatches."""

@@ -8,8 +8,8 @@ import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, simulate
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.transforms.cuts import at_borders, in_tokens, shares
-from megapipe.schedule.transforms.slices import in_place, slices
+from megapipe.schedule.shapes.slices.cuts import at_borders, in_tokens, shares
+from megapipe.schedule.shapes.slices.slices import in_place, slices
 
 ATTENTION = Costs(attention_f=0.6, attention_b=0.6, attention_w=0.6)
 

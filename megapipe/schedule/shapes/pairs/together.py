@@ -15,9 +15,9 @@ from random import Random
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
+from megapipe.schedule.shapes.pairs.manner import GRID, Manner, changed
+from megapipe.schedule.shapes.pairs.played import Rows, compiled_play
 from megapipe.schedule.simulate import run_clock, simulate, uncollected
-from megapipe.schedule.transforms.manner import GRID, Manner, changed
-from megapipe.schedule.transforms.played import Rows, compiled_play
 
 _SMALL = 1e-9  # rounding
 

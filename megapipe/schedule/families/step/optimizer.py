@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Literal
 
 from megapipe.schedule.dependencies import closed_prefix
+from megapipe.schedule.families.step.reduction import refuse_twice
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
-from megapipe.schedule.transforms.reduction import refuse_twice
 
 Gather = Literal["none", "behind", "ahead"]
 

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, adds_gradients, reads_weights
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock, simulate
-from megapipe.schedule.weights.runs import GATHERS, REDUCES, adds_gradients, reads_weights
 
 _HAIR, _AS_FAST = 1 + 1e-9, 1.01
 _MANY = 4096

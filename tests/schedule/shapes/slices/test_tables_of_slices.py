@@ -17,8 +17,8 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.costs import ATTENTION
-from megapipe.schedule.transforms.cuts import shares
-from megapipe.schedule.transforms.slices import slices
+from megapipe.schedule.shapes.slices.cuts import shares
+from megapipe.schedule.shapes.slices.slices import slices
 
 TWO = """
 0F0.0,0F0.1,0BW0.1,0BW0.0
