@@ -11,23 +11,19 @@ from typing import Any
 
 from megapipe.commands.progress import Progress
 from megapipe.schedule import Costs, Schedule, ScheduleError, entry_of, is_file, load, simulate, verify
+from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.offload.solve import FEW_TRIES, searched, tables
-from megapipe.schedule.ingredients import (
-    NO_STEP,
-    SHARDS,
-    Fixed,
-    Offload,
-    Pairing,
-    Search,
-    Sharding,
-    StepPasses,
-)
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.sharding.runs import SHARDS
+from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
+from megapipe.schedule.ingredients import Fixed, Search
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Placement
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
 from megapipe.schedule.search.auto import describe_search, placements
 from megapipe.schedule.search.paired import search_pairs
+from megapipe.schedule.shapes.pairs.asked import Pairing
 from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.moved import describe_moves, describe_shards, price_copies
 from megapipe.schedule.views.paired import describe_pairs

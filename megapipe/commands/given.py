@@ -12,7 +12,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, entry_of, is_file
 from megapipe.schedule.costs import MOST
 from megapipe.schedule.costs_file import load_costs
-from megapipe.schedule.ingredients import StepPasses
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.shapes.slices.cuts import CUTS
 from megapipe.schedule.views.figure import COLUMN, PAGE
 

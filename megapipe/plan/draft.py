@@ -13,7 +13,7 @@ from megapipe.plan.state import GIB
 from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Placement, Schedule
-from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.families.offload.rules import MOVES
 
 
 @dataclass(frozen=True)

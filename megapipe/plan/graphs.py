@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
-from megapipe.schedule.kinds import COPIES
 from megapipe.schedule.memory.slots import in_flight, splits
 
 
@@ -54,7 +54,7 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
         yield "slices of a microbatch differ (--pipeline-slices)"
     if table.placement.vocabulary or model.depths:
         yield "passes hand over more than hidden states (--vocab-parallel-pipeline, --mtp-num-layers)"
-    if any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
+    if not table.kinds.isdisjoint(MOVES):
         yield f"{table.name} moves activations (O, L, R)"
     if par.enable_optimizer_post_validation:
         yield "forwards may run again (--enable-optimizer-post-validation)"

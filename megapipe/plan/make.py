@@ -24,7 +24,8 @@ from megapipe.plan.transforms.moved import Copies
 from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, pieces
 from megapipe.schedule import Placement, Schedule
-from megapipe.schedule.ingredients import MOVES, Refused
+from megapipe.schedule.families.offload.rules import MOVES
+from megapipe.schedule.ingredients import Refused
 from megapipe.schedule.recipe import Recipe
 
 

@@ -19,11 +19,15 @@ from megapipe.plan.split import (
 from megapipe.plan.transforms.moved import Copies
 from megapipe.schedule import Costs, Schedule, entry_of, is_file
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.families.sharding.runs import GATHERS
-from megapipe.schedule.ingredients import SHARDS, Fixed, Offload, Pairing, Search, Sharding, StepPasses
+from megapipe.schedule.families.offload.asked import Offload
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.sharding.runs import GATHERS, SHARDS
+from megapipe.schedule.families.step.asked import StepPasses
+from megapipe.schedule.ingredients import Fixed, Search
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.shapes.pairs.asked import Pairing
 
 SHARE = 0.2
 """Part of a forward and of an input gradient that counts as communication where --pipeline-costs does not say."""

@@ -183,8 +183,7 @@ def given_costs(config: Config) -> Costs | None:
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
     try:
         chain = place.with_depths((0,) * config.model.depths)  # lists name depths behind the stages, if any
-        costs.durations(chain)
-        costs.memory(chain)
+        costs.check(chain)
         costs.lag(0, min(1, place.num_ranks - 1), place.num_ranks)
     except ScheduleError as error:
         raise ConfigError(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.families.offload.parts import Moved
-from megapipe.schedule.families.offload.parts import PerStage as PerStage
+from megapipe.schedule.families import FAMILIES, FamilyCosts
+from megapipe.schedule.families.family import PerStage as PerStage
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
@@ -25,26 +25,19 @@ _OF_LAYERS = {"f", "b", "w"}
 SHARES = ("link_f", "link_b", "link_w")
 ATTENTION = ("attention_f", "attention_b", "attention_w")
 """Fields that are a share of another."""
-_AS_THEY_ARE = {"s", "t", "e", "mem_s", *ATTENTION}
-"""Fields whose plain number is no device share."""
 _TURNS = 256  # of finer pieces the sums alone count
 
 
 class Memory(NamedTuple):
-    """The fields of Costs that begin with mem_, by stage."""
+    """What F leaves until B and until W, by stage."""
 
     b: list[float]
     w: list[float]
-    s: list[float]
-    o: list[float]
-    r: list[float]
-    a: list[float]
-    g: list[float]
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Durations in any time unit, memory in any unit; the defaults are the papers' F = B = W.
+class CoreCosts:
+    """What F, B, W and messages take and hold.
 
     Attributes:
         f, b, w: forward, input gradient, weight gradient. BW costs b + w.
@@ -61,25 +54,11 @@ class Costs:
             place in the sequence where a slice lies; all else grows with its length.
         mem_k: keys and values of a microbatch, which mem_b counts. Cut in slices their gradients take `wide_k` times as
             much beside, from the backward of the last slice to that of their own.
-        s, t: what a rank's share of the vocabulary takes of a microbatch, forward with the input gradient and weight
-            gradient; e: looking up its rows, adding to their gradients, and combining the shares. Of a rank, however
-            many stages it has.
-        mem_s: what a share holds from the start of S to the end of T, of a rank too.
         overhead: what every F, B, W and BW costs in addition to its work, however small the stage: host time, launches.
             A pair costs it once if `fb` or a share of communication says that its passes overlap. Otherwise they run
             one after the other, and each costs it.
         mem_b: activation held from the start of F to the end of B (or BW).
         mem_w: the part of it held on from the end of B to the end of W.
-        g, u, a, v: the passes of a stage as a whole: reduce gradients, update, gather weights, validate the update.
-        o, l: copying what a microbatch left to the host, and back.
-        mem_o: the part of mem_b that is copied, mem_k first; None: all of it. Of a slice the part without keys; the
-            last of a document takes the keys of all of them with it.
-        mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input; of a slice also
-            the keys, for those behind it.
-        mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
-            first to the end of their reduction. The shards that a rank always has are not counted.
-        mem_lent: those weights of the first stage that a stage uses too; they are gathered while either's are.
-    Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
     """
 
     f: PerStage = 1.0
@@ -89,15 +68,7 @@ class Costs:
     comm: float | tuple[float, ...] = 0.0
     mem_b: PerStage = 1.0
     mem_w: PerStage = 1.0
-    g: PerStage = 0.0
-    u: PerStage = 0.0
-    a: PerStage = 0.0
-    v: PerStage = 0.0
     overhead: float = 0.0
-    s: PerStage = 0.0
-    t: PerStage = 0.0
-    e: PerStage = 0.0
-    mem_s: PerStage = 0.0
     link_f: float = 0.0
     link_b: float = 0.0
     link_w: float = 0.0
@@ -107,13 +78,16 @@ class Costs:
     attention_w: PerStage = 0.0
     mem_k: PerStage = 0.0
     wide_k: float = 1.0
-    o: PerStage = 0.0
-    l: PerStage = 0.0
-    mem_o: PerStage | None = None
-    mem_r: PerStage = 0.0
-    mem_a: PerStage = 0.0
-    mem_g: PerStage = 0.0
-    mem_lent: PerStage = 0.0
+
+
+@dataclass(frozen=True)
+class Costs(FamilyCosts, CoreCosts):
+    """Durations in any time unit, memory in any unit; the defaults are the papers' F = B = W.
+
+    The fields are the core's (`CoreCosts`) and those of the families of passes.
+
+    Raises: ScheduleError for a number that is negative, undefined, or so large that sums of it may be infinite.
+    """
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -125,7 +99,7 @@ class Costs:
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Duration of each kind of pass, by stage."""
-        stages = {name: self._by_stage(name, placement) for kind in Kind for name in kind.traits.costs}
+        stages = {name: self.by_stage(name, placement) for kind in Kind for name in kind.traits.costs}
         return {
             kind: [
                 sum(parts, self.overhead if kind.traits.costs[0] in _OF_LAYERS else 0.0)
@@ -160,8 +134,6 @@ class Costs:
             return self
         first, begin, end = (sum(cuts[:n]) / sum(cuts) for n in (of[1], of[0], of[0] + 1))
         document = end - first if of[0] + 1 == of[2] else 0.0
-        copied = self.mem_b if self.mem_o is None else self.mem_o
-        moved = Moved(self.o, self.l, copied, self.mem_r, self.mem_k).of_slice(end - begin, document)
 
         def part(time: PerStage, share: PerStage) -> PerStage:
             if isinstance(time, tuple):
@@ -173,22 +145,26 @@ class Costs:
 
         parts: dict[str, Any] = {name: part(getattr(self, name), 0.0) for name in _BY_LENGTH}
         parts |= {name: part(getattr(self, name), getattr(self, f"attention_{name}")) for name in _OF_LAYERS}
+        for family in FAMILIES:
+            parts |= family.of_slice(vars(self), end - begin, document)
         # A pair of a forward and a backward is as much shorter as the forward is.
         fb = None if self.fb is None else _of_slice(self.fb, _mean(self.attention_f), begin, end, first)
-        return replace(self, **parts, **moved, fb=fb)
+        return replace(self, **parts, fb=fb)
+
+    def check(self, placement: Placement) -> None:
+        """Raises: ScheduleError for costs that are not of these stages."""
+        self.durations(placement)
+        for name in vars(self):
+            if name.startswith("mem_"):
+                self.by_stage(name, placement)
 
     def memory(self, placement: Placement) -> Memory:
-        """Return the memory of each stage. All that B frees is copied where mem_o does not say how much."""
-        copied = "b" if self.mem_o is None else "o"
-        return Memory(*(self._by_stage(f"mem_{name}", placement) for name in ("b", "w", "s", copied, "r", "a", "g")))
+        """Return what F leaves until B and until W."""
+        return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
 
     def gradients_of_keys(self, stage: int, placement: Placement) -> float:
         """The gradients of mem_k of a stage."""
         return self.wide_k * self._at("mem_k", stage, placement)
-
-    def lent(self, stage: int, placement: Placement) -> float:
-        """mem_lent of a stage."""
-        return self._at("mem_lent", stage, placement)
 
     def of_step(self, step: Step, placement: Placement, table: Schedule | None = None) -> float:
         """Duration of a step: of one pass, or of two run together. table: says how microbatches are cut."""
@@ -226,21 +202,26 @@ class Costs:
         parts = [self._at(letter, stage, placement) for letter in letters]
         return sum(parts, self.overhead if letters[0] in _OF_LAYERS else 0.0)
 
-    def _by_stage(self, name: str, placement: Placement) -> list[float]:
+    def by_stage(self, name: str, placement: Placement) -> list[float]:
+        """Return a field for each stage."""
         if isinstance(getattr(self, name), tuple):
             return [self._at(name, stage, placement) for stage in range(placement.num_stages)]
         return [self._at(name, 0, placement)] * placement.num_stages
 
     def _at(self, name: str, stage: int, placement: Placement) -> float:
-        value: PerStage = getattr(self, name)
+        value: PerStage | None = getattr(self, name)
+        if value is None:
+            value = self.mem_b  # a part of it, and nothing says how much
         if not isinstance(value, tuple):
-            return value * (1 if name in _AS_THEY_ARE else placement.num_ranks / placement.main)
+            return value * (1 if name in _OF_A_RANK else placement.num_ranks / placement.main)
         if len(value) != placement.chain:
             raise ScheduleError(f"Costs.{name} names {len(value)} stages, but the model is cut in {placement.chain}.")
         return value[placement.position(stage)]
 
 
-_BY_LENGTH = ("s", "t", "e", "mem_b", "mem_w", "mem_s", "mem_k")
+_BY_LENGTH = ("mem_b", "mem_w", "mem_k")
+_OF_A_RANK = {*ATTENTION, *(name for family in FAMILIES for name in family.of_a_rank)}
+"""Fields whose plain number is no device share."""
 
 
 def _of_slice(whole: float, attention: float, begin: float, end: float, first: float) -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from megapipe.schedule.families.sharding.runs import of_runs
+from megapipe.schedule.families import FAMILIES
 from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
 from megapipe.schedule.passes import Pass, Schedule
 
 _MAKERS: Mapping[Made, tuple[Kind, ...]] = {
     made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
 }
-_REPEATED = {Made.GATHERED, Made.ON_HOST, Made.BACK, Made.WEIGHTS}
 _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
@@ -26,7 +25,9 @@ class Dependencies:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._there = {*schedule.passes()}
-        self._of_runs = of_runs(schedule)
+        self._of_rows = dict[tuple[Pass, Made], tuple[Pass, ...]]()
+        for family in FAMILIES:
+            self._of_rows.update(family.needs(schedule))
         self._before = {item: before for lane in schedule.shared for before, item in pairwise(lane.order)}
 
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
@@ -45,7 +46,7 @@ class Dependencies:
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
         if need.where is Where.RUN:
-            yield from self._of_runs.get((item, need.made), ())
+            yield from self._of_rows.get((item, need.made), ())
             return
         for stage in self._schedule.placement.needed(item.stage, need):
             for number in self._numbers(item, need, stage):
@@ -128,7 +129,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
 
 def can_repeat(kind: Kind) -> bool:
     """Does a second run of such a pass leave what the first did?"""
-    return kind.traits.evaluates or not _REPEATED.isdisjoint(kind.traits.makes)
+    return kind.traits.evaluates or kind.traits.repeats
 
 
 def is_beyond(kind: Kind, need: Need) -> bool:

@@ -6,8 +6,10 @@ Clock, verifier, lowering, pictures, files and executor read these rows; a new k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple, Self
 
 
@@ -101,13 +103,16 @@ class Traits:
         meaning: in words, for legends.
         colour: #rrggbb in pictures.
         costs: fields of `Costs` that its duration is the sum of, a letter each.
-        memory: how often mem_b, mem_w, mem_s, mem_o and mem_r of its stage are taken, the first five of
-            `Costs.memory`: when it starts if the first that counts is positive, when it ends if negative.
+        memory: how often a field of `Costs` that begins with mem_ is taken, by the letter behind: when it starts if the
+            first is positive, when it ends if negative.
         per_stage: once a step for a stage, not once for a microbatch.
         at: the only stages that have such a pass, where ranks share the vocabulary; None: every stage of any table.
         reads: takes the next microbatch of the data, the shares' own or that of both ends of the model.
         evaluates: part of an evaluation too, which updates nothing.
-        again: runs the forward of its microbatch again, which therefore left mem_r alone.
+        repeats: a second run leaves what the first did, as that of every pass of an evaluation does.
+        posted: begins where it stands in the row, when what stands before it there is over, though its lane is free.
+        further: may be of the step behind the last of its table, or of the next table's first.
+        border: no message is on its way while it runs: what stands before it may have to run again.
     """
 
     meaning: str
@@ -115,13 +120,16 @@ class Traits:
     costs: str
     needs: tuple[Need, ...]
     makes: tuple[Made, ...]
-    memory: tuple[int, ...] = ()
+    memory: Mapping[str, int] = field(default_factory=dict)
     lane: Lane = Lane.COMPUTE
     per_stage: bool = False
     at: Where | None = None
     reads: bool = False
     evaluates: bool = False
-    again: bool = False
+    repeats: bool = False
+    posted: bool = False
+    further: bool = False
+    border: bool = False
 
 
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
@@ -169,6 +177,9 @@ _HEAD = Need(Made.SHARE, Where.OWN), Need(Made.LOSS, Where.LOSSES), _VALID
 _ROWS = Need(Made.LOOKED_UP, Where.OWN), Need(Made.GRADIENT, Where.EMBEDS), _VALID
 
 _ALL = Where.SHARES
+_of_stage = partial(Traits, per_stage=True)
+_copy = partial(Traits, repeats=True, posted=True)
+_of_run = partial(Traits, lane=Lane.DP, posted=True)
 
 
 class Kind(StrEnum):
@@ -182,7 +193,7 @@ class Kind(StrEnum):
     microbatch whose activations are in the way: O copies them to the host, L brings them back, R computes them again.
     Of a run of passes of a stage, as often as the table says: AF and AB gather its weights over data parallel, named by
     the run's first pass, a forward (AF) or another (AB); RS reduce-scatters the gradients that passes have left since
-    the one before, named by the last of them. See `weights.runs` for what is whole when.
+    the one before, named by the last of them. See `families.sharding.runs` for what is whole when.
     """
 
     _value_: str
@@ -195,32 +206,38 @@ class Kind(StrEnum):
         kind.traits = traits
         return kind
 
-    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, (1,), evaluates=True, reads=True)
-    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, (-1, 1))
-    W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), (0, -1))
-    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), (-1,))
-    G = "G", Traits("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP, per_stage=True)
-    U = "U", Traits("update", "#332233", "u", _UPDATE, (Made.UPDATED,), per_stage=True)
-    A = "A", Traits("gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, per_stage=True)
-    V = "V", Traits("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), per_stage=True)
+    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, {"b": 1}, evaluates=True, reads=True)
+    B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, {"b": -1, "w": 1})
+    W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), {"w": -1})
+    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), {"b": -1})
+
+    G = "G", _of_stage("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP)
+    U = "U", _of_stage("update", "#332233", "u", _UPDATE, (Made.UPDATED,))
+    A = (
+        "A",
+        _of_stage(
+            "gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, repeats=True, further=True
+        ),
+    )
+    V = "V", _of_stage("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), border=True)
 
     E = (
         "E",
         Traits("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True),
     )
-    S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), (0, 0, 1), at=_ALL, evaluates=True)
+    S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), {"s": 1}, at=_ALL, evaluates=True)
     C = "C", Traits("combine shares", "#60006c", "e", _COMBINE, (Made.LOSS,), at=Where.LOSSES, evaluates=True)
-    T = "T", Traits("weight gradient of the share", "#e4a8f0", "t", _HEAD, (Made.HEAD_GRADIENT,), (0, 0, -1), at=_ALL)
+    T = "T", Traits("weight gradient of the share", "#e4a8f0", "t", _HEAD, (Made.HEAD_GRADIENT,), {"s": -1}, at=_ALL)
     EW = "EW", Traits("gradient of rows", "#1824a8", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 
-    O = "O", Traits("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), (0, 0, 0, -1), lane=Lane.D2H)
-    L = "L", Traits("load again", "#a8a860", "l", _ON_HOST, (Made.BACK, Made.KEYS_BACK), (0, 0, 0, 1), lane=Lane.H2D)
-    R = "R", Traits("forward again", "#606084", "f", _AGAIN, (Made.BACK,), (1, 0, 0, 0, -1), again=True)
+    O = "O", _copy("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), {"o": -1}, lane=Lane.D2H)
+    L = "L", _copy("load again", "#a8a860", "l", _ON_HOST, (Made.BACK, Made.KEYS_BACK), {"o": 1}, lane=Lane.H2D)
+    R = "R", Traits("forward again", "#606084", "f", _AGAIN, (Made.BACK,), {"b": 1, "r": -1}, repeats=True)
 
     # The collectives of A and G, more than once a step: never in one table with them, and drawn in their colours.
-    AF = "AF", Traits("gather for a run", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), lane=Lane.DP, evaluates=True)
-    AB = "AB", Traits("gather for a run back", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), lane=Lane.DP)
-    RS = "RS", Traits("reduce-scatter of a run", "#9900ff", "g", _REDUCE_RUN, (Made.SCATTERED,), lane=Lane.DP)
+    AF = "AF", _of_run("gather for a run", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), repeats=True, evaluates=True)
+    AB = "AB", _of_run("gather for a run back", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), repeats=True)
+    RS = "RS", _of_run("reduce-scatter of a run", "#9900ff", "g", _REDUCE_RUN, (Made.SCATTERED,))
 
     # Enum's own hash runs in Python; passes are keys of large dicts.
     __hash__ = str.__hash__

@@ -12,8 +12,8 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.families.sharding.runs import GATHERS, runs
-from megapipe.schedule.kinds import Kind, Lane, Made
+from megapipe.schedule.families import FAMILIES
+from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock
 
@@ -66,7 +66,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
     computes = {kind for kind in schedule.kinds if kind.traits.lane is Lane.COMPUTE}
-    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.traits.makes}
+    borders = {kind for kind in schedule.kinds if kind.traits.border}
     links = schedule.links
     posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
     passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
@@ -79,10 +79,10 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
         posted[rank] = done
         # V is a border of the global order: messages made before it sort before it on both ranks, whatever their
         # times.
-        validating = step[0].kind in validates
-        if validating:
+        bordering = step[0].kind in borders
+        if bordering:
             passed[rank] = 2 * step[0].microbatch + 2
-        entries[rank].append((passed[rank] - validating, tick, number, 0, step))
+        entries[rank].append((passed[rank] - bordering, tick, number, 0, step))
         # Before all that starts when it is there; of a pass that takes no time, right behind it: by the clock's order
         # that is behind what it takes and before who takes it.
         within = number if done == tick else -1
@@ -110,24 +110,19 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """A table with only what an evaluation does: its forwards, without those of multi-token prediction, and of the
-    gathers those of runs that have one."""
+    """Return a table with what an evaluation does: its forwards, without those of multi-token prediction, and what
+    these need."""
     place = schedule.placement
-    named: dict[Pass, Pass] = {}  # a run begins with its first forward
-    for run in (run for rank in range(len(schedule.ranks)) for run in runs(schedule, rank)):
-        for x in (x for x in run.passes[::-1] if x.kind.is_forward):
-            named[run.gather] = x._replace(kind=Kind.AF)
-    rows = [
-        [
-            tuple(
-                named.get(x, x)
-                for x in step
-                if (x in named or (x.kind.traits.evaluates and x.kind not in GATHERS)) and not place.depth(x.stage)
-            )
-            for step in row
-        ]
-        for row in schedule.ranks
-    ]
+    named: dict[Pass, Pass | None] = {}
+    for family in FAMILIES:
+        named.update(family.evaluated(schedule))
+
+    def evaluated(step: Step) -> Step:
+        usual = ((x, x if x.kind.traits.evaluates else None) for x in step if not place.depth(x.stage))
+        found = (named.get(x, other) for x, other in usual)
+        return tuple(x for x in found if x is not None)
+
+    rows = (map(evaluated, row) for row in schedule.ranks)
     return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows), shared=())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
-from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, seq1f1b, terapipe, zb_h1, zb_h2
+from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.generators.fused_v import one_f_one_b_v
 from megapipe.schedule.generators.interleaved import (
@@ -20,8 +20,8 @@ from megapipe.schedule.generators.interleaved import (
     group_interleaved,
     interleaved,
     interleaved_zb,
-    slimpipe,
 )
+from megapipe.schedule.generators.sliced import seq1f1b, slimpipe, terapipe
 from megapipe.schedule.generators.waves import chimera, hanayo, loop, vee, wave
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.own import own_schedule

@@ -21,29 +21,24 @@ from typing import Any
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import build, is_file
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.offload.solve import searched, solve
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.sharding.sharded import (
     sharded_within,
     whole_at_most,
     with_sharded_weights,
 )
-from megapipe.schedule.ingredients import (
-    MOVES,
-    NO_STEP,
-    SHARDS,
-    Offload,
-    Pairing,
-    Refused,
-    Search,
-    Sharding,
-    StepPasses,
-    Terms,
-)
+from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
+from megapipe.schedule.ingredients import Refused, Search, Terms
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
 from megapipe.schedule.shapes.depths import with_depths
+from megapipe.schedule.shapes.pairs.asked import Pairing
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.schedule.shapes.slices.slices import Documents, in_place, slices
 from megapipe.schedule.simulate import simulate

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, is_beyond
-from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
 from megapipe.schedule.kinds import COPIES, Kind, Lane, Made, Where
 from megapipe.schedule.memory.held import memory_steps as memory_steps
 from megapipe.schedule.passes import Pass, Placement, Schedule, Step
@@ -195,7 +194,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
 _LANES = tuple(Lane)
 _COMPUTE = _LANES.index(Lane.COMPUTE)  # 0
-_POSTED = {kind for kind in Kind if kind.traits.lane in COPIES or kind in GATHERS | REDUCES}
+_POSTED = {kind for kind in Kind if kind.traits.posted}
 _Arrival = tuple[dict[int, float], int, float]
 """The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
 

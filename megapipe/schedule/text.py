@@ -24,7 +24,6 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.costs_file import by_field
 from megapipe.schedule.kinds import COPIES, Lane
-from megapipe.schedule.memory.lanes import is_lane, lane_to_json
 from megapipe.schedule.own import placement_problems
 from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step
 from megapipe.schedule.simulate import simulate
@@ -72,7 +71,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
         **({"depths": place.depths} if place.depths else {}),
         **({"cuts": list(schedule.cuts)} if schedule.cuts else {}),
         **({"documents": list(map(list, schedule.documents))} if schedule.documents else {}),
-        **({"shared": [lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
+        **({"shared": [_lane_to_json(lane) for lane in schedule.shared]} if schedule.shared else {}),
     }
     ranks = _lines(map(_texts, schedule.ranks))
     times = "" if costs is None else _times(schedule, costs)
@@ -290,7 +289,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "shared": (
         f"a list of objects with lane ({' or '.join(sorted(COPIES))}), ranks and order, a list of passes",
-        lambda x: isinstance(x, list) and all(map(is_lane, x)),
+        lambda x: isinstance(x, list) and all(map(_is_lane, x)),
     ),
     "vocabulary": ("true or false", lambda x: isinstance(x, bool)),
     "documents": (
@@ -334,3 +333,16 @@ def _refuse(source: str, problems: Iterable[str]) -> None:
 def _verified(schedule: Schedule, source: str) -> Schedule:
     verify(replace(schedule, name=source))
     return schedule
+
+
+def _lane_to_json(lane: Shared) -> dict[str, Any]:
+    """The lane, its ranks and the order of its passes."""
+    return {"lane": lane.lane.value, "ranks": list(lane.ranks), "order": [str(x) for x in lane.order]}
+
+
+def _is_lane(lane: object) -> bool:
+    """Is it what `_lane_to_json` writes?"""
+    if not (isinstance(lane, dict) and {"lane", "ranks", "order"} <= lane.keys() and lane["lane"] in list(COPIES)):
+        return False
+    ranks = isinstance(lane["ranks"], list) and all(type(r) is int and r >= 0 for r in lane["ranks"])
+    return ranks and isinstance(lane["order"], list) and all(isinstance(text, str) for text in lane["order"])

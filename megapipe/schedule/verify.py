@@ -12,8 +12,7 @@ from itertools import pairwise, product, takewhile
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.dependencies import Dependencies, can_repeat, wrong_documents
-from megapipe.schedule.families.offload.rules import memory_problems
-from megapipe.schedule.families.sharding.rules import weight_problems
+from megapipe.schedule.families import FAMILIES
 from megapipe.schedule.kinds import Kind, Lane, Made
 from megapipe.schedule.lower import Exchange, Message, Program, lower_timed
 from megapipe.schedule.memory.held import memory_steps
@@ -83,11 +82,10 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                 else:
                     seen[item] = i
     yield from _missing_or_early(schedule, seen)
-    yield from _missing_of_shares(schedule, seen)
     yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
-    yield from memory_problems(schedule, seen)
-    yield from weight_problems(schedule, seen)
+    for family in FAMILIES:
+        yield from family.problems(schedule, seen)
     yield from _never_again(schedule)
 
 
@@ -102,7 +100,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
         return f"microbatches have {there if schedule.cuts else 'no slices here'}"
     if kind.traits.per_stage:
         # The weights of the step behind the last are gathered at the end of this table or at the start of the next.
-        steps = schedule.training_steps + (Made.GATHERED in kind.traits.makes)
+        steps = schedule.training_steps + kind.traits.further
         if not 0 <= microbatch < steps:
             return f"there is no step {microbatch}, only 0 to {steps - 1}"
         return None if place.rank_of[stage] == rank else f"stage {stage} is on rank {place.rank_of[stage]}"
@@ -141,17 +139,6 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
             for before, after in pairwise(there):
                 if seen[after] <= seen[before]:
                     yield f"rank {rank}, step {seen[after]}, {after}: runs before {before} at step {seen[before]}"
-
-
-def _missing_of_shares(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Every share of the vocabulary is used for each microbatch, and combined where the loss is."""
-    place = schedule.placement
-    for microbatch, piece in product(range(schedule.all_microbatches if place.vocabulary else 0), schedule.slices):
-        first = schedule.chain_of(microbatch) * place.chain
-        at = [(s, kind, kind.traits.at) for s in range(first, first + place.chain) for kind in Kind]
-        for item in (Pass(kind, s, microbatch, piece) for s, kind, where in at if where and s in place.meant(s, where)):
-            if item not in seen:
-                yield f"rank {place.rank_of[item.stage]}: {item} is missing"
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
@@ -201,12 +188,12 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 
 def _never_again(schedule: Schedule) -> Iterator[str]:
-    """Passes before V that cannot run again, as all must: they ran on weights that V may take back."""
-    validates = {kind for kind in schedule.kinds if Made.VALIDATED in kind.traits.makes}
-    if not validates:
+    """Passes before a border that cannot run again, as all must: they ran on weights that V may take back."""
+    borders = {kind for kind in schedule.kinds if kind.traits.border}
+    if not borders:
         return
     needs = Dependencies(schedule)
-    before = [list(takewhile(lambda step: step[0].kind not in validates, row)) for row in schedule.ranks]
+    before = [list(takewhile(lambda step: step[0].kind not in borders, row)) for row in schedule.ranks]
     inside = {item for row in before for step in row for item in step}
     for rank, row in enumerate(before):
         for i, item in ((i, item) for i, step in enumerate(row) for item in step):

@@ -13,7 +13,7 @@ from megapipe.plan import GIB, Plan, changes, counts_of, make_plan, schedule_of,
 from megapipe.plan.make import with_batch
 from megapipe.schedule import SCHEDULES, Costs, simulate, verify
 from megapipe.schedule.costs_file import dump_costs
-from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.families.offload.rules import MOVES
 
 
 def test_virtual_stages_by_either_flag_make_the_schedule_interleaved():

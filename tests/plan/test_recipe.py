@@ -8,9 +8,12 @@ from megapipe.commands import schedules
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import make_plan, with_batch
 from megapipe.schedule import unpaired
-from megapipe.schedule.ingredients import Offload, Pairing, Sharding, StepPasses
+from megapipe.schedule.families.offload.asked import Offload
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import to_line
+from megapipe.schedule.shapes.pairs.asked import Pairing
 from tools.proofs.tables.digests import FEATURES, MODELS, planned
 from tools.proofs.tables.recipes import different
 

@@ -11,7 +11,7 @@ from megapipe.plan import make_plan
 from megapipe.plan.plan import Plan
 from megapipe.plan.table import summary
 from megapipe.schedule import Kind, Schedule, simulate, verify
-from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.families.offload.rules import MOVES
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 4096 --max-position-embeddings 4096 "

@@ -19,9 +19,9 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.dependencies import closed_prefix
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.families.step.optimizer import with_gather, with_optimizer
 from megapipe.schedule.families.step.reduction import exposed, with_reduction
-from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.passes import Pass, repeated
 from megapipe.schedule.views.perfetto import to_perfetto

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megapipe.distributed.device import Gauge
 from megapipe.pipeline_parallel.passes.host import Buffer, Copy, Host, Sizes
 from megapipe.schedule import Schedule
-from megapipe.schedule.kinds import COPIES, Lane
-from megapipe.schedule.memory.held import computed_again
+from megapipe.schedule.families.offload.rules import MOVES, computed_again
+from megapipe.schedule.kinds import Lane
 from megapipe.tensor_parallel.saving import saver
 
 KEYS = "core_attn"
@@ -237,7 +237,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 
 def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host: Host) -> dict[int, Activations]:
     """The activations of each stage under a table that moves them; none under another. Arguments as of Activations."""
-    if not any(kind.traits.again or kind.traits.lane in COPIES for kind in table.kinds):
+    if table.kinds.isdisjoint(MOVES):
         return {}
     host.begin()
     host.held, host.sizes = Gauge(), {stage: [Sizes() for _ in table.slices] for stage in chunks}

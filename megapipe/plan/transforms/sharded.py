@@ -9,9 +9,8 @@ from typing import NamedTuple, Self
 from megapipe.config import Config
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Schedule
-from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
+from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, SHARDS
 from megapipe.schedule.families.sharding.sharded import Living, whole_at_most
-from megapipe.schedule.ingredients import SHARDS
 from megapipe.schedule.simulate import simulate
 
 

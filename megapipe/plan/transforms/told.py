@@ -5,7 +5,7 @@ from __future__ import annotations
 from megapipe.plan.plan import Plan
 from megapipe.plan.state import GIB
 from megapipe.schedule import Timeline
-from megapipe.schedule.ingredients import MOVES
+from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.views.moved import describe_moves
 
 

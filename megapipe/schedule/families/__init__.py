@@ -1,0 +1,17 @@
+"""The families of passes that there are. A new one is a folder here and a line in each of the two lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.schedule.families.offload import OFFLOAD, OffloadCosts
+from megapipe.schedule.families.sharding import SHARDING, ShardingCosts
+from megapipe.schedule.families.step import STEP, StepCosts
+from megapipe.schedule.families.vocabulary import VOCABULARY, VocabularyCosts
+
+FAMILIES = STEP, OFFLOAD, SHARDING, VOCABULARY
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyCosts(VocabularyCosts, ShardingCosts, OffloadCosts, StepCosts):
+    """The costs of all families; the core's `Costs` have them too."""

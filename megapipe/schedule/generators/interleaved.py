@@ -9,7 +9,6 @@ from __future__ import annotations
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators.turns import in_turns
 from megapipe.schedule.passes import Schedule
-from megapipe.schedule.shapes.slices.slices import of_one_length
 
 
 def interleaved(
@@ -24,20 +23,6 @@ def interleaved(
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
     return in_turns("interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=2)
-
-
-def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
-    """Interleaved 1F1B with microbatches in slices of one length (Li et al. 2025): a rank holds one microbatch and
-    2 (p-1) / (v n) of another, bubble (p-1)(F+B+W)/(v n).
-
-    Args:
-        slices: of a microbatch, a multiple of the ranks; as many if None.
-    """
-    count = ranks if slices is None else slices
-    if count % ranks:
-        more = -(-count // ranks) * ranks
-        raise ScheduleError(f"slimpipe takes a multiple of {ranks} slices, one for each rank, got {count}. Use {more}.")
-    return of_one_length("slimpipe", lambda number: interleaved(ranks, number, chunks), microbatches, count)
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
-from megapipe.schedule.families.sharding.runs import REDUCES
-from megapipe.schedule.ingredients import MOVES, SHARDS
+from megapipe.schedule.families.offload.rules import MOVES
+from megapipe.schedule.families.sharding.runs import REDUCES, SHARDS
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate

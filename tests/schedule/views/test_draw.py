@@ -15,7 +15,7 @@ import pytest
 from megapipe.schedule import Costs, Kind, Schedule, build, simulate
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.families.sharding.sharded import with_sharded_weights
-from megapipe.schedule.ingredients import StepPasses
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.passes import repeated
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.perfetto import to_perfetto

@@ -10,8 +10,8 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, simulate, unpaired
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.families.step.reduction import with_reduction
-from megapipe.schedule.ingredients import StepPasses
 from megapipe.schedule.passes import overlaps, repeated
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.schedule.views.lanes import communicates

@@ -18,9 +18,13 @@ from megapipe.plan.split import ranks_of_depths
 from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
+from megapipe.schedule.families.offload.asked import Offload
+from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.offload.weigh import HAIR
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.sharding.sharded import Living, whole_at_most
-from megapipe.schedule.ingredients import MOVES, SHARDS, Fixed, Offload, Sharding
+from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock
 

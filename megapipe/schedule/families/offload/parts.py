@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.families.family import times
 
-PerStage = float | tuple[float, ...]
-
-
-class Moved(NamedTuple):
-    """Fields of Costs that say what is moved of a microbatch, its keys and values in it, and what that takes."""
-
-    o: PerStage
-    l: PerStage
-    mem_o: PerStage
-    mem_r: PerStage
-    mem_k: PerStage
-
-    def of_slice(self, length: float, document: float) -> dict[str, Any]:
-        """The fields but the last for a slice. A copy takes as much longer as there is more to copy.
-
-        Args:
-            length: of the slice, in sequences; document: of the document that ends with it, 0 if none does.
-        Raises: ScheduleError if some are of each stage and others of all, and the keys of one count in the other.
-        """
-        if not any(self.mem_k) if isinstance(self.mem_k, tuple) else not self.mem_k:
-            return {name: _times(length, whole) for name, whole in self._asdict().items() if name != "mem_k"}
-        if not (counts := {len(x) for x in self if isinstance(x, tuple)}):
-            rows: list[Any] = [self]
-        else:
-            if plain := [name for name, x in zip(self._fields, self, strict=True) if not isinstance(x, tuple) and x]:
-                raise ScheduleError(f"Costs name {plain[0]} of all stages together, and others of each. Name each's.")
-            rows = [*zip(*(x if isinstance(x, tuple) else (0.0,) * max(counts) for x in self), strict=True)]
-        found = [*zip(*(_of_stage(row, length, document) for row in rows), strict=True)]
-        return dict(zip(self._fields, found if counts else [x for (x,) in found], strict=False))
+_FIELDS = ("o", "l", "mem_o", "mem_r", "mem_k")
 
 
-def _times(length: float, whole: PerStage) -> PerStage:
-    return tuple(length * x for x in whole) if isinstance(whole, tuple) else length * whole
+def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mapping[str, Any]:
+    """Return the fields of O, L and R for a slice. A copy takes as much longer as there is more to copy.
+
+    Raises: ScheduleError if some are of each stage and others of all, and the keys of one count in the other.
+    """
+    moved = {name: costs[name] for name in _FIELDS}
+    if moved["mem_o"] is None:
+        moved["mem_o"] = costs["mem_b"]
+    keys = moved["mem_k"]
+    if not (any(keys) if isinstance(keys, tuple) else keys):
+        return {name: times(length, moved[name]) for name in _FIELDS[:-1]}
+    counts = {len(x) for x in moved.values() if isinstance(x, tuple)}
+    if not counts:
+        return dict(zip(_FIELDS, _of_stage([*moved.values()], length, document), strict=False))
+    if plain := [name for name, x in moved.items() if not isinstance(x, tuple) and x]:
+        raise ScheduleError(f"Costs name {plain[0]} of all stages together, and others of each. Name each's.")
+    columns = (x if isinstance(x, tuple) else (0.0,) * max(counts) for x in moved.values())
+    rows = zip(*columns, strict=True)
+    found = zip(*(_of_stage(row, length, document) for row in rows), strict=True)
+    return dict(zip(_FIELDS, found, strict=False))
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from megapipe.schedule.kinds import COPIES, Kind
 from megapipe.schedule.passes import Pass, Schedule, Shared
 
+MOVES = frozenset({Kind.O, Kind.L, Kind.R})
+"""Passes that move activations out of the way: copies to the host and back, and second forwards."""
+
 
 def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
     """Mistakes of copies and second forwards, given the step of each pass in its row."""
     rank_of = schedule.placement.rank_of
     for item, step in seen.items():
-        if item.kind in _MOVES:
+        if item.kind in MOVES:
             # Nothing else is said of a copy that has no other end: what follows would follow from that.
             found = _alone(item, seen) or _out_of_order(item, seen)
             yield from (f"rank {rank_of[item.stage]}, step {step}, {item}: {problem}" for problem in found)
@@ -22,9 +25,6 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
         for before in schedule.shared[:i]:
             if both := sorted(set(lane.ranks) & set(before.ranks)) if lane.lane is before.lane else []:
                 yield f"rank {both[0]} is in two shared lanes {lane.lane}; join them in one, as a rank has one order"
-
-
-_MOVES = {Kind.O, Kind.L, Kind.R}
 
 
 def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
@@ -74,3 +74,17 @@ def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int])
                 f"behind it on {where}"
             )
         last[rank] = item
+
+
+def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Stages and microbatches, or slices among all, whose forward runs twice."""
+    if Kind.R not in schedule.kinds:
+        return frozenset()
+    return frozenset((x.stage, schedule.number(x)) for x in schedule.passes() if x.kind is Kind.R)
+
+
+def inputs(schedule: Schedule) -> Mapping[Pass, str]:
+    """Return the forwards that leave nothing but their input, mem_r."""
+    again = computed_again(schedule)
+    forwards = (x for x in schedule.passes() if again and x.kind.is_forward)
+    return dict.fromkeys((x for x in forwards if (x.stage, schedule.number(x)) in again), "r")

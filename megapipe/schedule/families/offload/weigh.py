@@ -142,7 +142,9 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
     parts = [plain.part(f) for f in forwards]
     by_part = {part: costs.of_slice(plain.cuts, part) for part in (*plain.parts, None)}
     duration = {part: one.durations(place) for part, one in by_part.items()}
-    memory = {part: one.memory(place) for part, one in by_part.items()}
+    memory = {
+        (part, letter): one.by_stage(f"mem_{letter}", place) for part, one in by_part.items() for letter in "bwor"
+    }
     gradients = gradients_of_keys(plain, costs)
 
     def near(step: Callable[[int], int | None]) -> list[int]:
@@ -170,8 +172,8 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
         doubles([duration[part][kind][f.stage] for kind in _KINDS for part, f in zip(parts, forwards, strict=True)]),
         *map(doubles, (lags(after), lags(before))),
         *(
-            doubles([getattr(memory[part], name)[f.stage] for part, f in zip(parts, forwards, strict=True)])
-            for name in "bwor"
+            doubles([memory[part, letter][f.stage] for part, f in zip(parts, forwards, strict=True)])
+            for letter in "bwor"
         ),
         *(doubles([abs(gradients(f, way)) if gradients else 0.0 for f in forwards]) for way in (True, False)),
         doubles([limit * HAIR for limit in limits]),

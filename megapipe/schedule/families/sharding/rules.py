@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from megapipe.schedule.families.sharding.runs import (
     GATHERS,
     REDUCES,
+    SHARDS,
     Run,
     Sum,
     adds_gradients,
@@ -24,7 +25,7 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
     Nothing is said of the order in which replicas meet: all of a data-parallel group run one table, and the collectives
     of a rank are one after another on one lane.
     """
-    sharded, gathered = not schedule.kinds.isdisjoint(GATHERS | REDUCES), not schedule.kinds.isdisjoint(GATHERS)
+    sharded, gathered = not schedule.kinds.isdisjoint(SHARDS), not schedule.kinds.isdisjoint(GATHERS)
     if not sharded:
         return
     yield from _beside(schedule, seen, gathered=gathered)

@@ -56,6 +56,8 @@ def adds_gradients(kind: Kind) -> bool:
 
 GATHERS = frozenset(kind for kind in Kind if Made.WEIGHTS in kind.traits.makes)
 REDUCES = frozenset(kind for kind in Kind if Made.SCATTERED in kind.traits.makes)
+SHARDS = GATHERS | REDUCES
+"""Passes that gather weights and reduce gradients for runs of a stage's passes."""
 _READS = frozenset(kind for kind in Kind if reads_weights(kind))
 _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
@@ -90,7 +92,7 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
     must be over: of its stage, and all of the rank but the one begun last, so that one gradient at most is being summed
     beside those that grow."""
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
-    for rank, row in enumerate(schedule.ranks if not schedule.kinds.isdisjoint(GATHERS | REDUCES) else ()):
+    for rank, row in enumerate(schedule.ranks if not schedule.kinds.isdisjoint(SHARDS) else ()):
         for run in runs(schedule, rank):
             found |= dict.fromkeys([(item, Made.WEIGHTS) for item in run.passes], (run.gather,))
         own, begun = {one.begin: one for one in sums(schedule, rank)}, list[Pass]()
@@ -101,6 +103,15 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
             elif item in own:
                 over = [*begun[-2:-1], *(x for x in begun[-1:] if x.stage == item.stage)]
                 found[item, Made.SCATTERED] = tuple(over)
+    return found
+
+
+def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
+    """Return each gather of a table as an evaluation has it: named by its run's first forward, None without one."""
+    found: dict[Pass, Pass | None] = {}
+    for run in (run for rank in range(len(schedule.ranks)) for run in runs(schedule, rank)):
+        first = next((x for x in run.passes if x.kind.is_forward), None)
+        found[run.gather] = first and first._replace(kind=Kind.AF)
     return found
 
 

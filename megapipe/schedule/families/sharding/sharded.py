@@ -19,6 +19,7 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, adds_gradients, reads_weights
+from megapipe.schedule.families.sharding.whole import borrowers
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Clock, run_clock, simulate
@@ -134,11 +135,11 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     """The most weights and gradients that each rank has whole at once: of as many of its largest stages as live at a
     time, and of the gradients one more, which are being summed. What it has for ever, its shares, comes on top."""
     place = schedule.placement
-    *_, weights, gradients = costs.memory(place)
+    weights, gradients = (costs.by_stage(name, place) for name in ("mem_a", "mem_g"))
     found = []
     for rank, row in enumerate(schedule.ranks):
         own = place.stages_on(rank)
-        borrow = {stage for stage in own if costs.lent(stage, place)}
+        borrow = borrowers(costs, place, own)
         first = {stage for stage in own if place.is_first(stage)} if borrow else set()
         pairs = max((len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0)
         of_weights = _largest(own, weights, max(way.weights, pairs) if way.weights else 0, first, borrow)

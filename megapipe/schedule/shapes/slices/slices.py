@@ -124,8 +124,7 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
     """Raises: ScheduleError for costs that are not of these stages and links, or cannot be of slices."""
     part = costs.of_slice(cuts, (0, 0, len(cuts)))
-    part.durations(place)
-    part.memory(place)
+    part.check(place)
     for rank in range(1, place.num_ranks):
         costs.lag(rank - 1, rank, place.num_ranks)
 

@@ -23,7 +23,7 @@ from megapipe.schedule import (
     verify,
 )
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.ingredients import StepPasses
+from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.kinds import Lane
 from megapipe.schedule.lower import forward_only
 from megapipe.schedule.passes import Shared, repeated
