@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from megapipe.pipeline_parallel.families import FAMILIES
 from megapipe.pipeline_parallel.messages.messenger import receive_ahead
 from megapipe.pipeline_parallel.messages.transport import Ahead
 from megapipe.schedule import Exchange, Pass, Placement, Program, Schedule
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.families.sharding.runs import runs, sums
 from megapipe.schedule.kinds import Lane
 
 
@@ -26,8 +26,7 @@ class Call(NamedTuple):
         leaves: what it takes of another rank that a later pass takes too.
         ends: is it the last pass of a microbatch on its stage?
         beside: does it run on another lane than compute?
-        begins: is it the first of a run that writes gradients of its stage's weights?
-        drops: is it the last of a run that reads its stage's weights, which were gathered for it?
+        before, after: what families do on its stage before it begins, and after its step.
         awaits: passes beside it, of another lane than its own, that must have ended before it begins.
     """
 
@@ -38,8 +37,8 @@ class Call(NamedTuple):
     leaves: frozenset[Pass]
     ends: bool
     beside: bool
-    begins: bool
-    drops: bool
+    before: tuple[Callable[[Any], None], ...]
+    after: tuple[Callable[[Any], None], ...]
     awaits: tuple[Pass, ...]
 
 
@@ -60,8 +59,8 @@ def looked_up(
     # Later ones overwrite: what stays is each stage's last pass of a microbatch.
     last = {p.stage: p for p in passes if p.kind.traits.lane is Lane.COMPUTE and not p.kind.traits.per_stage}
     beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
-    needs, begin = Dependencies(table), {one.begin for one in sums(table, 0)}
-    drop = {run.dropped for run in runs(table, 0)}
+    needs = Dependencies(table)
+    around = [family.around(table) for family in FAMILIES]
 
     # A need on another lane whose result is not handed over, such as an update before a gather, is waited for by name.
     def awaited(p: Pass) -> Iterator[Pass]:
@@ -71,8 +70,10 @@ def looked_up(
 
     def call(p: Pass) -> Call:
         taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        ends, own = last.get(p.stage) == p, (p in beside, p in begin, p in drop)
-        return Call(p, table.number(p), taken, uses[p], leaves[p], ends, *own, tuple(awaited(p)))
+        before = tuple(one.before[p] for one in around if p in one.before)
+        after = tuple(one.after[p] for one in around if p in one.after)
+        own = last.get(p.stage) == p, p in beside
+        return Call(p, table.number(p), taken, uses[p], leaves[p], *own, before, after, tuple(awaited(p)))
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 

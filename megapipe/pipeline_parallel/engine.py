@@ -14,19 +14,19 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import Chunks, chunks_of, config_of
 from megapipe.pipeline_parallel.execute import execute
+from megapipe.pipeline_parallel.families import FAMILIES
+from megapipe.pipeline_parallel.families.family import OfStage, Setting, Shape, Sizes
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
-from megapipe.pipeline_parallel.passes.host import Host
-from megapipe.pipeline_parallel.passes.memory import moves_of
-from megapipe.pipeline_parallel.passes.vocabulary import check_shares, ends_of, shape_of, shares_of
+from megapipe.pipeline_parallel.passes.begin import Ends
 from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks_of_tokens, shape_of_slice
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import Costs, Placement, Program, Schedule, build, forward_only, unpaired, verify
+from megapipe.schedule import Costs, Pass, Placement, Program, Schedule, build, forward_only, unpaired, verify
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
@@ -82,7 +82,7 @@ class ForwardBackward:
         self._dtype: torch.dtype | None = None
         self._together = Together(self.mesh.device)
         self._opened: set[Placement] = set()
-        self.host = Host(self.mesh.pp.device)
+        self.kept = {family.name: family.keeps(self.mesh.pp.device) for family in FAMILIES}
         self.graphs: Graphs | None = None
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
@@ -129,26 +129,29 @@ class ForwardBackward:
         self, step: Request, table: Schedule, chunks: Chunks, config: Any, lengths: Lengths
     ) -> dict[int, PipelineStage]:
         kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
-        place = table.placement
-        moves = {} if step.forward_only else moves_of(table, chunks, self.host)
-        shares, own = shares_of(place, chunks, step.forward_step_func)
-        return {
-            number: PipelineStage(
+        of_stages: dict[int, dict[str, OfStage]] = {number: {} for number in chunks}
+        for family in FAMILIES:
+            for number, of_stage in family.stages(Setting(table, chunks, step, self.kept[family.name])).items():
+                of_stages[number][family.name] = of_stage
+        stages = {}
+        for n, (number, (module, data)) in enumerate(chunks.items()):
+            ends = ends_of(table.placement, number, config)
+            for of_stage in of_stages[number].values():
+                data, ends = of_stage.data(data), of_stage.ends(ends)
+            stages[number] = PipelineStage(
                 step,
                 module,
-                own[number],
+                data,
                 number=number,
                 mesh=self.mesh,
-                ends=ends_of(place, number, config, evaluates=step.forward_only),
-                share=shares.get(number),
+                ends=ends,
                 last=table.last.get(number),
                 kept=kept[number],
                 slices=Slices(lengths),
                 weights=step.weights[n] if step.weights else None,
-                moves=moves.get(number),
+                own=of_stages[number],
             )
-            for n, (number, (module, _)) in enumerate(chunks.items())
-        }
+        return stages
 
     def _messenger(
         self, step: Request, config: Any, place: Placement, in_flight: int, lengths: Lengths, variable: bool
@@ -159,15 +162,19 @@ class ForwardBackward:
         # One pipeline rank sends nothing, so it need not know the size of a message.
         length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
         shape = (length // shared, batch, hidden)
-        if place.vocabulary:
-            check_shares(variable, self.mesh.cp.size)
-        whole = shape_of(place, (shape[0] * shared, batch, hidden), shape[0], self._dtype, evaluates=step.forward_only)
+        whole = shape[0] * shared, batch, hidden
+        sizes = Sizes(place, whole, shape[0], self._dtype, step.forward_only, variable, self.mesh.cp.size)
+        shapes = [shape_of for family in FAMILIES if (shape_of := family.shapes(sizes)) is not None]
+
+        def shape_of_family(made_by: Pass) -> Shape | None:
+            return next((found for shape_of in shapes if (found := shape_of(made_by)) is not None), None)
+
         return Messenger(
             self.mesh.pp,
             shape,
             self._dtype,
             transport=self.transport,
-            shape_of=partial(shape_of_slice, lengths, shape) if lengths.usual else whole,
+            shape_of=partial(shape_of_slice, lengths, shape) if lengths.usual else shape_of_family,
             beyond_neighbours=place.vocabulary,
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
@@ -185,6 +192,17 @@ class ForwardBackward:
                 "Build the table for these, or give get_forward_backward_func the schedule's name."
             )
         return table
+
+
+def ends_of(place: Placement, stage: int, config: Any) -> Ends:
+    """Return what a stage has of the ends of the model."""
+    depth = place.depth(stage)
+    return Ends(
+        holds_loss=place.is_last(stage) or depth > 0,
+        goes_on=place.next(stage) is not None,
+        depth=depth,
+        counts=config.depth_weight if depth else 1.0,
+    )
 
 
 def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ from torch.profiler import record_function
 from megapipe.distributed.axis import at_waits
 from megapipe.distributed.meeting.position import Position
 from megapipe.pipeline_parallel.calls import Call, looked_up
+from megapipe.pipeline_parallel.families import PASSES
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import InFlight
-from megapipe.pipeline_parallel.passes.begin import AGAIN, PASSES, Begun, Made, sum_of, weights_of
+from megapipe.pipeline_parallel.passes.begin import AGAIN, Begun, Made, sum_of
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.pipeline_parallel.together import Together, how
 from megapipe.schedule import Exchange, Pass, Placement, Program
@@ -222,12 +223,12 @@ class _Runs(NamedTuple):
         for call in item:
             if call.awaits:
                 hand.end(call.awaits)
-            if call.begins:
-                weights_of(self.stages[call.item.stage]).begin()
+            for do in call.before:
+                do(self.stages[call.item.stage])
         again = self.pair(*item) if len(item) == 2 else self.single(item[0])
         for call in item:
-            if call.drops:
-                weights_of(self.stages[call.item.stage]).drop()
+            for do in call.after:
+                do(self.stages[call.item.stage])
         return again
 
     def single(self, call: Call) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -16,19 +16,16 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.again import Noting, Rewinding
+from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
+from megapipe.pipeline_parallel.families.family import Forward, OfStage
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
 from megapipe.pipeline_parallel.passes.begin import Ends, Weights
-from megapipe.pipeline_parallel.passes.memory import Activations
-from megapipe.pipeline_parallel.passes.vocabulary import VocabularyShare
 from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.beside import beside
-from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.rng import Stream
-from megapipe.tensor_parallel.vocabulary import combine, packed_loss
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
@@ -62,12 +59,11 @@ class PipelineStage:
         request: the step. What is reported of its losses knows nothing of how they are scaled and divided.
         module: has `set_input_tensor`; its forward is called by forward_step.
         number: of the stage.
-        share: of the vocabulary, if this stage has one.
         last: the microbatches that the table has last, for those that follow; None without a table.
         kept: microbatches of which the model computes nothing again.
         slices: of a microbatch; each is to a stage what a whole one is, by its number among all.
         weights: what is done to the stage as a whole.
-        moves: activations that the table moves out of the way; None where it has no O, L or R.
+        own: what families of passes do around those of the stage, by name, of the families that the table has.
     Attributes:
         losses: what loss_func returned for each microbatch, without graph.
         results: its other data, or in an evaluation without loss_func the outputs.
@@ -80,17 +76,16 @@ class PipelineStage:
     mesh: ProcessMesh
     number: int = 0
     ends: Ends = field(default_factory=Ends)
-    share: VocabularyShare | None = None
     last: Last | None = None
     kept: Collection[int] = ()
     slices: Slices = field(default_factory=Slices)
     weights: Weights | None = None
-    moves: Activations | None = None
+    own: Mapping[str, OfStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         module = self.module
         try:
-            self._set_input = attribute_of(module, "set_input_tensor")
+            self.set_input = attribute_of(module, "set_input_tensor")
         except AttributeError:
             raise ConfigError(
                 f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given the hidden states of "
@@ -99,12 +94,9 @@ class PipelineStage:
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
-        self._context = copy_context()  # where its layers find what they need beside their input
-        self._context.run(self.weight_grads.capture)
+        self.context = copy_context()  # where its layers find what they need beside their input
+        self.context.run(self.weight_grads.capture)
         self._saved: dict[int, _Saved] = {}
-        self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
-        self._combined: dict[int, Tensor] = {}
-        self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
 
     @property
     def synchronises(self) -> bool:
@@ -113,7 +105,7 @@ class PipelineStage:
 
     def stream(self, number: int) -> Stream:
         """Return what layers draw from for a microbatch or a slice."""
-        step, slices, moves = self.request, self.slices, self.moves
+        step, slices = self.request, self.slices
         scale = step.loss_scale()  # as Loss.share
         share = slices.share(number)
         ranks = self.mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
@@ -126,36 +118,24 @@ class PipelineStage:
         stream = slices.stream(step.stream(slices.microbatch(number)), number)
         again = number not in self.kept
         stream = replace(stream, cp=self.mesh.cp, dp=self.mesh.dp, recomputes=again, weigh=weigh)
-        return replace(stream, keep=slices.keeping(number, moves.keep)) if moves and slices.cuts else stream
+        for of_stage in self.own.values():
+            stream = of_stage.stream(stream, number, slices)
+        return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
-        again = self.moves is not None and microbatch in self.moves.again
-        run = self._forward_alone if again else self._forward
-        return self._context.copy().run(run, microbatch, x)  # two may run together
-
-    def _forward_alone(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """The forward without a graph, which `again` makes."""
-        assert self.moves is not None
-        data = None if self.data_iterator is None else Noting(self.data_iterator)
-        stream = self.slices.begun(microbatch, self.stream)
-        self._first[microbatch] = x, [] if data is None else data.given, stream
-        self.moves.hold(microbatch, x)
-        with torch.no_grad():
-            return self._forward(microbatch, x, data, stream)
-
-    def again(self, microbatch: int) -> None:
-        """The forward of a microbatch a second time, on the same data with the same randomness."""
-        assert self.moves is not None
-        x, data, stream = self._first.pop(microbatch)
-        self.moves.hold(microbatch, x, -1)
-        self._context.copy().run(self._forward, microbatch, x, iter(data) if data else None, stream)
+        run: Forward = self.run_forward
+        for of_stage in self.own.values():
+            run = of_stage.forward(self, microbatch, run)
+        return self.context.copy().run(run, microbatch, x)  # two may run together
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
         """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
         saved = self._saved.pop(microbatch)
         # The loss of a slice counts by the tokens of its microbatch, which are known by now.
-        own = self._combined.pop(microbatch, saved.grad() if callable(saved.grad) else saved.grad)
+        own = saved.grad() if callable(saved.grad) else saved.grad
+        for of_stage in self.own.values():
+            own = of_stage.gradient(microbatch, own)
         # The gradient of a depth's input has that of its embedded tokens behind it, where shares look these up.
         grad = own if grad is None else grad if own is None else grad[: len(own)] + own
         assert grad is not None, f"no gradient for microbatch {microbatch}"
@@ -173,9 +153,10 @@ class PipelineStage:
         of_one_place = (microbatch - other) % self.slices.count == 0
         return of_one_place and (microbatch in self.kept) == (other in self.kept)
 
-    def _forward(
+    def run_forward(
         self, microbatch: int, x: Tensor | None, data: Iterator[Any] | None = None, stream: Stream | None = None
     ) -> Tensor | None:
+        """Run a forward in the context of the stage. stream: of a forward that runs apart from its graph, or again."""
         if x is not None:
             # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
             x = x.detach().requires_grad_(torch.is_grad_enabled())
@@ -183,28 +164,34 @@ class PipelineStage:
         if stream is None:
             stream = self.slices.begun(microbatch, self.stream)
         stream.activate()
-        moves = self.moves if torch.is_grad_enabled() else None
-        # When the leaf's values leave it is let go of; whoever else keeps the input keeps them here.
-        self._set_input(x.view_as(x) if moves and x is not None else x)
-        ends, grad = self.ends, None
-        with self._between_layers(microbatch), moves.saving(microbatch) if moves else nullcontext():
+        own = [*self.own.values()]
+        differentiated = own if torch.is_grad_enabled() else []
+        given = x
+        for of_stage in differentiated:
+            given = of_stage.takes_input(given)
+        self.set_input(given)
+        ends, grad, waits = self.ends, None, False
+        with self._between_layers(microbatch), ExitStack() as saving:
+            for of_stage in differentiated:
+                saving.enter_context(of_stage.saving(microbatch))
             output, loss_func = output_of(self.request.forward_step_func(data or self.data_iterator, self.module))
-            # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
-            if ends.combines and not second:
-                self._ends[microbatch] = output.detach(), loss_func, stream.cp
-            elif ends.holds_loss and not ends.combines:
-                output, grad = self._loss(microbatch, output, loss_func, stream.cp)
-        if ends.holds_loss and ends.goes_on and not ends.combines:
+            if ends.holds_loss:
+                for of_stage in own:
+                    waits |= of_stage.takes_loss(microbatch, output, loss_func, stream.cp, again=second)
+                if not waits:
+                    output, grad = self.loss(microbatch, output, loss_func, stream.cp)
+        if ends.holds_loss and ends.goes_on and not waits:
             hidden = attribute_of(self.module, "take_hidden_states")()
             output, grad = hidden if grad is None else beside(hidden, output, grad), None
         if torch.is_grad_enabled():
             # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad)
-        if moves:
-            self._set_input(None)
-            moves.saved(microbatch, output, x)
-        return None if ends.holds_loss and not (ends.combines or ends.goes_on) else output.detach()
+        if given is not x:
+            self.set_input(None)  # which would keep the values of a leaf that lets go of them
+        for of_stage in differentiated:
+            of_stage.saved(microbatch, output, x)
+        return None if ends.holds_loss and not (waits or ends.goes_on) else output.detach()
 
     def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
         """A context for a forward: lets the gradients of the last microbatch report their layers."""
@@ -231,26 +218,6 @@ class PipelineStage:
 
         return at
 
-    def combine(self, microbatch: int, shares: list[Tensor]) -> Tensor | None:
-        """Sums over all shares of the vocabulary of a microbatch -> input of their weight gradients; the stage then has
-        the gradient of its output."""
-        x, loss_func, cp = self._ends.pop(microbatch)
-        tp = attribute_of(self.module, "tp")
-        assert self.ends.combines is not None
-        of_loss = combine(shares, x.shape[-1], tp, self.ends.combines)
-        losses = of_loss.losses.view(-1, x.shape[1]).requires_grad_(torch.is_grad_enabled())
-        value, grad = self._loss(microbatch, losses.t(), loss_func, cp)
-        assert not callable(grad), "shares of the vocabulary are of whole microbatches"
-        if not torch.is_grad_enabled():
-            return None
-        # loss_func is the user's and may weigh tokens: what it does to each loss is asked of autograd.
-        (scale,) = torch.autograd.grad(value, losses, grad)
-        scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
-        grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
-        shares_sequence = grad_x.shape != x.shape
-        self._combined[microbatch] = opening(tp, shares_sequence).backward(grad_x).wait()
-        return packed_loss(of_loss.log_sum, scale, x.dtype)
-
     def weight(self, microbatch: int) -> None:
         """The products that `backward` left out."""
         with torch.no_grad():  # as in autograd's own backward: gradients must not grow a graph
@@ -258,13 +225,9 @@ class PipelineStage:
 
     def forget(self) -> None:
         """The forwards so far, none of which has had a backward: they come again."""
-        assert self.share is None, "a share of the vocabulary does not read its microbatches again"
         self._saved.clear()
-        if self.moves:
-            for microbatch, (x, _, _) in self._first.items():
-                self.moves.hold(microbatch, x, -1)
-            self._first.clear()
-            self.moves.forget()
+        for of_stage in self.own.values():
+            of_stage.forget()
         if isinstance(self.data_iterator, Rewinding):
             self.data_iterator.rewind()
 
@@ -273,8 +236,8 @@ class PipelineStage:
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
 
-    def _loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
-        """The tensor that is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
+    def loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
+        """Return what is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         step, ends = self.request, self.ends
         self.slices.refuse_lossless(loss_func, step.collect_non_loss_data)
         if loss_func is None:

@@ -17,9 +17,9 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of, config_of
+from megapipe.pipeline_parallel.families.offload.activations import Activations
+from megapipe.pipeline_parallel.families.offload.host import Host, Sizes
 from megapipe.pipeline_parallel.passes.begin import Ends, Weights
-from megapipe.pipeline_parallel.passes.host import Host, Sizes
-from megapipe.pipeline_parallel.passes.memory import Activations
 from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.schedule.passes import Last
@@ -124,7 +124,7 @@ def test_forwards_that_come_again_hold_the_inputs_of_none() -> None:
     """What a forgotten forward had begun from stayed counted for the rest of the step."""
     module = Square()
     moves = Activations(module, Host(CPU), [Sizes()], 1.0, out=frozenset(), again=frozenset({4, 6}))
-    own = stage(module, moves=moves)
+    own = stage(module, own={"offload": moves})
     for n in (4, 6):
         own.forward(n, X)
     assert moves.held.bytes == 2 * X.nbytes

@@ -47,8 +47,9 @@ import torch  # noqa: E402
 
 from megapipe.errors import ScheduleError  # noqa: E402
 from megapipe.pipeline_parallel.execute import execute  # noqa: E402
+from megapipe.pipeline_parallel.families import PASSES  # noqa: E402
 from megapipe.pipeline_parallel.messages.messenger import Messenger  # noqa: E402
-from megapipe.pipeline_parallel.passes.begin import PASSES, Begun  # noqa: E402
+from megapipe.pipeline_parallel.passes.begin import Begun  # noqa: E402
 from megapipe.pipeline_parallel.stopwatch import Stopwatch, ran_by_all  # noqa: E402
 from megapipe.pipeline_parallel.threads import run_threads  # noqa: E402
 from megapipe.schedule import Costs, Kind, Pass, build, lower, simulate, verify  # noqa: E402

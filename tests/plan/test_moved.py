@@ -147,7 +147,7 @@ def _host(mesh, config):
     training = run_of(mesh, config)
     loss = [training.driver.whole().losses["lm loss"] for _ in range(2)]
     stages = training.run.stages
-    found = loss, stages.engine.host.sizes, stages.stopwatch.copied()
+    found = loss, stages.engine.kept["offload"].sizes, stages.stopwatch.copied()
     return *found, parts_of(training)["activations"]
 
 

@@ -27,7 +27,7 @@ def parts_of(training: Training) -> dict[str, float]:
     gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in shares)
     weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(b.shard for b in optimizer.buffers)
     # A table that moves activations has hooks of its own inside of these, and counts what is here, the head's with it.
-    host = run.stages.engine.host
+    host = run.stages.engine.kept["offload"]
     moving = host.held.peak if host.sizes else 0
     parts = {
         "weights": float(sum(size for _, size in weights) + optimizer.live.peak),

@@ -1,4 +1,4 @@
-"""The beginning of every kind of pass on its stage: one entry for each, whether of a microbatch or of a step."""
+"""The beginning of a pass on its stage: what it is, and how those of layers begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.passes.host import Copy
 from megapipe.schedule import Kind
 
 
@@ -90,8 +89,6 @@ class Ends(NamedTuple):
     Attributes:
         holds_loss: its forward ends in loss_func. goes_on: and gives hidden states to a next stage too.
         depth: which one of multi-token prediction it is, from 1; 0: none. counts: what its loss does.
-        combines: the ranks share the vocabulary, and this stage puts a loss together in a pass of its own: the k-th of
-            n that shares compute of a microbatch.
         joins: what a forward is given, to its input.
     """
 
@@ -99,32 +96,13 @@ class Ends(NamedTuple):
     goes_on: bool = False
     depth: int = 0
     counts: float = 1.0
-    combines: tuple[int, int] | None = None
     joins: Callable[[list[Tensor]], Tensor | None] = sum_of
 
 
-def _copying(wait: Copy | Callable[[], None]) -> Begun:
-    return Begun(wait, wait.span if isinstance(wait, Copy) else None)  # an emulated lane only says when it is over
-
-
-PASSES: Mapping[Kind, Begin] = {
+LAYERS: Mapping[Kind, Begin] = {
     Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, input_of(stage, given)),
     Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=False),
     Kind.BW: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=True),
     Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),
-    Kind.E: lambda stage, microbatch, _: stage.share.look_up(microbatch),
-    Kind.S: lambda stage, microbatch, given: stage.share.give(microbatch, *given),
-    Kind.C: lambda stage, microbatch, given: stage.combine(microbatch, given),
-    Kind.T: lambda stage, microbatch, given: stage.share.head_gradient(microbatch, *given),
-    Kind.EW: lambda stage, microbatch, given: stage.share.rows_gradient(microbatch, *given),
-    Kind.G: lambda stage, _, __: Begun(weights_of(stage).reduce()),
-    Kind.U: lambda stage, _, __: stage.weights.update(),
-    Kind.A: lambda stage, _, __: Begun(weights_of(stage).gather()),
-    Kind.AF: lambda stage, _, __: Begun(weights_of(stage).gather()),
-    Kind.AB: lambda stage, _, __: Begun(weights_of(stage).gather()),
-    Kind.RS: lambda stage, _, __: Begun(weights_of(stage).reduce()),
-    Kind.O: lambda stage, microbatch, _: _copying(stage.moves.offload(microbatch)),
-    Kind.L: lambda stage, microbatch, _: _copying(stage.moves.load(microbatch)),
-    Kind.R: lambda stage, microbatch, _: stage.again(microbatch),
-    Kind.V: lambda stage, _, __: AGAIN if stage.weights.validate() else None,
 }
+"""The beginning of the passes of layers; `families` have those of the others."""

@@ -65,8 +65,8 @@ class Stages:
         self.follow(schedule, costs)
         mode = config.parallel.p2p_mode
         self.engine = ForwardBackward(mesh, self.schedule, p2p_mode=mode, config=config.model)
-        self.engine.host.share = config.parallel.activation_offload_fraction
-        self.engine.host.modules = config.parallel.offload_modules
+        host = self.engine.kept["offload"]
+        host.share, host.modules = config.parallel.activation_offload_fraction, config.parallel.offload_modules
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
         """Take another table of the same stages from the next step on. All ranks at the same step."""

@@ -13,8 +13,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
-from megapipe.pipeline_parallel.passes.host import Host, Sizes
-from megapipe.pipeline_parallel.passes.memory import Activations
+from megapipe.pipeline_parallel.families.offload.activations import Activations
+from megapipe.pipeline_parallel.families.offload.host import Host, Sizes
 from megapipe.pipeline_parallel.slices import Lengths, Slices
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.rng import Stream

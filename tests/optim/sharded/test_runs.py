@@ -14,7 +14,7 @@ from megapipe.distributed.device import Gauge
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.optim.sharded.buffers import ShardedBuffers
-from megapipe.pipeline_parallel.passes.begin import PASSES
+from megapipe.pipeline_parallel.families import PASSES
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, build, simulate

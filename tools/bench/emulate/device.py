@@ -200,7 +200,7 @@ class Shared:
         self, device: Device, parts: Sequence[Part], message: Tensor, weights: Weights, moves: Moves | None = None
     ):
         self.device, self.parts, self.message, self.weights = device, parts, message, weights
-        self.share, self.moves = self, moves
+        self.share, self.own = self, {"vocabulary": self, "offload": moves}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """F."""
@@ -227,7 +227,7 @@ class Shared:
         """S."""
         return self._take(Kind.S, microbatch)
 
-    def combine(self, microbatch: int, given: Sequence[Tensor]) -> Tensor:
+    def combine(self, stage: Any, microbatch: int, given: Sequence[Tensor]) -> Tensor:
         """C."""
         return self._take(Kind.C, microbatch)
 

@@ -41,7 +41,7 @@ class Idle:
     """A stage whose passes take their time on the device and leave a tensor without contents."""
 
     def __init__(self, by: Recorder, durations: Mapping[str, float]) -> None:
-        self.by, self.durations, self.share = by, durations, self
+        self.by, self.durations, self.share, self.own = by, durations, self, {"vocabulary": self}
 
     def backward(self, microbatch: int, grad: object, *, weights: bool) -> torch.Tensor:
         return self._run(Kind.BW if weights else Kind.B)

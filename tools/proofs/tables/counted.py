@@ -19,7 +19,7 @@ from random import Random
 import torch
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.passes.host import Sizes
+from megapipe.pipeline_parallel.families.offload.host import Sizes
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
 from megapipe.schedule.passes import Part
@@ -114,7 +114,7 @@ def _costs(stages: Sequence[Sizes], *, last: bool) -> Costs:
 def _counted(mesh: ProcessMesh, case: Case) -> Counted:
     training = Training(mesh, case)
     training.step(0)
-    host = training.pipeline.engine.host
+    host = training.pipeline.engine.kept["offload"]
     return host.held.peak, host.sizes, host.bytes
 
 

@@ -7,9 +7,10 @@ and values of slices are no graph's own: layers say that they keep them, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.distributed.device import Gauge
-from megapipe.pipeline_parallel.passes.host import Buffer, Copy, Host, Sizes
-from megapipe.schedule import Schedule
+from megapipe.pipeline_parallel.again import Noting
+from megapipe.pipeline_parallel.families.family import Forward, OfStage, Setting
+from megapipe.pipeline_parallel.families.offload.host import Buffer, Copy, Host, Sizes
+from megapipe.pipeline_parallel.slices import Slices
 from megapipe.schedule.families.offload.rules import MOVES, computed_again
 from megapipe.schedule.kinds import Lane
+from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.saving import saver
 
 KEYS = "core_attn"
@@ -80,7 +84,7 @@ class _Kept:
 
 
 @dataclass(eq=False)
-class Activations:
+class Activations(OfStage):
     """The saved activations of one stage, microbatch by microbatch.
 
     Args:
@@ -104,7 +108,34 @@ class Activations:
         self._kept: dict[int, _Kept] = {}
         self._keys: dict[int, list[_Slot]] = {}  # by the slice that they go with
         self._of_keys: dict[int, int] = {}
+        self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
         self._to_go = {*self.out}
+
+    def stream(self, stream: Stream, number: int, slices: Slices) -> Stream:
+        return replace(stream, keep=slices.keeping(number, self.keep)) if slices.cuts else stream
+
+    def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
+        return partial(self._forward_alone, stage) if microbatch in self.again else usual
+
+    def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
+        """Run the forward without a graph, which `repeat` makes."""
+        data = None if stage.data_iterator is None else Noting(stage.data_iterator)
+        stream = stage.slices.begun(microbatch, stage.stream)
+        self._first[microbatch] = x, [] if data is None else data.given, stream
+        self.hold(microbatch, x)
+        with torch.no_grad():
+            made: Tensor | None = stage.run_forward(microbatch, x, data, stream)
+        return made
+
+    def repeat(self, stage: Any, microbatch: int) -> None:
+        """Run the forward of a microbatch a second time, on the same data with the same randomness."""
+        x, data, stream = self._first.pop(microbatch)
+        self.hold(microbatch, x, -1)
+        stage.context.copy().run(stage.run_forward, microbatch, x, iter(data) if data else None, stream)
+
+    def takes_input(self, x: Tensor | None) -> Tensor | None:
+        # When the leaf's values leave it is let go of; whoever else keeps the input keeps them in the view.
+        return x if x is None else x.view_as(x)
 
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
         """Hold keys and values of a slice for those behind it; what is returned gives them while they are here.
@@ -143,7 +174,6 @@ class Activations:
         return saved_tensors_hooks(pack, unpack)
 
     def saved(self, microbatch: int, output: Tensor | None, leaf: Tensor | None) -> None:
-        """The forward is over. leaf: where its graph begins, held for its gradient alone."""
         kept = self._kept[microbatch]
         kept.leaf = leaf
         self._size(microbatch).saved = sum(slot.size for slot in kept.slots.values())
@@ -209,7 +239,9 @@ class Activations:
         self._kept.pop(microbatch).slots.clear()
 
     def forget(self) -> None:
-        """All microbatches so far."""
+        for microbatch, (x, _, _) in self._first.items():
+            self.hold(microbatch, x, -1)
+        self._first.clear()
         for microbatch, kept in list(self._kept.items()):
             for slot in (*kept.slots.values(), *self._keys.get(microbatch, ())):
                 if slot.buffer is not None:
@@ -235,9 +267,10 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
     return buffer.bytes[:size]
 
 
-def moves_of(table: Schedule, chunks: Mapping[int, tuple[nn.Module, Any]], host: Host) -> dict[int, Activations]:
-    """The activations of each stage under a table that moves them; none under another. Arguments as of Activations."""
-    if table.kinds.isdisjoint(MOVES):
+def moves_of(setting: Setting) -> dict[int, Activations]:
+    """Return the activations of each stage under a table that moves them; none under another."""
+    table, chunks, step, host = setting
+    if step.forward_only or table.kinds.isdisjoint(MOVES):
         return {}
     host.begin()
     host.held, host.sizes = Gauge(), {stage: [Sizes() for _ in table.slices] for stage in chunks}

@@ -1,9 +1,8 @@
-"""A stage's part of the vocabulary that all ranks of the pipeline share: passes E, S, T and EW, and the ends of C."""
+"""A stage's part of the vocabulary that all ranks of the pipeline share: passes E, S, T and EW."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import tee
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 from megapipe.distributed.tokens import ahead
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import ForwardStep, output_of
-from megapipe.pipeline_parallel.passes.begin import Ends, sum_of
-from megapipe.schedule import Kind, Pass, Placement
-from megapipe.schedule.kinds import Where
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.vocabulary import (
     Kept,
@@ -24,8 +20,6 @@ from megapipe.tensor_parallel.vocabulary import (
     add_rows_gradient,
     look_up,
     share_of_loss,
-    size_of_loss,
-    size_of_share,
 )
 
 Data = Iterator[Any] | None
@@ -108,91 +102,6 @@ class VocabularyShare(nn.Module):
         length = len(tokens) - self._depths
         for depth, grad in enumerate(grads if weight.requires_grad else ()):
             add_rows_gradient(tokens[depth : depth + length], grad[-length:], _main_grad(weight))
-
-
-def shares_of(
-    place: Placement, chunks: Mapping[int, tuple[nn.Module, Data]], forward_step: ForwardStep
-) -> tuple[dict[int, VocabularyShare], dict[int, Data]]:
-    """The shares of the vocabulary among a rank's stages, and the batches of these: at the ends of the model those that
-    the share reads too."""
-    shares, stages = dict[int, VocabularyShare](), {number: data for number, (_, data) in chunks.items()}
-    for number, (module, data) in chunks.items():
-        if number in place.shares(number):
-            if data is None:
-                raise ConfigError(
-                    f"{FLAG}: every pipeline rank has a share of the vocabulary and reads tokens, so stage "
-                    f"{number} needs a data_iterator, as the first and the last have one."
-                )
-            end = place.is_first(number) or place.is_last(number)
-            # An iterator gives each microbatch once, and at the ends two read it.
-            read, stages[number] = tee(data) if end else (data, None)
-            shares[number] = VocabularyShare(module, forward_step, read, place.depths)
-    return shares, stages
-
-
-def ends_of(place: Placement, stage: int, config: Any, *, evaluates: bool) -> Ends:
-    """What a stage has of the ends of the model.
-
-    With a shared vocabulary a stage that embeds takes the sum of what all shares looked up, from its own first token
-    on; a depth after its hidden states, as [s + s, b, h].
-    """
-    depth = place.depth(stage)
-    ends = Ends(
-        holds_loss=place.is_last(stage) or depth > 0,
-        goes_on=place.next(stage) is not None,
-        depth=depth,
-        counts=config.depth_weight if depth else 1.0,
-    )
-
-    def joined(given: list[Tensor]) -> Tensor:
-        looked_up = sum_of(given[depth > 0 :])
-        assert looked_up is not None, "every rank has a share"
-        own = looked_up[depth : len(looked_up) - place.depths + depth]
-        return torch.cat((given[0], own)) if depth else own
-
-    if place.vocabulary and stage in place.meant(stage, Where.LOSSES):
-        ends = ends._replace(combines=(depth, _losses(place, evaluates=evaluates)))
-    if place.vocabulary and stage in place.meant(stage, Where.EMBEDS):
-        ends = ends._replace(joins=joined)
-    return ends
-
-
-def _losses(place: Placement, *, evaluates: bool) -> int:
-    """Losses of a microbatch; an evaluation has that of the model alone."""
-    return 1 if evaluates else 1 + place.depths
-
-
-def shape_of(
-    place: Placement, whole: tuple[int, int, int], here: int, dtype: torch.dtype, *, evaluates: bool
-) -> Callable[[Pass], tuple[int, ...] | None]:
-    """The shapes of messages to and from shares of the vocabulary, by the pass that makes them; None for any other.
-
-    Args:
-        whole: hidden states [s, b, h] of whole sequences.
-        here: of their tokens, those that a rank has.
-    """
-    (length, batch, hidden), losses = whole, _losses(place, evaluates=evaluates)
-    by_kind: dict[Kind, tuple[int, ...]] = {
-        Kind.S: (size_of_share(losses * length * batch, hidden, dtype),),
-        Kind.C: (size_of_loss(length * batch, dtype),),
-        Kind.E: (length + place.depths, batch, hidden),
-    }
-
-    def shape(made_by: Pass) -> tuple[int, ...] | None:
-        embeds = made_by.kind.is_backward and place.vocabulary
-        if embeds and made_by.stage in place.meant(made_by.stage, Where.EMBEDS):
-            return here * (place.depth(made_by.stage) > 0) + length, batch, hidden
-        return by_kind.get(made_by.kind)
-
-    return shape
-
-
-def check_shares(variable_seq_lengths: bool, context: int) -> None:
-    """Raises: ConfigError for what shares of the vocabulary do not do."""
-    if variable_seq_lengths:
-        raise ConfigError(f"{FLAG} needs microbatches of one length. Leave it or variable_seq_lengths out.")
-    if context > 1:
-        raise ConfigError(f"{FLAG} takes whole sequences. Leave it or --context-parallel-size out.")
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:

@@ -13,8 +13,8 @@ from megapipe.config import ModelConfig
 from megapipe.config.parallel import Module
 from megapipe.distributed.axis import ALONE, CPU
 from megapipe.models.layer import TransformerLayer, name_modules
-from megapipe.pipeline_parallel.passes.host import Host, Sizes, size_class
-from megapipe.pipeline_parallel.passes.memory import Activations
+from megapipe.pipeline_parallel.families.offload.activations import Activations
+from megapipe.pipeline_parallel.families.offload.host import Host, Sizes, size_class
 from megapipe.tensor_parallel.rng import initialize
 from tools.proofs.equivalence_case import STYLES, Case
 from tools.proofs.fuzz_equivalence import run
