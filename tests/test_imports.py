@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,48 @@ def test_only_one_module_touches_cuda():
 
     of_runs = [path for path in modules() if PACKAGE / "commands" not in path.parents]  # which ask what is there
     assert [path.name for path in of_runs if touches(path)] == ["device.py"]
+
+
+NOT_YET = {"plan/plan.py", "plan/make.py"}
+"""Files of the spine that still import copies and shards of plans."""
+
+
+def spine() -> list[Path]:
+    """The files that docs/architecture.md lists, in reading order."""
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## The spine")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    return [PACKAGE / room / f"{name}.py" for room, names in rows for name in re.findall("`([^`]+)`", names)]
+
+
+def of_families(source: str) -> list[str]:
+    """Modules of one family or shape that are imported; the list of all and the protocol are no family's."""
+    found = [name for _, name in imports(source) if re.search(r"\.(families|shapes)\.", name)]
+    return [name for name in found if not name.endswith(".families.family")]
+
+
+def test_a_day_is_enough_for_the_spine():
+    files = spine()
+    assert len(set(files)) == len(files) <= 40
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 8_000
+
+
+def test_the_spine_knows_no_family_and_no_shape():
+    known = {str(path.relative_to(PACKAGE)) for path in spine() if of_families(path.read_text())}
+    assert known == NOT_YET
+    assert of_families("from megapipe.schedule.families.offload.rules import MOVES") == [
+        "schedule.families.offload.rules"
+    ]
+
+
+@pytest.mark.parametrize("floor", ["schedule", "pipeline_parallel"])
+def test_families_know_each_other_by_nothing(floor):
+    """A family is read alone."""
+    folder = PACKAGE / floor / "families"
+    for path in folder.rglob("*.py"):
+        inside = path.relative_to(folder).with_suffix("").parts
+        own = f"{floor}.families.{inside[0]}"
+        others = [name for name in of_families(path.read_text()) if name.startswith(f"{floor}.families.")]
+        assert inside[0] in ("__init__", "family") or all(f"{name}.".startswith(f"{own}.") for name in others), path
 
 
 def test_recipes_alone_call_transforms_of_tables():

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from megapipe.config import Config
 from megapipe.partition.layout import AUTO
 from megapipe.plan.auto import balanced
+from megapipe.plan.families.offload import LIMIT, Copies
 from megapipe.plan.plan import Plan
 from megapipe.plan.split import counts_of, is_searched, schedule_name
 from megapipe.plan.state import GIB
-from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Placement, Schedule
 from megapipe.schedule.families.offload.rules import MOVES

@@ -13,6 +13,8 @@ from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
 from megapipe.plan.auto import Judge, search
 from megapipe.plan.draft import Draft
+from megapipe.plan.families.offload import Copies
+from megapipe.plan.families.sharding import Sharding
 from megapipe.plan.graphs import why_not
 from megapipe.plan.layers import Gathers
 from megapipe.plan.plan import Plan
@@ -20,8 +22,6 @@ from megapipe.plan.recipes import recipe_of, schedule_of, step_of
 from megapipe.plan.slices import best_of_slices, chosen
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths, schedule_name
 from megapipe.plan.state import GIB, bytes_of_expert, bytes_of_state, too_much
-from megapipe.plan.transforms.moved import Copies
-from megapipe.plan.transforms.sharded import Sharding
 from megapipe.plan.work import Pieces, pieces
 from megapipe.schedule import Placement, Schedule
 from megapipe.schedule.families.offload.rules import MOVES

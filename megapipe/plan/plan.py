@@ -9,9 +9,9 @@ from operator import add
 from statistics import fmean
 
 from megapipe.partition.spans import LayerSpan, spans
+from megapipe.plan.families.offload import FLOPS_PER_BYTE, Copies
+from megapipe.plan.families.sharding import Sharding, own_of
 from megapipe.plan.graphs import held
-from megapipe.plan.transforms.moved import FLOPS_PER_BYTE, Copies
-from megapipe.plan.transforms.sharded import Sharding, own_of
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.recipe import Recipe

@@ -7,6 +7,7 @@ from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan.families.offload import Copies
 from megapipe.plan.slices import cuts_of, own_slices
 from megapipe.plan.split import (
     chunks_of,
@@ -16,7 +17,6 @@ from megapipe.plan.split import (
     placements,
     schedule_name,
 )
-from megapipe.plan.transforms.moved import Copies
 from megapipe.schedule import Costs, Schedule, entry_of, is_file
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.families.offload.asked import Offload

@@ -9,7 +9,7 @@ from functools import lru_cache
 from megapipe.config import Config, OptimizerConfig
 from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import FLAG as LAYOUT
-from megapipe.plan.transforms.sharded import Sharding
+from megapipe.plan.families.sharding import Sharding
 
 GIB = 2**30
 

@@ -9,10 +9,10 @@ from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
+from megapipe.plan.families.offload_lines import moved_lines
+from megapipe.plan.families.sharding import whole_line
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_of_state
-from megapipe.plan.transforms.sharded import whole_line
-from megapipe.plan.transforms.told import moved_lines
 
 _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
 

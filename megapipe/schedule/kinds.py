@@ -1,7 +1,7 @@
 """Kinds of pass, each in one place: where it runs, what it needs, what it leaves for others, what it holds.
 
-Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here, an entry in
-`pipeline_parallel.passes.begin`, and a letter in `costs` if no other is its time.
+Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here, an entry in its
+family in `pipeline_parallel.families`, and a field of that family's costs if no other is its time.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, table
+from megapipe.plan.families.sharding import whole_line
 from megapipe.plan.slices import number_of
-from megapipe.plan.transforms.sharded import whole_line
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json

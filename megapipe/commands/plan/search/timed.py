@@ -14,8 +14,8 @@ from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of, pieces_of
 from megapipe.plan.draft import Draft
+from megapipe.plan.families.offload import LIMIT, Copies
 from megapipe.plan.split import ranks_of_depths
-from megapipe.plan.transforms.moved import LIMIT, Copies
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.asked import Offload
