@@ -25,6 +25,7 @@ ROOMS = [
     "megapipe/kernels",
     "megapipe/models",
     "megapipe/models/attention",
+    "megapipe/models/moe",
 ]
 # A phrase that may not stand -> what to write instead.
 WORDS = {

@@ -24,7 +24,7 @@ from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
-from megapipe.tensor_parallel.beside import beside
+from megapipe.tensor_parallel.attached import attach_gradient
 from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 
@@ -182,7 +182,7 @@ class PipelineStage:
                     output, grad = self.loss(microbatch, output, loss_func, stream.cp)
         if ends.holds_loss and ends.goes_on and not waits:
             hidden = attribute_of(self.module, "take_hidden_states")()
-            output, grad = hidden if grad is None else beside(hidden, output, grad), None
+            output, grad = hidden if grad is None else attach_gradient(hidden, output, grad), None
         if torch.is_grad_enabled():
             # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
             edge = get_gradient_edge(output) if output.requires_grad else None

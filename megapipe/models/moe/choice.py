@@ -1,7 +1,8 @@
-"""The choice of experts for a token, and their weights: functions of the router's logits alone.
+"""Choose the experts of each token, and their weights, from the router's logits.
 
-Equal scores are decided by the expert's number, the lower one first: `torch.topk` promises nothing, and with 16-bit
-logits up to a quarter of the tokens have such a tie at the k-th place.
+Of equal scores the expert with the lower number wins. `torch.topk` promises no order, and with
+16-bit logits up to a quarter of the tokens have a tie at the k-th place. Shapes: T tokens, E
+experts, k choices for each token.
 """
 
 from __future__ import annotations
@@ -17,64 +18,107 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import at_waits
 
 NOTHING = 1e-20
-"""Added to a sum of scores that something is divided by."""
+"""Added to a sum of scores before a division by it."""
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The type that scores are computed in, whatever the logits are: float32, float64 in a float64 model."""
+    """Return the type in which scores are computed: float32, or float64 in a float64 model."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def scores_of(logits: Tensor, function: str, compute: torch.dtype) -> Tensor:
-    """[T, E] -> [T, E]."""
+    """Return the experts' scores for each token.
+
+    Args:
+        logits: [T, E].
+        function: softmax, sigmoid, or sqrtsoftplus.
+        compute: the type of the scores.
+    Returns: [T, E].
+    """
     if function == "softmax":
         return torch.softmax(logits, dim=-1, dtype=compute)
     x = logits.to(compute)
-    return torch.sigmoid(x) if function == "sigmoid" else F.softplus(x).sqrt()
+    if function == "sigmoid":
+        return torch.sigmoid(x)
+    return F.softplus(x).sqrt()
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """[..., E] -> [..., k], the places of the largest, the first of equal ones."""
+    """Return the indices of the k largest scores, the lowest index first among equals.
+
+    Args:
+        scores: [..., E].
+    Returns: [..., k], in descending order of score.
+    """
+    # The clone lets the sorted [..., E] indices be freed.
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k].clone()
 
 
 def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: int) -> Tensor:
-    """The best k within the `chosen` groups of experts whose `counted` best scores have the largest sums
-    (DeepSeek-V2, section 2.2.2, has one of each; DeepSeek-V3, section 2.1.2, k / chosen)."""
+    """Return the best k experts, restricted to the best groups of experts.
+
+    A group's score is the sum of its `counted` best scores: 1 in DeepSeek-V2, section 2.2.2, and
+    k / chosen in DeepSeek-V3, section 2.1.2.
+
+    Args:
+        scores: [..., E]; successive experts form `groups` groups of equal size.
+        chosen: number of groups that may be used.
+    Returns: [..., k], the best first.
+    """
     grouped = scores.view(*scores.shape[:-1], groups, -1)
     places = best(grouped, counted)
     of_group = best(grouped.gather(-1, places).sum(-1), chosen)
-    out = torch.ones((*of_group.shape[:-1], groups), dtype=torch.bool, device=scores.device).scatter_(-1, of_group, 0)
-    return best(scores.masked_fill(out.repeat_interleave(grouped.shape[-1], -1), -math.inf), k)
+    excluded = torch.ones(
+        (*of_group.shape[:-1], groups), dtype=torch.bool, device=scores.device
+    ).scatter_(-1, of_group, 0)
+    excluded = excluded.repeat_interleave(grouped.shape[-1], -1)
+    return best(scores.masked_fill(excluded, -math.inf), k)
 
 
 def sinkhorn(logits: Tensor, tokens: int, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """exp(logits) [T, E] with its rows and columns scaled in turn until all tokens count alike and all experts are
-    wanted alike (S-BASE, Clark et al. 2022, appendix; the constants are Megatron-LM's). The host waits each time.
+    """Return exp(logits), scaled until all tokens and all experts have equal sums.
+
+    Rows and columns are scaled in turn (S-BASE, Clark et al. 2022, appendix; the constants are
+    Megatron-LM's). The host waits for the device in each iteration.
 
     Args:
-        tokens: of the microbatch, on all ranks that have parts of it.
-        total: the sum [E] over those ranks, so that the choice does not depend on how many they are.
+        logits: [T, E], this rank's tokens.
+        tokens: number of the microbatch's tokens on all ranks that have some of them.
+        total: sums an [E] over these ranks, so that the choice does not depend on their number.
+    Returns: [T, E].
     """
     cost = logits.exp()
     columns = torch.ones_like(cost[0])
-    # Other data-parallel ranks need other numbers of iterations, and share experts with this one. If another pass went
-    # on at each wait, the experts' ranks would meet in different orders.
+    # Data-parallel ranks need different numbers of iterations. If other passes took turns at these
+    # waits, ranks that share experts would start their collectives in different orders.
     with at_waits.do(None, at_waits.watch):
         while True:
             rows = 1 / tokens / ((columns * cost).sum(1, keepdim=True) + 1e-8)
             before = columns
             columns = 1 / cost.shape[1] / (total((rows * cost).sum(0)) + 1e-8)
-            if not (columns - before).abs().mean() > 1e-4:  # also where a logit is no number
+            # Written so that a NaN ends the loop, too.
+            if not (columns - before).abs().mean() > 1e-4:
                 return columns * cost * rows
 
 
 def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: torch.dtype) -> Tensor:
-    """logits [T, E] -> the k experts of each token [T, k], the best first."""
-    k, groups, chosen = model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
+    """Return the k experts of each token, the best first, as the flags say (not by Sinkhorn).
+
+    Args:
+        logits: [T, E].
+        bias: [E], added to the scores for the choice only (DeepSeek-V3, section 2.1.2), or None.
+        compute: the type of the scores.
+    Returns: [T, k].
+    """
+    k = model.moe_router_topk
+    groups = model.moe_router_num_groups
+    chosen = model.moe_router_group_topk
     function = model.moe_router_score_function
-    after = function == "softmax" and not model.moe_router_pre_softmax
-    scores = logits if after else scores_of(logits, function, compute)
+    # A softmax keeps the order of the logits: without --moe-router-pre-softmax it comes later,
+    # over the chosen experts.
+    scores = logits
+    if function != "softmax" or model.moe_router_pre_softmax:
+        scores = scores_of(logits, function, compute)
     if bias is not None:
         scores = scores + bias
     if groups and chosen:
@@ -83,14 +127,25 @@ def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: tor
 
 
 def sinkhorn_scores(model: ModelConfig) -> str:
-    """The function from logits to weights beside Sinkhorn's choice, and to the choice itself in an evaluation."""
+    """Return the score function that goes with Sinkhorn: it gives the weights.
+
+    In an evaluation it also gives the choice, in place of Sinkhorn's iterations.
+    """
     return "sigmoid" if model.moe_router_topk == 1 else "softmax"
 
 
 def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: torch.dtype) -> Tensor:
-    """logits [T, E] and the experts of each token [T, k] -> their weights [T, k], of the logits' type."""
+    """Return the weights of each token's experts.
+
+    Args:
+        logits: [T, E]. experts: [T, k].
+        compute: the type of the scores.
+    Returns: [T, k], in the logits' type.
+    """
     if model.by_sinkhorn:
-        return scores_of(logits, sinkhorn_scores(model), compute).gather(1, experts).to(logits.dtype)
+        return (
+            scores_of(logits, sinkhorn_scores(model), compute).gather(1, experts).to(logits.dtype)
+        )
     function = model.moe_router_score_function
     if function == "softmax" and not model.moe_router_pre_softmax:
         weights = torch.softmax(logits.gather(1, experts), dim=-1, dtype=compute)
@@ -104,25 +159,37 @@ def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: tor
 
 
 def capacity(tokens: int, model: ModelConfig) -> int | None:
-    """Tokens of so many that an expert takes at most; None without a limit."""
+    """Return how many of a rank's tokens an expert takes at most; None without a limit."""
     if model.capacity_factor is None:
         return None
-    return min(tokens, math.ceil(tokens * model.moe_router_topk / model.experts * model.capacity_factor))
+    even = tokens * model.moe_router_topk / model.experts
+    return min(tokens, math.ceil(even * model.capacity_factor))
 
 
 def within_capacity(experts: Tensor, weights: Tensor, most: int, model: ModelConfig) -> Tensor:
-    """A mask of the choices [T, k] that stay where an expert takes `most` tokens: of the largest weights, the first
-    of equal ones, or just the first."""
-    # By expert, not by choice: what an expert takes is decided among all of its tokens.
-    places = torch.full((len(experts), model.experts), -math.inf, dtype=weights.dtype, device=weights.device)
-    places.scatter_(1, experts, weights)
+    """Return which choices stay if an expert takes at most `most` tokens.
+
+    An expert keeps the tokens with the largest weights, the first among equals; or the first
+    tokens, with --moe-token-drop-policy position.
+
+    Args:
+        experts, weights: [T, k].
+    Returns: [T, k], True for a choice that stays.
+    """
+    # As a table of tokens and experts: each expert decides among all of its tokens.
+    table = torch.full(
+        (len(experts), model.experts), -math.inf, dtype=weights.dtype, device=weights.device
+    )
+    table.scatter_(1, experts, weights)
     if model.moe_token_drop_policy == "position":
-        kept = (places > -math.inf).cumsum(0) <= most
+        kept = (table > -math.inf).cumsum(0) <= most
     else:
-        kept = torch.zeros_like(places, dtype=torch.bool).scatter_(0, best(places.t(), most).t(), True)
+        largest = best(table.t(), most).t()
+        kept = torch.zeros_like(table, dtype=torch.bool).scatter_(0, largest, True)
     return kept.gather(1, experts)
 
 
 def dense(experts: Tensor, num_experts: int) -> Tensor:
-    """The choices [T, k] as a map [T, E] of zeros and ones."""
-    return torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device).scatter_(1, experts, 1)
+    """Return the choices [T, k] as a table [T, E] of zeros and ones."""
+    table = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device)
+    return table.scatter_(1, experts, 1)

@@ -1,9 +1,10 @@
-"""The experts of a layer, two stacks of matrices [E, ...].
+"""The experts of a layer: two linear layers, whose weights are stacked over the experts.
 
-Rows are laid out by expert, within one by token, so that each expert's are one product, and all together one grouped
-product where the device has it. A token's k terms are added in the order of its experts: the sum does not depend on
-their scores. Kept for backward are the layer's input, or the rows that came of it from other ranks, and fc1's output;
-everything else is computed again from these.
+Rows are sorted by expert, then by token. So each expert's rows are one matrix product, or all are
+one grouped product where the device has it. A token's k outputs are added in the order of the
+experts' numbers, so that the sum does not depend on the scores. Saved for backward are fc1's
+output, and the layer's input or the rows received from other ranks. The rest is computed again.
+Shapes: R rows, e experts on this rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megapipe.distributed.layout import Layout, set_layout
 from megapipe.kernels.region import is_fused
 from megapipe.models.fused import weighted_swiglu
 from megapipe.models.mlp import activate
-from megapipe.models.moe.dispatch import Exchanged, Gathered, Way
+from megapipe.models.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
@@ -31,29 +32,47 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_gra
 
 
 def _grouped(x: Tensor, width: int, how: Products) -> bool:
-    """Does the device multiply all groups in one call, rows x [R, in] to ones of this width or with them?"""
+    """Return whether one call can multiply the rows of all experts.
+
+    Args:
+        x: rows [R, in].
+        width: of the result's rows, or of the other factor's.
+    """
     fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
     return fits and x.shape[1] % 8 == width % 8 == 0  # strides of 16 bytes
 
 
 def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
-    """rows [R, in], those of each expert times its matrix of weight [E, out, in] -> [R, out]."""
+    """Multiply each expert's rows with its matrix.
+
+    Args:
+        rows: [R, in], sorted by expert. weight: [e, out, in].
+        ends: [e], one past the last row of each expert.
+        how: the kind of product; see tensor_parallel.products.
+    Returns: [R, out].
+    """
     if _grouped(rows, weight.shape[1], how):
         return F.grouped_mm(rows, weight.mT, offs=ends.int())
     return _one_by_one(rows, weight, weight.shape[1], ends, how.forward)
 
 
 def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
-    """grads [R, out] of the output of `products` -> of its rows, [R, in]."""
+    """Return the gradient of `products`' rows [R, in], given that of its output, [R, out]."""
     if _grouped(grads, weight.shape[2], how):
         return F.grouped_mm(grads, weight, offs=ends.int())
     return _one_by_one(grads, weight, weight.shape[2], ends, how.input_grad)
 
 
 def _one_by_one(
-    rows: Tensor, weight: Tensor, width: int, ends: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+    rows: Tensor,
+    weight: Tensor,
+    width: int,
+    ends: Tensor,
+    product: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    out, start = rows.new_empty(len(rows), width), 0
+    """Multiply expert by expert: rows [R, .] -> [R, width]. An expert without rows is skipped."""
+    out = rows.new_empty(len(rows), width)
+    start = 0
     for number, end in enumerate(ends.tolist()):
         if end > start:
             out[start:end] = product(rows[start:end], weight[number])
@@ -61,8 +80,15 @@ def _one_by_one(
     return out
 
 
-def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Products = PLAIN) -> None:
-    """main_grad [E, out, in] += dy^T x of each expert's rows, dy [R, out] and x [R, in]; 0 for one without rows."""
+def add_products(
+    main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Products = PLAIN
+) -> None:
+    """Add each expert's weight gradient dy^T x into main_grad, in place.
+
+    Args:
+        main_grad: [e, out, in]. dy: [R, out]. x: [R, in].
+        ends: [e], one past the last row of each expert.
+    """
     if _grouped(dy, x.shape[1], how):
         main_grad.add_(F.grouped_mm(dy.t(), x, offs=ends.int()))
         return
@@ -74,14 +100,16 @@ def add_products(main_grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, how: Pr
 
 
 class _How(NamedTuple):
-    """Attributes:
-    swiglu: is that the activation?
-    first: does this rank add fc2's bias, of those with slices of the same experts?
-    activation: of fc1's output [R, 2f or f] -> [R, f].
-    one, two: the products of fc1 and of fc2.
+    """Everything that the computation of the experts needs, in addition to tensors.
+
+    Attributes:
+        first: True on one of the ranks that split each expert; it adds fc2's bias.
+        activation: fc1's output [R, 2f or f] -> [R, f].
+        swiglu: True if the activation is SwiGLU, which has a fused kernel.
+        one, two: the products of fc1 and of fc2.
     """
 
-    way: Way
+    dispatcher: Dispatcher
     first: bool
     activation: Callable[[Tensor], Tensor]
     swiglu: bool
@@ -89,14 +117,17 @@ class _How(NamedTuple):
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """The input of fc2: the activation of fc1's output times a choice's weight."""
+        """Return the input of fc2: activation(fc1's output) x the choice's weight, [R, f]."""
         if self.swiglu and is_fused(first):
             return weighted_swiglu(first, weights)
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
 
 class _Experts(torch.autograd.Function):
-    """sum over a token's choices of weight x fc2(activation(fc1(x))), the weight applied before fc2."""
+    """The sum over a token's choices of weight x fc2(activation(fc1(x))).
+
+    The weight multiplies fc2's input, in the activation's kernel.
+    """
 
     @staticmethod
     def forward(
@@ -109,67 +140,95 @@ class _Experts(torch.autograd.Function):
         bias2: Tensor | None,
         how: _How,
     ) -> Tensor:
-        way = how.way
-        by_row = way.weights_there(weights)
-        rows = way.there(x).wait()
-        first = products(rows, fc1, way.ends, how.one)
+        dispatcher = how.dispatcher
+        by_row = dispatcher.dispatch_weights(weights)
+        rows = dispatcher.dispatch(x).wait()
+        first = products(rows, fc1, dispatcher.ends, how.one)
         if bias1 is not None:
-            first += bias1[way.experts]
-        out = products(how.between(first, by_row), fc2, way.ends, how.two)
+            first += bias1[dispatcher.experts]
+        out = products(how.between(first, by_row), fc2, dispatcher.ends, how.two)
         if bias2 is not None and how.first:
-            out += (bias2[way.experts] * by_row[:, None]).to(out.dtype)
+            out += (bias2[dispatcher.experts] * by_row[:, None]).to(out.dtype)
         saves("moe_act", first, by_row)
-        ctx.save_for_backward(rows if way.keeps_rows else x, first, by_row, fc1, fc2)
-        ctx.how, ctx.biases, ctx.weight_grads = how, (bias1, bias2), current_weight_grads()
-        ctx.weights = fc1, fc2
-        return way.back(out).wait()
+        kept = rows if dispatcher.keeps_rows else x
+        ctx.save_for_backward(kept, first, by_row, fc1, fc2)
+        ctx.how = how
+        ctx.biases = (bias1, bias2)
+        ctx.weight_grads = current_weight_grads()
+        # Saved tensors that hooks have moved come back as new objects, without main_grad.
+        ctx.weights = (fc1, fc2)
+        return dispatcher.combine(out).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (kept, first, by_row, fc1, fc2), how, (bias1, bias2) = ctx.saved_tensors, ctx.how, ctx.biases
-        way, grads = how.way, how.way.there(grad).wait()
+        kept, first, by_row, fc1, fc2 = ctx.saved_tensors
+        how: _How = ctx.how
+        bias1, bias2 = ctx.biases
+        dispatcher = how.dispatcher
+        ends = dispatcher.ends
+        grads = dispatcher.dispatch(grad).wait()
+        # A small graph of its own differentiates the activation, whichever it is.
         with torch.enable_grad():
-            first, by_row = first.detach().requires_grad_(), by_row.detach().requires_grad_()
+            first = first.detach().requires_grad_()
+            by_row = by_row.detach().requires_grad_()
             second = how.between(first, by_row)
-        d_second = input_grads(grads, fc2, way.ends, how.two)
+        d_second = input_grads(grads, fc2, ends, how.two)
         d_first, d_weights = torch.autograd.grad(second, (first, by_row), d_second)
         second = second.detach()
         d_bias1 = d_bias2 = d_x = None
         if bias1 is not None:
-            d_bias1 = _bias_grad(bias1, d_first, way.experts)
+            d_bias1 = _bias_grad(bias1, d_first, dispatcher.experts)
         if bias2 is not None:
-            d_bias2 = _bias_grad(bias2, grads * by_row.detach()[:, None], way.experts)
+            d_bias2 = _bias_grad(bias2, grads * by_row.detach()[:, None], dispatcher.experts)
             if how.first:
-                d_weights = d_weights + (grads * bias2.detach()[way.experts]).sum(-1)
+                d_weights = d_weights + (grads * bias2.detach()[dispatcher.experts]).sum(-1)
         if ctx.needs_input_grad[0]:
-            d_x = way.back(input_grads(d_first, fc1, way.ends, how.one)).wait()
-        d_choices = way.weights_back(d_weights)
+            d_x = dispatcher.combine(input_grads(d_first, fc1, ends, how.one)).wait()
+        d_choices = dispatcher.combine_weights(d_weights)
         owner = ctx.weight_grads
         deferring = owner is not None and owner.is_deferring
-        # What is put off keeps rows, or the smaller side of an edge.
-        inputs: Callable[[], Tensor] = (lambda: kept) if way.keeps_rows else (lambda: way.there(kept).wait())
-        again = deferring and not way.keeps_rows
-        of_second: Callable[[], Tensor] = (lambda: way.there(grad).wait()) if again else (lambda: grads)
+        # A deferred product holds rows that came by all-to-all. Gathered rows are many: it holds
+        # the tokens of this rank instead, and gathers them again in the W pass.
+        gathers = deferring and not dispatcher.keeps_rows
+
+        def add_fc1(into: Tensor) -> None:
+            rows = kept if dispatcher.keeps_rows else dispatcher.dispatch(kept).wait()
+            add_products(into, d_first, rows, ends, how.one)
+
+        if gathers:
+
+            def add_fc2(into: Tensor) -> None:
+                add_products(into, dispatcher.dispatch(grad).wait(), second, ends, how.two)
+        else:
+
+            def add_fc2(into: Tensor) -> None:
+                add_products(into, grads, second, ends, how.two)
+
         d_fc1 = d_fc2 = None
         if ctx.needs_input_grad[2]:
-            d_fc1 = _weight_grad(
-                ctx.weights[0], lambda into: add_products(into, d_first, inputs(), way.ends, how.one), owner
-            )
+            d_fc1 = _weight_grad(ctx.weights[0], add_fc1, owner)
         if ctx.needs_input_grad[4]:
-            d_fc2 = _weight_grad(
-                ctx.weights[1], lambda into: add_products(into, of_second(), second, way.ends, how.two), owner
-            )
+            d_fc2 = _weight_grad(ctx.weights[1], add_fc2, owner)
         return d_x, d_choices, d_fc1, d_bias1, d_fc2, d_bias2, None
 
 
 _experts: Callable[..., Tensor] = _Experts.apply
 
 
-def _weight_grad(weight: Tensor, add: Callable[[Tensor], None], owner: WeightGrads | None) -> Tensor | None:
-    """Into main_grad, now or in the W pass, or for autograd where there is none."""
+def _weight_grad(
+    weight: Tensor, add: Callable[[Tensor], None], owner: WeightGrads | None
+) -> Tensor | None:
+    """Add a weight's gradient into its main_grad, now or in the stage's W pass.
+
+    Args:
+        add: adds the gradient into a tensor of the weight's shape.
+        owner: the stage that may defer products, or None.
+    Returns: None; if the weight has no main_grad, the gradient for autograd.
+    """
     into: Tensor | None = getattr(weight, "main_grad", None)
     if into is None:
-        add(into := torch.zeros_like(weight))
+        into = torch.zeros_like(weight)
+        add(into)
         return into
     if owner is None:
         add(into)
@@ -179,7 +238,12 @@ def _weight_grad(weight: Tensor, add: Callable[[Tensor], None], owner: WeightGra
 
 
 def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
-    """The gradient of a bias [E, n], from rows [R, n]: into main_grad, or for autograd where there is none."""
+    """Add a bias's gradient into its main_grad.
+
+    Args:
+        bias: [e, n]. by_row: [R, n], the gradient of each row. experts: [R], the row's expert.
+    Returns: None; if the bias has no main_grad, the gradient for autograd.
+    """
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     into = torch.zeros_like(bias) if main_grad is None else main_grad
     into.index_add_(0, experts, by_row.to(into.dtype))
@@ -187,58 +251,97 @@ def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
 
 
 class Experts(nn.Module):
-    """Experts of h -> f -> h, this rank's e of all E, and of each its slice. linear_fc1.weight [e, 2f/t, h] of gated
-    ones holds [gate; up] of each, as in MLP.
+    """The experts on this rank, each an MLP h -> f -> h.
 
-    fp8: how their products are quantised, each expert's by itself.
+    Expert parallelism gives a rank e of the E experts. Expert tensor parallelism splits each over t
+    ranks. linear_fc1.weight is [e, f/t, h]; of gated experts [e, 2f/t, h] = [gate; up], as in MLP.
+
+    Args:
+        tp: tensor parallelism; it names the axes of the experts, see Axis.named.
+        fp8: how operands are quantised, each expert's separately; None for no quantisation.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, fp8: Recipe | None = None) -> None:
         super().__init__()
-        self.config, self.tp, self.axis, self.etp = config, tp, tp.named("experts"), tp.named("etp")
-        e, h, f, blocks = config.experts, config.hidden, config.expert_ffn, 2 if config.gated else 1
-        ep, t = tp.named("ep"), self.etp.size
-        assert e % ep.size == f % t == 0, f"{e} experts of width {f} do not divide over {ep.size} x {t} ranks"
+        self.config = config
+        self.tp = tp
+        self.axis = tp.named("experts")
+        self.etp = tp.named("etp")
+        e = config.experts
+        h = config.hidden
+        f = config.expert_ffn
+        blocks = 2 if config.gated else 1
+        ep = tp.named("ep")
+        t = self.etp.size
+        assert e % ep.size == f % t == 0, (
+            f"{e} experts of width {f} do not divide over {ep.size} x {t} ranks"
+        )
         own = e // ep.size
         self.own = range(ep.rank * own, (ep.rank + 1) * own)
         full = (blocks, f) if blocks > 1 else (f,)
-        fc1 = Layout((e, *full, h), len(full), std=config.linear_std, experts=True), (own, blocks * f // t, h)
-        fc2 = Layout((e, h, f), 2, std=config.residual_std, experts=True), (own, h, f // t)
-        bias1 = Layout((e, *full), len(full), experts=True), (own, blocks * f // t)
-        bias2 = Layout((e, h), experts=True), (own, h)
-        self.linear_fc1 = _Stack(*fc1, bias1 if config.bias else None, fp8=fp8)
-        self.linear_fc2 = _Stack(*fc2, bias2 if config.bias else None, fp8=fp8)
+        layout = Layout((e, *full, h), len(full), std=config.linear_std, experts=True)
+        bias = Layout((e, *full), len(full), experts=True) if config.bias else None
+        self.linear_fc1 = _Stack(layout, (own, blocks * f // t, h), bias, fp8=fp8)
+        layout = Layout((e, h, f), 2, std=config.residual_std, experts=True)
+        bias = Layout((e, h), experts=True) if config.bias else None
+        self.linear_fc2 = _Stack(layout, (own, h, f // t), bias, fp8=fp8)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h], where each rank has routed its own tokens."""
-        one, two = self.linear_fc1, self.linear_fc2
-        first, activation = self.etp.rank == 0, lambda y: activate(y, self.config)
-        how = _How(self._way(routing), first, activation, self.config.swiglu, one.products, two.products)
+        """Apply each token's experts, and sum their weighted outputs.
+
+        Args:
+            x: [s, b, h]; under sequence parallelism [s/t, b, h], and each rank routes its tokens.
+            routing: the router's choices for these tokens.
+        Returns: the shape of x.
+        """
+        one = self.linear_fc1
+        two = self.linear_fc2
+        how = _How(
+            self._dispatcher(routing),
+            self.etp.rank == 0,
+            lambda y: activate(y, self.config),
+            self.config.swiglu,
+            one.products,
+            two.products,
+        )
         return _experts(x, routing.weights, one.weight, one.bias, two.weight, two.bias, how)
 
-    def _way(self, routing: Routing) -> Way:
-        config, tp, axis = self.config, self.tp, self.axis
+    def _dispatcher(self, routing: Routing) -> Dispatcher:
+        config = self.config
+        tp = self.tp
+        axis = self.axis
+        experts = config.experts
         each = routing.capacity if config.moe_pad_expert_input_to_capacity else None
+        # Without sequence parallelism all tensor-parallel ranks have the same tokens.
         if tp.size > 1 and not config.sequence_parallel:
-            assert axis.ranks == tp.ranks, "ranks with the same tokens have all experts, a slice of each"
-            return Gathered(routing, opening(tp, False), ALONE, self.own, config.experts, each)
+            assert axis.ranks == tp.ranks, (
+                "ranks with the same tokens have all experts, a slice of each"
+            )
+            return AllGatherDispatcher(routing, opening(tp, False), ALONE, self.own, experts, each)
         if axis.size == 1 or config.moe_token_dispatcher_type == "allgather":
-            return Gathered(routing, opening(axis, True), axis, self.own, config.experts, each)
-        return Exchanged(routing, axis, self.etp.size, config.experts, each)
+            return AllGatherDispatcher(routing, opening(axis, True), axis, self.own, experts, each)
+        return AllToAllDispatcher(routing, axis, self.etp.size, experts, each)
 
 
 class _Stack(nn.Module):
-    """The weights of one layer of every expert: (how they lie, their shape here), and of biases if there are any."""
+    """The weights of one linear layer of all experts on this rank, and their biases if any.
+
+    Args:
+        layout: of the weights. shape: of this rank's weights, (e, out, in).
+        bias: layout of the biases, or None for no biases; this rank's are shape[:2].
+    """
 
     def __init__(
         self,
         layout: Layout,
         shape: tuple[int, ...],
-        bias: tuple[Layout, tuple[int, ...]] | None = None,
+        bias: Layout | None = None,
         *,
         fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
         self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
-        self.bias = None if bias is None else set_layout(nn.Parameter(torch.empty(bias[1])), bias[0])
+        self.bias = None
+        if bias is not None:
+            self.bias = set_layout(nn.Parameter(torch.empty(shape[:2])), bias)

@@ -1,4 +1,4 @@
-"""The mixture-of-experts half of a layer, in the place of an MLP."""
+"""The mixture of experts, which replaces the MLP of a layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from megapipe.tensor_parallel.eager import eager
 
 
 class MoE(nn.Module):
-    """Each token's k experts, weighted, and the shared expert if there is one."""
+    """The weighted sum of each token's k experts, plus the shared expert if there is one.
+
+    Args:
+        layer: the layer's number in the whole model.
+    """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:
         super().__init__()
@@ -27,18 +31,26 @@ class MoE(nn.Module):
         shared = config.moe_shared_expert_intermediate_size
         self.shared_experts = SharedExperts(config, tp, shared) if shared else None
 
-    @eager  # counts, losses and choices are more than its result says
+    # Not compiled: the router also records counts, losses and choices.
+    @eager
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        """Apply the experts: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         routed = self.experts(x, self.router(x))
         if self.shared_experts is None:
             return routed  # type: ignore[no-any-return]
-        shared = recompute(self.shared_experts, x) if self.recompute_shared else self.shared_experts(x)
+        if self.recompute_shared:
+            shared = recompute(self.shared_experts, x)
+        else:
+            shared = self.shared_experts(x)
         return routed + shared  # type: ignore[no-any-return]
 
 
 class SharedExperts(MLP):
-    """An MLP that every token goes through, its output weighed by a gate if --moe-shared-expert-gate."""
+    """An MLP for every token. With --moe-shared-expert-gate a sigmoid gate scales its output.
+
+    Args:
+        ffn: width of the MLP.
+    """
 
     def __init__(self, config: ModelConfig, tp: Axis, ffn: int) -> None:
         super().__init__(config, tp, ffn)
@@ -49,5 +61,8 @@ class SharedExperts(MLP):
             self.gate_weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the shared experts: [s, b, h] -> [s, b, h], as in `MoE.forward`."""
         y = super().forward(x)
-        return y if self.gate_weight is None else y * gated(x, self.gate_weight)
+        if self.gate_weight is None:
+            return y
+        return y * gated(x, self.gate_weight)

@@ -1,7 +1,8 @@
-"""Losses of a router: they keep the load of the experts even and its logits small.
+"""Losses of a router: they keep the load of the experts even, and the logits small.
 
-Each is a number of this rank's tokens; the sum over the ranks that have a microbatch's tokens among them is the loss.
-It reaches the gradient through `attach`, an identity, so that no loss has to travel down the pipeline.
+Each function returns the part of this rank's tokens; the sum over the ranks that share a
+microbatch's tokens is the loss. `attach` adds a loss's gradient to the router's backward, so that
+no loss has to be sent down the pipeline.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megapipe.tensor_parallel.beside import beside
+from megapipe.tensor_parallel.attached import attach_gradient
 
 LOGGED = {
     "aux_loss": "load_balancing_loss",
@@ -19,35 +20,49 @@ LOGGED = {
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
-"""Name of --moe-router-load-balancing-type -> Megatron-LM's name in logs."""
+"""Value of --moe-router-load-balancing-type, or z_loss -> Megatron-LM's name in logs."""
 
 
-def balance(scores: Tensor, counts: Tensor, tokens: int, k: int, num_experts: int, weight: float) -> Tensor:
-    """weight x E x sum_i f_i P_i (Fedus et al. 2021, section 2.2): 1 x weight where all is even.
+def balance(
+    scores: Tensor, counts: Tensor, tokens: int, k: int, num_experts: int, weight: float
+) -> Tensor:
+    """Return weight x E x sum_i f_i P_i, this rank's part (Fedus et al. 2021, section 2.2).
+
+    The loss is `weight` where the load is even. f_i = counts_i / (tokens k) is the share of the
+    choices that expert i has; P_i is its mean score.
 
     Args:
-        scores: [...] sums over this rank's tokens, of each of which they add up to 1 over the experts.
-        counts: [...] how often each expert was chosen among `tokens`, those of all ranks: f_i = n_i / (tokens k).
+        scores: [..., E], sums of the scores of this rank's tokens. A token's scores add up to 1.
+        counts: [..., E], how often each expert was chosen by the tokens of all ranks.
+        tokens: number of tokens on all ranks.
     """
     return (scores * counts).sum() * slope(tokens, k, num_experts, weight)
 
 
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
-    """The gradient of `balance` in its scores, for each of the counts."""
+    """Return the factor c of `balance`: its gradient with respect to the scores is c x counts."""
     return num_experts * weight / (k * tokens * tokens)
 
 
 def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
-    """The mean over all tokens of the squared logsumexp (Zoph et al. 2022, section 3.3), this rank's part of it."""
+    """Return weight x the mean squared logsumexp, this rank's part (Zoph et al. 2022, sec. 3.3).
+
+    Args:
+        logits: [T, E].
+        ranks: the number of ranks that share the microbatch's tokens equally.
+    """
     return logits.logsumexp(dim=-1).square().mean() * (weight / ranks)
 
 
 def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return x; where it has a gradient, the loss has `weight`."""
-    return beside(x, loss, torch.full_like(loss, weight))
+    """Return x; its backward also starts the loss's backward, with the gradient `weight`."""
+    return attach_gradient(x, loss, torch.full_like(loss, weight))
 
 
 def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
-    """Return x; where it has a gradient, the scores have weight x counts, as these are then."""
+    """Return x; its backward also gives the scores the gradient weight x counts().
+
+    counts: called in backward, when the load of all slices of the microbatch is known.
+    """
     dtype = scores.dtype
-    return beside(x, scores, lambda: counts().to(dtype) * weight)
+    return attach_gradient(x, scores, lambda: counts().to(dtype) * weight)

@@ -16,7 +16,7 @@ from megapipe.config import Config, OptimizerConfig, ParallelConfig
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.models.moe.dispatch import Exchanged
+from megapipe.models.moe.dispatch import AllToAllDispatcher
 from megapipe.models.moe.router import Routing
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.optimizer import Optimizer
@@ -96,10 +96,10 @@ def test_the_host_waits_once_for_the_numbers_of_rows_and_not_for_fixed_ones(monk
         experts = torch.arange(8).view(4, 2) % 4
         kept = experts != mesh.dp.rank if dropping else None
         routing = Routing(experts, torch.ones(4, 1, 2), kept, each)
-        way = Exchanged(routing, replace(mesh.experts, shared=None), 1, 4, each)
+        way = AllToAllDispatcher(routing, replace(mesh.experts, shared=None), 1, 4, each)
         x = torch.ones(4, 1, 3)
-        way.back(way.there(x).wait()).wait()
-        way.weights_back(way.weights_there(routing.weights))
+        way.combine(way.dispatch(x).wait()).wait()
+        way.combine_weights(way.dispatch_weights(routing.weights))
         return own()[before:]
 
     def own() -> list[str]:
