@@ -1,4 +1,4 @@
-"""Layers split over tensor-parallel ranks."""
+"""Layers whose weights are split over tensor-parallel ranks."""
 
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding

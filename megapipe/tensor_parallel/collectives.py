@@ -1,7 +1,12 @@
-"""Edges of a tensor-parallel region: collectives of a tensor there, and of its gradient.
+"""The collectives at the edges of a tensor-parallel region, for a tensor and for its gradient.
 
-The edges are the conjugate pairs f, g of Shoeybi et al. 2019, section 3, and those of Korthikanti et al. 2022, section
-4.2.2, for a sequence split over the same ranks outside of the regions: what one direction adds up the other copies.
+They are the conjugate pairs f and g of Shoeybi et al. 2019, section 3. Under sequence parallelism,
+where the sequence is split over the same ranks outside of the regions, they are the pairs of
+Korthikanti et al. 2022, section 4.2.2. If one direction sums, the other copies.
+
+    region:            opens                  closes
+    tensor parallel:   copy / all-reduce      all-reduce / copy         (forward / backward)
+    + sequence:        all-gather / r.-s.     reduce-scatter / all-gather
 """
 
 from __future__ import annotations
@@ -17,10 +22,13 @@ from megapipe.tensor_parallel.pieces import Pieces
 
 
 class Edge(NamedTuple):
-    """forward: of the tensor. backward: of its gradient. Both may work in place on what they are given.
+    """A collective of a tensor in forward, and the conjugate one of its gradient in backward.
 
-    first: is this rank's the first of the summands, which takes what is to be added once?
-    pieces: products beside it are made in pieces, while those of others travel.
+    Attributes:
+        forward, backward: start the collective; both may overwrite their argument.
+        first: True on the rank whose summand includes terms that are added once, such as a bias.
+        pieces: if given, the product at this edge is computed in pieces of its rows, which overlap
+            with the collective.
     """
 
     forward: Callable[[Tensor], Pending] = Pending
@@ -30,11 +38,15 @@ class Edge(NamedTuple):
 
 
 INSIDE = Edge()
-"""An edge at which nothing happens."""
+"""An edge without communication."""
 
 
 def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Into a region: from the whole [s, ...], or from this rank's [s/t, ...] under sequence parallelism."""
+    """Return the edge into a region, from [s, ...], or [s/t, ...] under sequence parallelism.
+
+    Args:
+        in_pieces: overlap the product with the collective, see `Pieces`.
+    """
     if tp.size == 1:
         return INSIDE
     pieces = Pieces(tp, sequence_parallel) if in_pieces else None
@@ -44,7 +56,13 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
 
 
 def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Out of a region, where each rank has a summand [s, ...]: to the sum, or to this rank's [s/t, ...] of it."""
+    """Return the edge out of a region, where every rank has a summand [s, ...].
+
+    The result is the sum; under sequence parallelism this rank's tokens [s/t, ...] of the sum.
+
+    Args:
+        in_pieces: overlap the product with the collective, see `Pieces`.
+    """
     if tp.size == 1:
         return INSIDE
     pieces = Pieces(tp, sequence_parallel) if in_pieces else None
@@ -57,7 +75,7 @@ class _Across(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, edge: Edge) -> Tensor:
         ctx.edge = edge
-        return edge.forward(x.clone()).wait()  # it may work in place
+        return edge.forward(x.clone()).wait()  # the collective may overwrite its argument
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -65,5 +83,5 @@ class _Across(torch.autograd.Function):
 
 
 def across(x: Tensor, edge: Edge) -> Tensor:
-    """A tensor over an edge, differentiably."""
+    """Apply an edge's collective to a tensor, with the conjugate collective in backward."""
     return _Across.apply(x, edge)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,4 +1,4 @@
-"""Functions that torch.compile must leave alone (--compile)."""
+"""Exclude functions from torch.compile (--compile)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """A function that is never compiled: what it does beside its result would be lost, or compiled for each layer.
+    """Return the function, wrapped so that torch.compile calls it uncompiled.
 
-    A run that compiles nothing does not import the compiler: that takes more than a second of each process.
+    For functions with side effects, which a compiler would lose, and for functions of a layer's
+    number, which it would compile once for each layer.
     """
+    # Importing the compiler takes more than a second, so a run without --compile never does it.
     uncompiled = cache(lambda: torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (uncompiled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        if "torch._dynamo" in sys.modules:
+            return uncompiled()(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return cast(F, call)

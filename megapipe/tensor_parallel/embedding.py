@@ -1,4 +1,4 @@
-"""The word embedding with its rows split over tensor-parallel ranks (Shoeybi et al. 2019, section 3)."""
+"""The word embedding, split by rows over tensor-parallel ranks (Shoeybi et al. 2019, sec. 3)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from megapipe.tensor_parallel.vocabulary import add_rows_gradient, look_up
 
 
 class _Lookup(torch.autograd.Function):
-    """weight[ids], zero where an id is not of this rank; the gradient is added row by row into main_grad."""
+    """weight[ids], zero where an id is on another rank; then the sum over the ranks.
+
+    The gradient is added row by row into main_grad.
+    """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, first: int, closes: Edge) -> Tensor:
-        local, ctx.closes, ctx.weight = ids - first, closes, weight
+        local = ids - first
+        ctx.closes = closes
+        # Hooks on saved tensors may return the weight as a new object, without main_grad.
+        ctx.weight = weight
         ctx.save_for_backward(local, weight)
         return closes.forward(look_up(local, weight)).wait()
 
@@ -27,22 +33,28 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, weight = ctx.saved_tensors
         main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
-        into = torch.zeros_like(weight) if main_grad is None else main_grad
-        add_rows_gradient(local, ctx.closes.backward(grad).wait(), into)
-        return None, into if main_grad is None else None, None, None
+        rows = ctx.closes.backward(grad).wait()
+        if main_grad is not None:
+            add_rows_gradient(local, rows, main_grad)
+            return None, None, None, None
+        grad_weight = torch.zeros_like(weight)
+        add_rows_gradient(local, rows, grad_weight)
+        return None, grad_weight, None, None
 
 
 _lookup: Callable[..., Tensor] = _Lookup.apply
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Weight [v/t, h]: rank r holds rows r v/t .. (r+1) v/t - 1.
+    """A word embedding split by rows: rank r holds the rows r v/t .. (r+1) v/t - 1.
 
     Args:
-        num_embeddings: v, rows of the whole table; must divide by tp.
+        num_embeddings: v, the rows on all ranks together; must divide by tp.
         embedding_dim: h.
-        sequence_parallel: the output is this rank's share of the sequence, the first dimension of the ids.
-        init_std, tied_to: of the weight, as in Layout.
+        sequence_parallel: the output has this rank's tokens only; the sequence is the first
+            dimension of the ids.
+        init_std: standard deviation of the initial weight, as in Layout.
+        tied_to: global name of the parameter that this weight repeats, as in Layout.
     """
 
     def __init__(
@@ -56,7 +68,9 @@ class VocabParallelEmbedding(nn.Module):
         tied_to: str | None = None,
     ) -> None:
         super().__init__()
-        assert num_embeddings % tp.size == 0, f"{num_embeddings} rows do not divide over {tp.size} ranks"
+        assert num_embeddings % tp.size == 0, (
+            f"{num_embeddings} rows do not divide over {tp.size} ranks"
+        )
         self.tp = tp
         self._closes = closing(tp, sequence_parallel)
         self.weight = set_layout(
@@ -65,5 +79,10 @@ class VocabParallelEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [s, ...], 0..v-1 -> [s, ..., h], the same on all tp ranks, or [s/t, ..., h]."""
+        """Look up the embedding of each token.
+
+        Args:
+            ids: [s, ...], in 0..v-1, the same on all tp ranks.
+        Returns: [s, ..., h], the same on all tp ranks; under sequence parallelism [s/t, ..., h].
+        """
         return _lookup(ids, self.weight, self.tp.rank * self.weight.shape[0], self._closes)

@@ -1,10 +1,11 @@
 """Linear layers split over tensor-parallel ranks (Shoeybi et al. 2019, section 3).
 
-Column: each rank computes its slice of the output. Row: each rank takes its slice of the input and the partial outputs
-are summed. Weight gradients go straight into the weight's `main_grad` and can be put off to a W pass.
+Column-parallel: each rank computes its slice of the output. Row-parallel: each rank takes its
+slice of the input, and the partial outputs are summed. Weight gradients are added directly into the
+weight's `main_grad`, and can be deferred to a W pass.
 
-A row layer's input is always the slice that a column layer made, and its bias is added in its product, so there is no
-`input_is_parallel` and no `skip_bias_add`.
+Megatron-LM's `input_is_parallel` and `skip_bias_add` do not exist: a row-parallel layer's input is
+always the slice that a column-parallel layer computed, and the product adds the bias.
 """
 
 from __future__ import annotations
@@ -22,27 +23,46 @@ from megapipe.tensor_parallel.collectives import INSIDE, Edge, closing, opening
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.fp8.products import Recipe, products_of
 from megapipe.tensor_parallel.products import Products
-from megapipe.tensor_parallel.weight_grad import InTwo, accumulate_weight_grad, current_weight_grads
+from megapipe.tensor_parallel.weight_grad import (
+    InTwo,
+    WeightGrads,
+    accumulate_weight_grad,
+    current_weight_grads,
+)
 
 
 class _Linear(torch.autograd.Function):
-    """closes(opens(x) W^T + b), b in one of the summands.
+    """closes(opens(x) W^T + b), where opens and closes are the collectives at the region's edges.
 
-    Kept for backward is what lies outside of the edges, the smaller side: under sequence parallelism x before its
-    all-gather and, until the W pass, the output's gradient before its own. Each is gathered again when it is used: one
-    all-gather more per layer and microbatch, two under a B/W split, for 1/t of the memory.
+    Tensors are saved outside of the edges, where they are smaller. Under sequence parallelism this
+    is x before its all-gather and, until the W pass, the output's gradient before its all-gather.
+    Each is gathered again when it is used. The memory is 1/t; the cost is one more all-gather for
+    each layer and microbatch, two under a B/W split.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, opens: Edge, closes: Edge, products: Products
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        opens: Edge,
+        closes: Edge,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        # A saved weight that went through autograd's hooks is another object, without main_grad.
-        ctx.weight, ctx.bias, ctx.opens, ctx.closes, ctx.products = weight, bias, opens, closes, products
+        # Hooks on saved tensors may return the weight as a new object, without main_grad.
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.opens = opens
+        ctx.closes = closes
+        ctx.products = products
         ctx.weight_grads = current_weight_grads()
-        # A product adds a bias at no cost, which one of the summands then brings along.
-        multiply, width = partial(products.forward, weight=weight, bias=bias if closes.first else None), len(weight)
+        # The product adds the bias at no cost. Of the ranks' summands, one includes it.
+        if not closes.first:
+            bias = None
+        multiply = partial(products.forward, weight=weight, bias=bias)
+        width = len(weight)
         if opens.pieces is not None:
             return opens.pieces.gathered(x, multiply, width)[0]
         if closes.pieces is not None:
@@ -51,68 +71,102 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), opens, closes, owner = ctx.saved_tensors, ctx.opens, ctx.closes, ctx.weight_grads
+        x, weight = ctx.saved_tensors
+        opens: Edge = ctx.opens
+        closes: Edge = ctx.closes
         products: Products = ctx.products
+        owner: WeightGrads | None = ctx.weight_grads
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        deferring = owner is not None and owner.is_deferring
-        owed: Tensor | None = getattr(ctx.weight, "main_grad", None) if needs_weight and deferring else None
-        whole = opens.forward(x) if needs_weight and owed is None else None  # arrives during the next product
-        multiply, width = partial(products.input_grad, weight=weight), weight.shape[1]
+        # In a B pass: the main_grad that the W pass will add to.
+        owed: Tensor | None = None
+        if needs_weight and owner is not None and owner.is_deferring:
+            owed = getattr(ctx.weight, "main_grad", None)
+        gathered = None
+        if needs_weight and owed is None:
+            gathered = opens.forward(x)  # arrives during the next product
+        multiply = partial(products.input_grad, weight=weight)
+        width = weight.shape[1]
+        # 1. The gradient of x. Collectives overlap with products: in pieces, or with step 3.
+        grad_x: Pending | None = None
         if needs_x and closes.pieces is not None:
             made, dy = closes.pieces.gathered(grad, multiply, width)
-            grad_x: Pending | None = Pending(made)
+            grad_x = Pending(made)
         elif needs_x and owed is not None and opens.pieces is not None:
-            dy, grad_x = grad, Pending(opens.pieces.summed(grad, multiply, width))
+            # The W pass gathers dy itself, so this branch has no other use of it.
+            dy = grad
+            grad_x = Pending(opens.pieces.summed(grad, multiply, width))
         else:
             dy = closes.backward(grad).wait()
-            # It is summed during the products below.
-            grad_x = opens.backward(multiply(dy)) if needs_x else None
-        grad_weight = grad_bias = None
-        if needs_bias:
-            grad_bias = bias_grad(ctx.bias, grad)
+            if needs_x:
+                grad_x = opens.backward(multiply(dy))
+        # 2. The gradient of the bias.
+        grad_bias = bias_grad(ctx.bias, grad) if needs_bias else None
+        # 3. The gradient of the weight, now or in the W pass.
+        grad_weight = None
         if owed is not None:
-            owner.submit(InTwo(lambda: _weight_pass(products, owed, closes.backward(grad), opens.forward(x))))
-        elif whole is not None:
-            grad_weight = accumulate_weight_grad(ctx.weight, dy, whole.wait(), owner, products)
-        return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, None, None, None
+            assert owner is not None
+            into = owed
+            owner.submit(
+                InTwo(lambda: _weight_pass(products, into, closes.backward(grad), opens.forward(x)))
+            )
+        elif gathered is not None:
+            grad_weight = accumulate_weight_grad(ctx.weight, dy, gathered.wait(), owner, products)
+        reduced = None if grad_x is None else grad_x.wait()
+        return reduced, grad_weight, grad_bias, None, None, None
 
 
-# A compiler would lose what backward does beside its result: main_grad, W passes.
+# A compiler would lose the side effects of backward: main_grad and W passes.
 _linear: Callable[..., Tensor] = eager(_Linear.apply)
 
 
-def _weight_pass(products: Products, main_grad: Tensor, grad: Pending, x: Pending) -> Callable[[], None]:
+def _weight_pass(
+    products: Products, main_grad: Tensor, grad: Pending, x: Pending
+) -> Callable[[], None]:
+    """Return a function that waits for both tensors, and adds their product into main_grad."""
+
     def multiply() -> None:
-        dy, whole = grad.wait(), x.wait()
-        products.add_weight_grad(main_grad, dy.reshape(-1, dy.shape[-1]), whole.reshape(-1, whole.shape[-1]))
+        dy = grad.wait()
+        rows = x.wait()
+        products.add_weight_grad(
+            main_grad, dy.reshape(-1, dy.shape[-1]), rows.reshape(-1, rows.shape[-1])
+        )
 
     return multiply
 
 
 def bias_grad(bias: Tensor, grad: Tensor) -> Tensor | None:
-    """The gradient of a bias [n] from that of what it was added to, [..., n]: into `main_grad` if it has one.
+    """Add a bias's gradient into its main_grad.
 
-    Returns: the gradient for autograd if it has none, else None.
+    Args:
+        bias: [n].
+        grad: [..., n], the gradient of the sum with the bias.
+    Returns: None; if the bias has no main_grad, the gradient for autograd.
     """
     rows = grad.reshape(-1, grad.shape[-1])
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     if main_grad is None:
         return rows.sum(0)
-    # A CPU would make a float32 copy first; its sum in bf16 is float32 inside and rounded once, as in add_product.
-    main_grad.add_(rows.sum(0, dtype=main_grad.dtype) if rows.is_cuda else rows.sum(0))
+    if rows.is_cuda:
+        main_grad.add_(rows.sum(0, dtype=main_grad.dtype))
+        return None
+    # A CPU would copy the rows to float32 first. Its bf16 sum is float32 inside and rounded once,
+    # as in add_product.
+    main_grad.add_(rows.sum(0))
     return None
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output split over tp: weight [out/t, in], bias [out/t].
+    """A linear layer whose output is split over tp: weight [out/t, in], bias [out/t].
 
     Args:
-        input_size, output_size: of the whole layer; output_size must divide by tp.
-        sequence_parallel: the input is this rank's share of the sequence.
-        blocks: the output is this many equal parts, each split over tp on its own (2 for gate and up of SwiGLU).
+        input_size, output_size: of the layer before it is split; output_size must divide by tp.
+        sequence_parallel: the input has this rank's tokens only.
+        blocks: number of equal parts of the output, each split over tp separately (2 for the gate
+            and up projections of SwiGLU).
         init_std: standard deviation of the initial weight, as in Layout.
-        fp8: how its products are quantised; None for those in the type of its operands.
-        in_pieces: multiply while rows of other ranks travel, if the products allow it.
+        tied_to: global name of the parameter that this weight repeats, as in Layout.
+        fp8: how operands are quantised; None for no quantisation.
+        in_pieces: overlap the product with communication, if its rows are independent.
     """
 
     def __init__(
@@ -131,30 +185,41 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.products = products_of(fp8)
-        assert output_size % (blocks * tp.size) == 0, f"{output_size} outputs do not divide over {tp.size} ranks"
+        assert output_size % (blocks * tp.size) == 0, (
+            f"{output_size} outputs do not divide over {tp.size} ranks"
+        )
         self._opens = opening(tp, sequence_parallel, in_pieces and self.products.by_rows)
         rows = output_size // tp.size
-        shape = (output_size,) if blocks == 1 else (blocks, output_size // blocks)
+        # Checkpoints have this shape: with blocks, tp splits the dimension within a block.
+        shape: tuple[int, ...] = (output_size,)
+        if blocks > 1:
+            shape = (blocks, output_size // blocks)
         dim = len(shape) - 1
-        self.weight = set_layout(
-            nn.Parameter(torch.empty(rows, input_size)), Layout((*shape, input_size), dim, tied_to, std=init_std)
-        )
-        self.bias = set_layout(nn.Parameter(torch.empty(rows)), Layout(shape, dim)) if bias else None
+        layout = Layout((*shape, input_size), dim, tied_to, std=init_std)
+        self.weight = set_layout(nn.Parameter(torch.empty(rows, input_size)), layout)
+        self.bias = None
+        if bias:
+            self.bias = set_layout(nn.Parameter(torch.empty(rows)), Layout(shape, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, ..., in], the same on all tp ranks, or [s/t, ..., in] -> [s, ..., out/t]."""
+        """Apply the layer.
+
+        Args:
+            x: [s, ..., in], the same on all tp ranks; under sequence parallelism [s/t, ..., in].
+        Returns: [s, ..., out/t].
+        """
         return _linear(x, self.weight, self.bias, self._opens, INSIDE, self.products)
 
 
 class RowParallelLinear(nn.Module):
-    """Input split over tp: weight [out, in/t], bias [out], added once after the sum.
+    """A linear layer whose input is split over tp: weight [out, in/t], bias [out].
 
     Args:
-        input_size, output_size: of the whole layer; input_size must divide by tp.
-        sequence_parallel: the output is this rank's share of the sequence.
+        input_size, output_size: of the layer before it is split; input_size must divide by tp.
+        sequence_parallel: the output has this rank's tokens only.
         init_std: standard deviation of the initial weight, as in Layout.
-        fp8: how its products are quantised; None for those in the type of its operands.
-        in_pieces: multiply while rows of other ranks travel, if the products allow it.
+        fp8: how operands are quantised; None for no quantisation.
+        in_pieces: overlap the product with communication, if its rows are independent.
     """
 
     def __init__(
@@ -183,5 +248,10 @@ class RowParallelLinear(nn.Module):
             self.bias = set_layout(nn.Parameter(torch.empty(output_size)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, ..., in/t] -> [s, ..., out], the same on all tp ranks, or [s/t, ..., out]."""
+        """Apply the layer.
+
+        Args:
+            x: [s, ..., in/t].
+        Returns: [s, ..., out], equal on all tp ranks; [s/t, ..., out] under sequence parallelism.
+        """
         return _linear(x, self.weight, self.bias, INSIDE, self._closes, self.products)

@@ -1,9 +1,10 @@
-"""Products in pieces of their rows, while rows of other tensor-parallel ranks are on their way (--tp-comm-overlap).
+"""Overlap matrix products with tensor-parallel communication (--tp-comm-overlap).
 
-Under sequence parallelism rows go around a ring (Wang et al. 2023, "Overlap Communication with Dependent Computation
-via Decomposition"): a rank multiplies those that it has while the next come; what it has multiplied for another goes on
-while it multiplies for the next. Without it the sum of a piece is under way while the next piece is multiplied. Weight
-gradients are never in pieces.
+A product is computed in pieces of its rows. Under sequence parallelism the rows go around a ring
+(Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"). A rank
+multiplies the rows at hand while the next rows arrive, or while the last partial sum is sent on.
+Without sequence parallelism the all-reduce of one piece runs during the product of the next.
+Weight gradients are never computed in pieces.
 """
 
 from __future__ import annotations
@@ -16,57 +17,79 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 
 PIECES = 4
-"""The pieces of a product whose sum each rank has whole: only the last one's sum is waited for."""
+"""Pieces of a product that is all-reduced; only the last piece's all-reduce is not overlapped."""
 
 
 class Multiply(Protocol):
-    """A product of rows [n, ..., k] -> [n, ..., width], into `out` if it is given."""
+    """A product of rows with a weight."""
 
-    def __call__(self, rows: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+    def __call__(self, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return rows [n, ..., k] -> [n, ..., width], written to `out` if it is given."""
 
 
 class Pieces(NamedTuple):
-    """Products of the ranks of an axis together.
+    """Products at the edges of a tensor-parallel region, computed in pieces.
 
     Attributes:
-        shares: each has its share of the sequence, not all of it.
+        shares: True under sequence parallelism: outside of the region each rank has its tokens.
     """
 
     tp: Axis
     shares: bool
 
     def gathered(self, x: Tensor, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
-        """The product of everyone's rows, x [n, ...] on each rank, and these rows [t * n, ...]."""
+        """Gather the rows of all ranks, and return their product and the rows.
+
+        Args:
+            x: [n, ..., k], this rank's rows.
+            width: last dimension of the product.
+        Returns: [t n, ..., width] and [t n, ..., k]; n rows instead of t n if not `shares`.
+        """
         if not self.shares:
             return multiply(x), x
-        t, n, rank = self.tp.size, len(x), self.tp.rank
-        whole = x.new_empty(t * n, *x.shape[1:])
+        t = self.tp.size
+        n = len(x)
+        rank = self.tp.rank
+        gathered = x.new_empty(t * n, *x.shape[1:])
         out = x.new_empty(t * n, *x.shape[1:-1], width)
-        rows, products = torch.split(whole, n), torch.split(out, n)
+        rows = torch.split(gathered, n)
+        products = torch.split(out, n)
         rows[rank].copy_(x)
+        # Rank r multiplies the rows of r, r - 1, r - 2, ... in the order in which they arrive.
         for step in range(t):
-            here, next_ = (rank - step) % t, (rank - step - 1) % t
-            coming = self.tp.start_shift(rows[here], into=rows[next_]) if step < t - 1 else None
+            here = (rank - step) % t
+            coming = None
+            if step < t - 1:
+                coming = self.tp.start_shift(rows[here], into=rows[(here - 1) % t])
             multiply(rows[here], out=products[here])
             if coming is not None:
                 coming.wait()
-        return out, whole
+        return out, gathered
 
     def summed(self, x: Tensor, multiply: Multiply, width: int) -> Tensor:
-        """The product of x [s, ...] summed over the ranks: of all rows, or of this rank's [s / t, ...] of them."""
+        """Return the product of x, summed over the ranks.
+
+        Args:
+            x: [s, ..., k], this rank's slice of the features.
+            width: last dimension of the product.
+        Returns: [s, ..., width]; with `shares` this rank's tokens [s/t, ..., width].
+        """
         if not self.shares:
-            return self._summed_whole(x, multiply, width)
-        t, rank = self.tp.size, self.tp.rank
-        rows, passed = torch.split(x, len(x) // t), None
+            return self._all_reduced(x, multiply, width)
+        t = self.tp.size
+        rank = self.tp.rank
+        rows = torch.split(x, len(x) // t)
+        passed = None
         for step in range(t):
-            # Rows of the rank before: their sum begins behind their rank and ends there.
+            # The sum of a rank's rows starts at the rank after it, goes around, and ends there.
             part = multiply(rows[(rank - step - 1) % t])
             if passed is not None:
                 part.add_(passed.wait())
-            passed = self.tp.start_shift(part) if step < t - 1 else None
+            if step < t - 1:
+                passed = self.tp.start_shift(part)
         return part
 
-    def _summed_whole(self, x: Tensor, multiply: Multiply, width: int) -> Tensor:
+    def _all_reduced(self, x: Tensor, multiply: Multiply, width: int) -> Tensor:
         out = x.new_empty(*x.shape[:-1], width)
         size = -(-len(x) // PIECES)
         sums = []

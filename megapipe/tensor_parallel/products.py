@@ -1,7 +1,8 @@
-"""The matrix products of linear layers, by the kernel that is fast where it runs.
+"""The matrix products of linear layers, each by the kernel that is fast on the device.
 
-MKL, which torch calls for float32 on a CPU, uses half the vector width of processors that are not Intel's; oneDNN,
-which torch is built with too, the whole of it. On Intel's MKL is the faster one, and adds to what is there at no cost.
+torch multiplies float32 matrices on a CPU by MKL. On processors that are not Intel's, MKL uses half
+of the vector width; there this file calls oneDNN, which torch includes too, and which uses all of
+it. On Intel's processors MKL is faster, and adds a product to a matrix at no cost.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ _MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and not (_MKL and _intel())
 _TILES = torch.cpu._is_amx_tile_supported()
 _ONEDNN_FROM = 1 << 20
-"""Multiplications: below, finding oneDNN's kernel takes longer than it saves."""
+"""Multiplications of a product. In a smaller one the look-up of oneDNN's kernel costs too much."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b outside of autograd, with x [..., in], weight [out, in] of any strides and bias [out].
+    """Return x W^T + b, outside of autograd.
 
-    A linear layer's other two products are this one too: the input's gradient linear(dy, weight.t()) and, of
-    dy [n, out] and x [n, in], the weight's linear(dy.t(), x.t()).
+    The gradients of a linear layer are such products, too: linear(dy, weight.t()) is the input's,
+    and linear(dy.t(), x.t()) is the weight's, for dy [n, out] and x [n, in].
+
+    Args:
+        x: [..., in]. weight: [out, in], of any strides. bias: [out] or None.
+    Returns: [..., out].
     """
     if _by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
@@ -39,10 +44,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` that leaves its result in out [..., out], which is contiguous and of x's type."""
+    """Write linear(x, weight, bias) to `out`, and return it.
+
+    Args:
+        out: [..., out], contiguous and of x's type.
+    """
     if not out.is_cuda:
         return out.copy_(linear(x, weight, bias))
-    rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    into = out.view(-1, out.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=into)
     else:
@@ -51,12 +61,16 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def _by_onednn(x: Tensor, weight: Tensor) -> bool:
-    large = x.numel() * weight.shape[0] >= _ONEDNN_FROM
-    return large and _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
+    is_large = x.numel() * weight.shape[0] >= _ONEDNN_FROM
+    return is_large and _ONEDNN and x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def add_linear(into: Tensor, x: Tensor, weight: Tensor) -> None:
-    """into [n, out] += x W^T, with x [n, in] and weight [out, in] of into's type."""
+    """Add x W^T to `into`, in place.
+
+    Args:
+        into: [n, out]. x: [n, in]. weight: [out, in]. All of one type.
+    """
     if _by_onednn(x, weight):
         into.add_(linear(x, weight))
     else:
@@ -64,10 +78,14 @@ def add_linear(into: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """main_grad [out, in] += dy^T x, with dy [n, out] and x [n, in].
+    """Add a weight gradient dy^T x to main_grad, in place.
 
-    The sum over microbatches is always in main_grad's type. The product of one microbatch is too on a GPU; CPU kernels
-    round a bf16 product once (relative error 2^-9), since the same in float32 takes four to five times as long.
+    The sum over microbatches always has main_grad's type. On a GPU the product of one microbatch
+    has it, too. CPU kernels round a bf16 product once (relative error 2^-9), because a float32
+    product takes four to five times as long.
+
+    Args:
+        main_grad: [out, in]. dy: [n, out]. x: [n, in].
     """
     if dy.dtype == main_grad.dtype:
         add_linear(main_grad, dy.t(), x.t())
@@ -78,43 +96,63 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`add_product` on a CPU of what has fewer bits than main_grad."""
+    """Do as `add_product` on a CPU, for dy and x in a narrower type than main_grad's."""
     if not has_loops(main_grad, dy, x) or main_grad.dtype != torch.float32:
         main_grad.add_(linear(dy.t(), x.t()))
     elif not _TILES:
         kernels.add_bf16_(main_grad, linear(dy.t(), x.t()))
     elif dy.shape[1] <= x.shape[1]:
-        # A processor's tiles multiply rows. Of columns torch's kernels make them, at half the speed, so the smaller
-        # one of the two is transposed before.
+        # AMX tiles multiply rows. torch's kernels turn columns into rows at half the speed, so the
+        # smaller of the two matrices is transposed first.
         kernels.add_bf16_(main_grad, linear(kernels.transposed(dy), x.t()))
     else:
         kernels.add_transposed_(main_grad, linear(kernels.transposed(x), dy.t()))
 
 
 class Products:
-    """The three products of a linear layer, in the type of what is multiplied. `fp8` has others.
+    """The three products of a linear layer, in the type of their operands.
+
+    Subclasses in tensor_parallel.fp8 quantise the operands.
 
     Attributes:
-        by_rows: a row of the first two depends on no other, so that they may be made in pieces.
+        by_rows: True if each row of `forward` and `input_grad` depends on one row of their first
+            operand, so that they may be computed in pieces.
     """
 
     by_rows = True
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """x W^T + b, with x [..., in], weight [out, in] and bias [out] -> [..., out]; left in `out` if there is one."""
-        return linear(x, weight, bias) if out is None else linear_into(out, x, weight, bias)
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return x W^T + b, written to `out` if it is given.
+
+        Args:
+            x: [..., in]. weight: [out, in]. bias: [out] or None.
+        Returns: [..., out].
+        """
+        if out is None:
+            return linear(x, weight, bias)
+        return linear_into(out, x, weight, bias)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """dy W, with dy [..., out] -> [..., in]; left in `out` if there is one."""
-        return linear(dy, weight.t()) if out is None else linear_into(out, dy, weight.t())
+        """Return dy W, written to `out` if it is given: dy [..., out] -> [..., in]."""
+        if out is None:
+            return linear(dy, weight.t())
+        return linear_into(out, dy, weight.t())
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dy^T x, with dy [n, out] and x [n, in] -> [out, in]."""
+        """Return dy^T x: dy [n, out] and x [n, in] -> [out, in]."""
         return linear(dy.t(), x.t())
 
     def add_weight_grad(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        """main_grad [out, in] += dy^T x, with dy [n, out] and x [n, in]."""
+        """Add dy^T x to main_grad [out, in], in place: dy [n, out], x [n, in]."""
         add_product(main_grad, dy, x)
 
 
 PLAIN = Products()
+"""The products without quantisation. They have no state, so all layers share one object."""

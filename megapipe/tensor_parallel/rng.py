@@ -1,7 +1,8 @@
-"""Random numbers that belong to the model and the data, not to a rank.
+"""Random numbers that depend on the model and the data, and not on the rank.
 
-Initial weights are drawn from a stream named by the parameter, dropout masks from one named by the sample, the layer
-and the place in it. Any tensor-parallel, pipeline or data-parallel layout and any recomputation then draws the same.
+Initial weights are drawn from a stream named by the parameter. Dropout masks are drawn from a
+stream named by the sample, the layer and the place in the layer. So every parallel layout, and
+every recomputation, draws the same numbers.
 """
 
 from __future__ import annotations
@@ -26,27 +27,36 @@ from megapipe.distributed.tokens import WHOLE, Cut, Documents, share_of
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.eager import eager
 
-_WORDS, _HEAD = 624, 24  # of a Mersenne Twister's state, in the bytes of torch.Generator.get_state
-_BLOCKS, _BLOCK_ELEMENTS = 8, 2**18  # a mask is drawn in at most so many blocks, of at least so many elements
+# The bytes of torch.Generator.get_state: a head, then the words of the Mersenne Twister.
+_HEAD = 24
+_WORDS = 624
+_BLOCKS = 8
+"""The most blocks that a mask is drawn in. A rank draws only the blocks that it needs."""
+_BLOCK_ELEMENTS = 2**18
+"""The fewest elements of a block, unless it is the only one."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A microbatch as layers need to know it beside its hidden states.
+    """What layers need to know of the pass's microbatch, in addition to its hidden states.
 
     Attributes:
-        seed, sample: its randomness: the run's seed and the number of its first sample in the whole training.
-        documents: where its documents lie, if attention or positions heed them.
-        recomputes: what the model computes again in backward it does for this microbatch.
-        cp: the ranks that have its sequences among them; `cut` says which tokens are here.
-        dp: the ranks that have other microbatches under way at the same place of the same order.
-        weigh: number of tokens -> what the mean of something over so many tokens of this microbatch counts in the loss
-            that the step differentiates. For losses of layers. Of a slice; with 1.0 as well, of all of the microbatch.
-        kept: what layers remember of a forward for the one that recomputes it, by a name of theirs.
-        piece, length: the slice of the microbatch's sequences, of this length, that the pass is of; None: all of them.
-        prefix: what layers keep of slices for those behind them, by a name of theirs, the same for all slices.
-        keep: called with keys and values that they keep there, and with what says whether a slice that begins at some
-            token sees any of them; a function that gives them, wherever they are meanwhile.
+        seed, sample: the run's seed, and the number of the microbatch's first sample in the whole
+            training. They name its random streams.
+        documents: the documents of each sequence, if attention or positions depend on them.
+        recomputes: False if recomputation is switched off for this microbatch.
+        cp: the ranks that share its sequences; `cut` says which tokens are on this rank.
+        dp: the ranks that run other microbatches in the same order at the same time.
+        weigh: (number of tokens, part = 1.0 or omitted) -> the weight, in the loss that the step
+            differentiates, of a mean over these tokens. For losses of layers, such as a router's.
+            In a slice, the number counts the slice's tokens; with part 1.0 the whole microbatch's.
+        kept: choices of a forward for its recomputation, under keys that the layers choose.
+        piece, length: the slice that the pass runs, of sequences of this length. None: no slices.
+        prefix: tensors of earlier slices for later ones, under keys that the layers choose. All
+            slices of the microbatch share this dictionary.
+        keep: (keys and values, sees) -> a function that returns them later, reloaded from the host
+            if they were moved there. sees(begin) says whether the slice that starts at token
+            `begin` attends to any of them.
     """
 
     seed: int
@@ -66,21 +76,22 @@ class Stream:
 
     @property
     def cut(self) -> Cut:
+        """Which tokens of the whole sequences are on this rank, in this pass."""
         return Cut(self.cp.rank, self.cp.size, self.piece, self.length)
 
     @property
     def share(self) -> float:
-        """The part of its microbatch that the pass is of."""
+        """The fraction of the microbatch's tokens that the pass runs."""
         return 1.0 if self.piece is None else len(self.piece) / self.length
 
     @property
     def begin(self) -> int:
-        """The first token of its slice in the whole sequences."""
+        """The first token of the pass's slice, in the whole sequences."""
         return 0 if self.piece is None else self.piece.start
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Layers that run in this context draw from this stream and heed its documents."""
+        """Make this the stream of the layers that run in this context."""
         token = self.activate()
         try:
             yield
@@ -88,7 +99,7 @@ class Stream:
             _stream.reset(token)
 
     def activate(self) -> Token[Stream | None]:
-        """Make it the stream of the rest of the running contextvars context."""
+        """Make this the stream for the rest of the running contextvars context."""
         return _stream.set(self)
 
 
@@ -97,27 +108,34 @@ _stream: ContextVar[Stream | None] = ContextVar("stream", default=None)
 
 @eager
 def current_stream() -> Stream:
-    """The stream of the pass that is running."""
+    """Return the stream of the running pass; Stream(0, 0) outside of any."""
     return _stream.get() or Stream(0, 0)
 
 
 def stream_key(*name: object) -> int:
-    """The 64 bits that a name of numbers and texts stands for: its BLAKE2b (RFC 7693)."""
+    """Return a hash of a name: 64 bits of BLAKE2b (RFC 7693).
+
+    Args:
+        name: numbers and strings.
+    """
     return int.from_bytes(blake2b(repr(name).encode(), digest_size=8).digest(), "little")
 
 
 def generator(device: torch.device, *name: object) -> torch.Generator:
-    """A generator whose state is a function of its name alone; names of another `stream_key` have another state.
+    """Return a random generator whose state depends on the name only.
 
-    Philox on a GPU takes the key as it is. Of a seed the CPU's Mersenne Twister would read 32 bits, which makes 116
-    pairs of equal streams among 10^6; so its whole state is drawn from the key, by SHAKE-256.
+    Names with different `stream_key` have different states. Philox on a GPU takes the key as its
+    seed. The CPU's Mersenne Twister would use 32 bits of a seed: among 10^6 streams 116 pairs would
+    be equal. So its whole state is computed from the key by SHAKE-256.
     """
     key = stream_key(*name)
     if device.type != "cpu":
         return torch.Generator(device).manual_seed(key)
-    words = torch.frombuffer(bytearray(shake_256(key.to_bytes(8)).digest(4 * _WORDS)), dtype=torch.uint32)
+    digest = shake_256(key.to_bytes(8)).digest(4 * _WORDS)
+    words = torch.frombuffer(bytearray(digest), dtype=torch.uint32)
     fresh = torch.Generator()
-    state = fresh.get_state()  # seed and counters, then the words, 64 bits for each
+    # The state has seed and counters, then the words, each stored in 64 bits.
+    state = fresh.get_state()
     state[_HEAD : _HEAD + 8 * _WORDS].view(torch.int64).copy_(words)
     return fresh.set_state(state)
 
@@ -127,14 +145,17 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """Zero each element with probability p and scale the rest by 1/(1-p).
 
     Args:
-        x: [s/c, ...], the stream's tokens; with `tp`, this rank's slice of dimension `dim`. Of a slice of dimension 0
-            little more is drawn.
-        site: layer and place in it; with the current stream it names the mask.
+        x: [s/c, ...], the tokens of the current stream.
+        site: the layer and the place in it; with the current stream it names the mask.
+        tp: if given, x is this rank's slice of dimension `dim`. The mask of the whole dimension is
+            drawn, unless dim is 0.
+    Returns: the shape and type of x.
     """
     if p == 0.0:
         return x
     mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut) < p
-    return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))  # one byte per element is kept for backward
+    # Backward keeps the mask, one byte for each element.
+    return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))
 
 
 def draws(
@@ -145,63 +166,80 @@ def draws(
     dim: int = 1,
     cut: Cut = WHOLE,
 ) -> Tensor:
-    """A uniform number in [0, 1) for each element of an x of this shape: `dropout` zeroes those below p.
+    """Draw a uniform number in [0, 1) for each element of a tensor, named as a dropout mask.
 
-    cut: of dimension 0, before tp's slice of it.
+    Args:
+        shape: of this rank's tensor.
+        site, tp, dim: as in `dropout`.
+        cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.
+    Returns: float32 of this shape.
     """
     whole = list(shape)
     if tp is not None:
         whole[dim] *= tp.size
-    # The mask of the whole sequence has a name; a rank takes its part of it, so that no layout changes a bit.
+    # The name belongs to the mask of the whole sequence. A rank takes its part, so that every
+    # layout has the same mask.
     whole[0] = cut.whole(whole[0])
     rows = cut.spans(whole[0])
     if tp is not None and dim == 0:
         rows = share_of(rows, tp.rank, tp.size)
     stream = current_stream()
-    parts = [_uniform(whole, r.start, len(r), device, stream.seed, stream.sample, *site) for r in rows]
+    name = (stream.seed, stream.sample, *site)
+    parts = [_uniform(whole, r.start, len(r), device, *name) for r in rows]
     draw = parts[0] if len(parts) == 1 else torch.cat(parts)
     if tp is not None and dim != 0:
         draw = draw.chunk(tp.size, dim)[tp.rank]
     return draw
 
 
-def _uniform(shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object) -> Tensor:
-    """Rows first .. first + rows - 1 of the tensor of uniform float32 numbers in [0, 1) that has this shape and name.
+def _uniform(
+    shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object
+) -> Tensor:
+    """Return some rows of a named tensor of uniform float32 numbers in [0, 1).
 
-    It consists of at most _BLOCKS blocks of rows, each from a stream of its own, so that a rank draws those it needs.
+    The tensor consists of at most _BLOCKS blocks of rows. Each block has a stream of its own, so
+    that a rank draws only the blocks that it needs.
+
+    Args:
+        shape: of the whole tensor.
+        first, rows: the first row to return, and the number of rows.
     """
     row = math.prod(shape[1:])
     size = max(-(-shape[0] // _BLOCKS), -(-_BLOCK_ELEMENTS // max(row, 1)))
     start = first // size
-    drawn = torch.empty(
-        min(-(-(first + rows) // size) * size, shape[0]) - start * size, *shape[1:], dtype=torch.float32, device=device
-    )
+    end = min(-(-(first + rows) // size) * size, shape[0])
+    drawn = torch.empty(end - start * size, *shape[1:], dtype=torch.float32, device=device)
     for number, block in enumerate(torch.split(drawn, size), start):
         block.uniform_(generator=generator(device, *name, number))
     return drawn[first - start * size :][:rows]
 
 
 def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = None) -> None:
-    """Fill every parameter that has a layout: the same whole weight for the same seed and name, then this rank's slice.
+    """Fill every parameter that has a Layout with its initial values.
 
-    Drawn on the CPU in float32, one parameter or one expert at a time on each thread, so every device and layout starts
-    from the same bits.
+    The whole weight is drawn on the CPU in float32, and this rank's slice of it is copied. So
+    every device and every layout starts from the same values. A thread draws one parameter, or one
+    expert, at a time.
 
     Args:
-        threads: by default this rank's share of the machine's, where there is much to draw.
+        seed: with the parameter's global name, it names the random stream.
+        threads: by default this rank's part of the machine's cores; 1 for small modules.
+    Raises: ConfigError if a parameter's size differs from its Layout's.
     """
     jobs: list[Callable[[], object]] = []
     for name, param in module.named_parameters():
         if not hasattr(param, "mesh_layout"):
-            continue  # a layer we do not know has initialised itself
+            continue  # a layer of the user's has initialised itself
         layout = layout_of(param)
         if math.prod(layout.local(tp)) != param.numel() or math.prod(layout.full) % param.numel():
-            split = "" if layout.dim is None else f", of which a rank of {tp.size} has a part in dimension {layout.dim}"
+            split = ""
+            if layout.dim is not None:
+                split = f", split over {tp.size} ranks in dimension {layout.dim}"
             raise ConfigError(
-                f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its Layout says "
-                f"{list(layout.full)}{split}. Make both agree in the model provider."
+                f"parameter {name} has {param.numel()} elements on a tensor-parallel rank, and its "
+                f"Layout says {list(layout.full)}{split}. Make both agree in the model provider."
             )
-        # A tied weight begins as its owner does, on whichever rank it is.
+        # A tied weight starts with the values of its owner, on every rank.
         name = whole_name(layout.tied_to or name)
         if not layout.experts:
             jobs.append(partial(_fill, param, name, layout, seed, tp))
@@ -211,31 +249,52 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
         for local, expert in enumerate(range(piece * count, (piece + 1) * count)):
             jobs.append(partial(_fill, param.detach()[local], name, layout, seed, tp, expert))
     if threads is None:
-        threads = 1 if sum(param.numel() for param in module.parameters()) < _MANY else min(_MOST_THREADS, cores())
+        elements = sum(param.numel() for param in module.parameters())
+        threads = 1 if elements < _MANY else min(_MOST_THREADS, cores())
     if threads == 1:
         for job in jobs:
             job()
         return
-    with ThreadPoolExecutor(threads) as pool:  # torch draws without Python's lock
+    # torch releases Python's lock while it draws.
+    with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
 
 
-_MANY, _MOST_THREADS = 1 << 24, 16
-"""Elements that are worth threads; each holds a whole parameter in float32 while it draws."""
+_MANY = 1 << 24
+"""Elements from which several threads initialise a module."""
+_MOST_THREADS = 16
+"""The most threads: each holds a whole parameter in float32 while it draws."""
 
 
 @torch.no_grad()
-def _fill(param: Tensor, name: str, layout: Layout, seed: int, tp: Axis, expert: int | None = None) -> None:
+def _fill(
+    param: Tensor, name: str, layout: Layout, seed: int, tp: Axis, expert: int | None = None
+) -> None:
     mine = layout.mine(initial(name, layout, seed, expert), tp)
-    param.copy_(mine.reshape(param.shape).to(param.dtype))  # rounded here: a copy to a device is half as long
+    # Rounded on the CPU, so that half as many bytes are copied to the device.
+    param.copy_(mine.reshape(param.shape).to(param.dtype))
 
 
 def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> Tensor:
-    """The weight, float32 on the CPU, with which a parameter of this name begins: the whole, or [1, ...] an expert."""
-    shape, site = (layout.full, (name,)) if expert is None else ((1, *layout.full[1:]), (name, expert))
-    whole, draw = torch.empty(shape, dtype=torch.float32), generator(torch.device("cpu"), seed, *site)
+    """Return a parameter's initial values before they are split, in float32 on the CPU.
+
+    Args:
+        name: the parameter's global name.
+        expert: if given, only this expert's values.
+    Returns: a tensor of shape layout.full; for one expert [1, ...].
+    """
+    shape = layout.full
+    site: tuple[object, ...] = (name,)
+    if expert is not None:
+        shape = (1, *layout.full[1:])
+        site = (name, expert)
+    whole = torch.empty(shape, dtype=torch.float32)
+    draw = generator(torch.device("cpu"), seed, *site)
     if layout.std is None:
+        # Glorot and Bengio 2010: inputs are the last dimension, outputs the others.
         bound = math.sqrt(6 / (shape[-1] + whole.numel() // shape[-1]))
         return whole.uniform_(-bound, bound, generator=draw).add_(layout.mean)
-    return whole.normal_(layout.mean, layout.std, generator=draw) if layout.std else whole.fill_(layout.mean)
+    if layout.std:
+        return whole.normal_(layout.mean, layout.std, generator=draw)
+    return whole.fill_(layout.mean)

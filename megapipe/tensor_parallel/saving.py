@@ -1,6 +1,7 @@
-"""The module of a layer that runs, by Megatron-LM's name, for hooks that see what its graph saves (--offload-modules).
+"""Record which module of a layer is running, for hooks on saved tensors (--offload-modules).
 
-Functions say so once `named` has wrapped them: layers of a run that asks for no module stay as they are.
+Modules have Megatron-LM's names. A function sets the name once `named` has wrapped it; without
+--offload-modules nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 _running: ContextVar[tuple[str, dict[int, str]]] = ContextVar("running")
-"""The module, and the addresses of what another one saves within it."""
+"""(name of the running module, storage address -> module that owns the tensor instead)."""
 
 
 def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function during which this module runs."""
+    """Return the function, wrapped so that tensors it saves belong to this module."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,12 +32,20 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saves(module: str, *tensors: Tensor) -> None:
-    """Say that these are this module's, which runs as a part of a named one."""
-    if (running := _running.get(None)) is not None:
-        running[1].update((x.untyped_storage().data_ptr(), module) for x in tensors)
+    """Assign tensors to a module that runs inside a named one. No effect outside of any."""
+    running = _running.get(None)
+    if running is None:
+        return
+    _, owners = running
+    for x in tensors:
+        owners[x.untyped_storage().data_ptr()] = module
 
 
 def saver(storage: int) -> str:
-    """The module that saves a storage, by its address; empty where nobody has named it."""
-    name, others = _running.get(("", {}))
-    return others.get(storage, name)
+    """Return the module that a saved tensor belongs to; "" if no named module is running.
+
+    Args:
+        storage: the address of the tensor's storage.
+    """
+    name, owners = _running.get(("", {}))
+    return owners.get(storage, name)

@@ -1,7 +1,9 @@
-"""The vocabulary split over the ranks of a pipeline: the mathematics of a share, and what becomes of all of them.
+"""Embedding and loss of a vocabulary that is split over the ranks of a pipeline.
 
-The one-barrier form of Yeung et al. 2024 (arXiv 2411.05288, section 4): a share gives its maximum, its sum of
-exponentials and both parts of the input gradient at once; the sums over all shares decide only how much these count.
+Each rank has a share of the rows. This is the one-barrier form of Yeung et al. 2024 (arXiv
+2411.05288, section 4). A share computes its maximum, its sum of exponentials and both parts of the
+input gradient at once; the sums over all shares then only scale these. Shapes: n tokens, v' rows
+of a share.
 """
 
 from __future__ import annotations
@@ -28,60 +30,94 @@ from megapipe.tensor_parallel.products import add_product, linear
 
 
 class VocabularyRows(nn.Module):
-    """A rank's rows of a weight [v, h] that all ranks of a pipeline share; its parameter is called `weight[k/n]`.
+    """A rank's rows of a weight [v, h] that is split over all ranks of a pipeline.
+
+    The parameter is named `weight[k/n]`.
 
     Args:
-        part: (k, n), the k-th of n equal shares, each of which tp splits again.
+        full: (v, h).
+        part: (k, n): this is the k-th of n equal shares; tensor parallelism splits it again.
+        std: standard deviation of the initial weight, as in Layout.
+        tied_to: global name of the parameter that this weight repeats, as in Layout.
+    Attributes:
+        first: the first row, counted in the whole vocabulary.
     """
 
     def __init__(
-        self, full: tuple[int, int], part: tuple[int, int], tp: Axis, std: float | None, tied_to: str | None = None
+        self,
+        full: tuple[int, int],
+        part: tuple[int, int],
+        tp: Axis,
+        std: float | None,
+        tied_to: str | None = None,
     ) -> None:
         super().__init__()
-        assert full[0] % (part[1] * tp.size) == 0, f"{full[0]} rows do not divide over {part[1]} x {tp.size} ranks"
-        rows = full[0] // part[1] // tp.size
-        self.first, self.tp, self._name = (part[0] * tp.size + tp.rank) * rows, tp, f"weight[{part[0]}/{part[1]}]"
+        v, h = full
+        k, n = part
+        assert v % (n * tp.size) == 0, f"{v} rows do not divide over {n} x {tp.size} ranks"
+        rows = v // n // tp.size
+        self.first = (k * tp.size + tp.rank) * rows
+        self.tp = tp
+        self._name = f"weight[{k}/{n}]"
         layout = Layout(full, 0, tied_to, std=std, part=part)
-        self.register_parameter(self._name, set_layout(nn.Parameter(torch.empty(rows, full[1])), layout))
+        weight = set_layout(nn.Parameter(torch.empty(rows, h)), layout)
+        self.register_parameter(self._name, weight)
 
     @property
     def weight(self) -> nn.Parameter:
-        """[v/(n t), h]."""
+        """The parameter, [v/(n t), h]."""
         return self.get_parameter(self._name)
 
 
 class Kept(NamedTuple):
-    """The state of a microbatch from its share to its weight gradient: hidden states [n, h], labels [n] from the first
-    row, and the logits of each block if they are few."""
+    """The state that a share keeps of a microbatch, from its loss to its weight gradient.
+
+    Attributes:
+        rows: hidden states [n, h].
+        labels: [n], counted from the share's first row.
+        logits: of each block of rows, if they are few enough to keep; else None.
+    """
 
     rows: Tensor
     labels: Tensor
     logits: list[Tensor] | None
 
 
-def share_of_loss(rows: Tensor, weight: Tensor, labels: Tensor, *, differentiated: bool) -> tuple[Tensor, Kept]:
-    """The part of the loss, and of its input gradient, that one share of the vocabulary knows.
+def share_of_loss(
+    rows: Tensor, weight: Tensor, labels: Tensor, *, differentiated: bool
+) -> tuple[Tensor, Kept]:
+    """Compute the part of loss and input gradient that one share of the vocabulary knows.
 
     Args:
-        rows: last hidden states [n, h]. weight: [v', h], this share's rows. labels: [n], counted from its first row.
-    Returns: one tensor of rows' type to be sent: mean row under the share's own softmax [n, h], the label's row [n, h]
-        (zeros where it is in another share), and in float32 [3, n] the maximum, sum of exponentials and logit of the
-        label (-inf where it is in another share).
+        rows: last hidden states [n, h].
+        weight: [v', h], this share's rows of the head.
+        labels: [n], counted from the share's first row.
+        differentiated: whether gradients will be needed.
+    Returns: a message, and the state for `add_head_gradient`. The message is one flat tensor of
+        rows' type with
+        - [n, h], the mean of the share's rows under its own softmax;
+        - [n, h], the label's row, 0 if the label is in another share;
+        - [3, n] in float32: maximum, sum of exponentials, and the label's logit, -inf if the label
+          is in another share.
     """
     n = len(rows)
     highest = rows.new_full((n,), float("-inf"), dtype=wide_of(rows))
     total, at_label = torch.zeros_like(highest), highest.clone()
     mean = rows.new_zeros(rows.shape, dtype=highest.dtype)
-    kept: list[Tensor] | None = [] if differentiated and n * weight.shape[0] <= KEPT_ELEMENTS else None
+    kept: list[Tensor] | None = (
+        [] if differentiated and n * weight.shape[0] <= KEPT_ELEMENTS else None
+    )
     space = space_of(rows, weight.shape[0])
     for block in blocks_of(rows, weight.shape[0]):
         logits = linear(rows, weight[block])
         if kept is not None:
             kept.append(logits)
         inside, column = columns_of(labels, block)
-        at_label = torch.where(inside, logits.gather(1, column).squeeze(1).to(at_label.dtype), at_label)
+        at_label = torch.where(
+            inside, logits.gather(1, column).squeeze(1).to(at_label.dtype), at_label
+        )
         higher = torch.maximum(highest, logits.amax(1))
-        # Sums so far are brought to the new maximum: one pass over the blocks, and no exponential overflows.
+        # The sums so far are scaled to the new maximum, so that no exponential overflows.
         fewer = (highest - higher).exp_()
         exp = exp_of(logits, higher, space)
         total = total * fewer + exp.sum(1)
@@ -90,30 +126,34 @@ def share_of_loss(rows: Tensor, weight: Tensor, labels: Tensor, *, differentiate
         highest = higher
     inside, column = columns_of(labels, slice(0, weight.shape[0]))
     label_row = weight[column.squeeze(1)].masked_fill(~inside[:, None], 0.0)
-    # float32 numbers travel as bits in a tensor of the rows' type: one message in place of two.
+    # The float32 numbers are viewed as the rows' type: one message instead of two.
     numbers = torch.stack((highest, total, at_label)).view(rows.dtype).flatten()
     mean = mean.div_(total[:, None]).to(rows.dtype)
     return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(rows, labels, kept)
 
 
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
-    """Elements of what `share_of_loss` returns."""
+    """Return the number of elements of `share_of_loss`'s message.
+
+    tokens: n. hidden: h.
+    """
     return tokens * (2 * hidden + 3 * _numbers(dtype))
 
 
 def size_of_loss(tokens: int, dtype: torch.dtype) -> int:
-    """Elements of what `packed_loss` returns."""
+    """Return the number of elements of `packed_loss`'s message."""
     return tokens * 2 * _numbers(dtype)
 
 
 class Combined(NamedTuple):
-    """The shares put together, each [n] in float32.
+    """The loss over the whole vocabulary, from all shares. In float32.
 
     Attributes:
-        losses: of each token, 0 for a label outside of the vocabulary.
-        log_sum: logarithm of the softmax's denominator.
-        ignored: which labels are outside.
-        to_input: gradient of each token's loss with respect to its hidden state [n, h]; over tp a summand of it.
+        losses: [n], 0 for a label outside of the vocabulary.
+        log_sum: [n], logarithm of the softmax denominator.
+        ignored: [n], True for a label outside of the vocabulary.
+        to_input: [n, h], gradient of each token's loss with respect to its hidden state. Under
+            tensor parallelism it is a summand; the sum over tp is the gradient.
     """
 
     losses: Tensor
@@ -122,26 +162,39 @@ class Combined(NamedTuple):
     to_input: Tensor
 
 
-def combine(shares: Sequence[Tensor], hidden: int, tp: Axis, part: tuple[int, int] = (0, 1)) -> Combined:
-    """Put the shares together, always in their order.
+def combine(
+    shares: Sequence[Tensor], hidden: int, tp: Axis, part: tuple[int, int] = (0, 1)
+) -> Combined:
+    """Combine the messages of all shares into the loss, always in the order of the shares.
 
     Args:
-        shares: as `share_of_loss` returns them, of one dtype.
-        part: (k, n): of the k-th of n equal runs of their tokens.
+        shares: the messages of `share_of_loss`, of one dtype.
+        hidden: h.
+        part: (k, n): combine only the k-th of n equal runs of the tokens.
     """
     dtype = shares[0].dtype
     tokens = shares[0].numel() // (2 * hidden + 3 * _numbers(dtype))
     n = tokens // part[1]
     own = slice(part[0] * n, (part[0] + 1) * n)
     rows = [share[: 2 * tokens * hidden].view(2, tokens, hidden)[:, own] for share in shares]
-    # A copy: a view as float32 would need an aligned beginning.
-    numbers = [share[2 * tokens * hidden :].clone().view(torch.promote_types(dtype, torch.float32)) for share in shares]
-    highest, total, at_label = torch.stack([one.view(3, tokens)[:, own] for one in numbers], dim=1)
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = []
+    for share in shares:
+        # A copy, because a view as float32 needs an aligned address.
+        packed = share[2 * tokens * hidden :].clone().view(wide)
+        numbers.append(packed.view(3, tokens)[:, own])
+    highest, total, at_label = torch.stack(numbers, dim=1)
     most = torch.stack((highest.amax(0), at_label.amax(0)))
-    top, label = tp.all_reduce(most, "max") if tp.size > 1 else most
+    if tp.size > 1:
+        most = tp.all_reduce(most, "max")
+    top, label = most
     sums = (total * (highest - top).exp()).sum(0)
-    log_sum = (tp.all_reduce(sums) if tp.size > 1 else sums).log() + top
+    if tp.size > 1:
+        sums = tp.all_reduce(sums)
+    log_sum = sums.log() + top
     ignored = label == float("-inf")
+    # The gradient is the mean row under the whole softmax, minus the label's row. A share's mean
+    # counts by its part of the denominator.
     weights = total * (highest - log_sum).exp()
     to_input = torch.zeros(n, hidden, dtype=log_sum.dtype, device=log_sum.device)
     for (mean, label_row), weight in zip(rows, weights, strict=True):
@@ -150,14 +203,26 @@ def combine(shares: Sequence[Tensor], hidden: int, tp: Axis, part: tuple[int, in
 
 
 def packed_loss(log_sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that shares need for their weight gradient, as a message. scale: gradient of each token's loss."""
+    """Return the numbers that shares need for their weight gradients, as one flat message.
+
+    Args:
+        log_sum: [n], see `Combined`.
+        scale: [n], the gradient of each token's loss, float32 as log_sum.
+        dtype: of the message.
+    """
     return torch.stack((log_sum, scale)).view(dtype).flatten()
 
 
 def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor) -> None:
-    """The gradient of a share's rows of the head. losses: of each run of tokens, from `packed_loss`; into: [v', h]."""
+    """Add the gradient of a share's rows of the head into a tensor, in place.
+
+    Args:
+        weight: [v', h]. into: [v', h].
+        losses: messages of `packed_loss`, one for each run of the tokens.
+    """
     rows, labels, logits = kept
-    log_sum, scale = torch.cat([loss.clone().view(wide_of(rows)).view(2, -1) for loss in losses], 1)
+    numbers = [loss.clone().view(wide_of(rows)).view(2, -1) for loss in losses]
+    log_sum, scale = torch.cat(numbers, 1)
     space = space_of(rows, weight.shape[0])
     for number, block in enumerate(blocks_of(rows, weight.shape[0])):
         dy = linear(rows, weight[block]) if logits is None else logits[number]
@@ -166,18 +231,29 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
 
 
 def look_up(ids: Tensor, weight: Tensor) -> Tensor:
-    """weight[ids], zeros where an id, counted from the share's first row, is in another share."""
+    """Return weight[ids], with zeros where an id is in another share.
+
+    Args:
+        ids: [...], counted from the share's first row.
+        weight: [v', h].
+    Returns: [..., h].
+    """
     outside = without_loss(ids, weight.shape[0])
-    return weight[ids.masked_fill(outside, 0)].masked_fill_(outside.unsqueeze(-1), 0.0)
+    rows = weight[ids.masked_fill(outside, 0)]
+    return rows.masked_fill_(outside.unsqueeze(-1), 0.0)
 
 
 def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
-    """The gradient of what `look_up` gave; into: [v', h]."""
+    """Add the gradient of `look_up`'s weight into a tensor, in place.
+
+    Args:
+        ids: as in `look_up`. grad: [..., h], of its result. into: [v', h].
+    """
     outside = without_loss(ids, into.shape[0])
     rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
     into.index_add_(0, ids.masked_fill(outside, 0).reshape(-1), rows.to(into.dtype))
 
 
 def _numbers(dtype: torch.dtype) -> int:
-    """Elements of the type that take the place of a float32."""
+    """Return how many elements of this type a float32 number takes."""
     return torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize

@@ -1,7 +1,8 @@
-"""The B/W split: weight-gradient products that wait.
+"""The B/W split: defer weight-gradient products from the B pass to the W pass.
 
-A stage owns one WeightGrads. Layers catch it at forward (no global switch: two stages of a rank may be in flight) and
-hand it their products in backward; it adds them into the main gradient at once, or keeps them for the W pass.
+Each pipeline stage owns one WeightGrads. A layer's forward remembers the current one, as two
+stages of a rank may be in flight. Its backward submits the products, which run at once, or are kept
+for the W pass. They add into the weight's main_grad.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from megapipe.distributed.axis import at_waits
 from megapipe.tensor_parallel.products import PLAIN, Products
 
 Job: TypeAlias = "Callable[[], None] | InTwo"
+"""A weight-gradient product: called once, it adds into a main_grad."""
 
 
 class InTwo(NamedTuple):
-    """A product that waits for other ranks. begin: asks them, and returns what waits and multiplies."""
+    """A product whose inputs come from other ranks by a collective.
+
+    Attributes:
+        begin: starts the collective, and returns a function that waits for it and multiplies.
+    """
 
     begin: Callable[[], Callable[[], None]]
 
@@ -35,13 +41,19 @@ _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=No
 
 
 class _Backward(threading.local):
-    """The B pass that this thread runs: two of one stage may run together."""
+    """The jobs of the B pass that this thread runs; None outside of B passes.
+
+    Two B passes of one stage may run at the same time, in two threads.
+    """
 
     owes: list[Job] | None = None
 
 
 class WeightGrads:
-    """The weight-gradient products of one stage, in the order of its backward passes."""
+    """The weight-gradient products of one stage, by microbatch, in backward order.
+
+    `capturing` surrounds a forward, `deferring` a B pass, and `run` is the W pass.
+    """
 
     def __init__(self) -> None:
         self._owed: dict[int, list[Job]] = {}
@@ -49,7 +61,7 @@ class WeightGrads:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Layers that run forward in this context hand their weight gradients here."""
+        """Make layers whose forward runs in this context submit their products here."""
         token = self.capture()
         try:
             yield
@@ -57,44 +69,51 @@ class WeightGrads:
             _current.reset(token)
 
     def capture(self) -> Token[WeightGrads | None]:
-        """Catch the layers of the rest of the running contextvars context."""
+        """Do as `capturing`, for the rest of the running contextvars context."""
         return _current.set(self)
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
-        """The B pass of a microbatch: products are kept until `run(microbatch)`."""
-        # One list under two names: jobs go into the B that runs, and are found by their microbatch in W.
+        """Keep the products of a B pass until `run(microbatch)`."""
+        # One list with two names: the running B appends to it, and W finds it by microbatch.
         self._backward.owes = self._owed[microbatch] = []
         try:
-            # Autograd has a thread of its own for a GPU's backward, which would not find the list.
+            # Autograd would run a GPU's backward in another thread, which would not see the list.
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             self._backward.owes = None
 
     def run(self, microbatch: int) -> None:
-        """The W pass of a microbatch: what a product waits for travels during the one before."""
+        """Run the W pass of a microbatch.
+
+        The collectives of each product start before the product that precedes it, and overlap
+        with that product.
+        """
         jobs = iter(self._owed.pop(microbatch))
-        multiply, first = _begun(next(jobs, None)), True
+        multiply = _begun(next(jobs, None))
+        is_first = True
         while multiply is not None:
-            if not first and at_waits.give_turn is not None:
-                at_waits.give_turn()  # a pass that only computes, cut where another one's transfer may be over
-            then, first = _begun(next(jobs, None)), False
+            if not is_first and at_waits.give_turn is not None:
+                # W only computes: between two products, another pass may find its transfer over.
+                at_waits.give_turn()
+            following = _begun(next(jobs, None))
             multiply()
-            multiply = then
+            multiply = following
+            is_first = False
 
     @property
     def owed(self) -> tuple[int, ...]:
-        """Microbatches whose W pass has not come yet."""
+        """The microbatches whose W pass has not run yet."""
         return tuple(self._owed)
 
     @property
     def is_deferring(self) -> bool:
-        """Is the stage in a B pass, so that its products are owed?"""
+        """Whether this thread runs a B pass of the stage, so that products are kept."""
         return self._backward.owes is not None
 
     def submit(self, job: Job) -> None:
-        """Do a product now, or keep it if the stage is in a B pass."""
+        """Run a product now, or keep it for the W pass if this thread runs a B pass."""
         owes = self._backward.owes
         if owes is None:
             job()
@@ -103,33 +122,42 @@ class WeightGrads:
 
 
 def _begun(job: Job | None) -> Callable[[], None] | None:
+    """Start a job's collectives, if it has any, and return its product."""
     return job.begin() if isinstance(job, InTwo) else job
 
 
 def current_weight_grads() -> WeightGrads | None:
-    """The stage whose forward is running, None outside a pipeline. Layers keep it for their backward."""
+    """Return the WeightGrads of the stage whose forward is running; None outside a pipeline.
+
+    A layer keeps it for its backward.
+    """
     return _current.get()
 
 
 def accumulate_weight_grad(
-    weight: Tensor, grad_output: Tensor, x: Tensor, owner: WeightGrads | None, products: Products = PLAIN
+    weight: Tensor,
+    grad_output: Tensor,
+    x: Tensor,
+    owner: WeightGrads | None,
+    products: Products = PLAIN,
 ) -> Tensor | None:
-    """The weight gradient of a linear layer, dy^T x.
+    """Add a linear layer's weight gradient dy^T x into the weight's main_grad, now or in W.
 
     Args:
-        weight: [out, in]; its `main_grad` takes the product if there is one.
-        grad_output: [..., out].
+        weight: [out, in].
+        grad_output: dy, [..., out].
         x: [..., in].
-        owner: the stage that may put the product off.
-        products: how it is computed.
-    Returns: the gradient for autograd if the weight has no main_grad, else None.
+        owner: the stage that may defer the product, or None.
+        products: the kind of product, see tensor_parallel.products.
+    Returns: None; if the weight has no main_grad, the gradient for autograd.
     """
-    dy, x = grad_output.reshape(-1, grad_output.shape[-1]), x.reshape(-1, x.shape[-1])
+    dy = grad_output.reshape(-1, grad_output.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    # A weight outside of the optimizer's buffers, as in tests and in a user's own module: autograd sums it.
+    # A weight outside of the optimizer's buffers, in a test or a user's module: autograd sums it.
     if main_grad is None:
         return products.weight_grad(dy, x).to(weight.dtype)
-    # It holds dy and x until W: that is the memory which a split backward costs.
+    # The job keeps dy and x alive until W: this is the memory that a split backward costs.
     job = partial(products.add_weight_grad, main_grad, dy, x)
     if owner is None:
         job()

@@ -205,7 +205,7 @@ def test_a_layout_of_another_size_is_refused():
         return stage
 
     assert (
-        "gain has 8 elements on a tensor-parallel rank, and its Layout says [8], of which a rank of 2 has a part"
+        "gain has 8 elements on a tensor-parallel rank, and its Layout says [8], split over 2 ranks in dimension"
         in (refusal(wrong, pp=2, tp=2))
     )
 

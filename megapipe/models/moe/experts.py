@@ -57,7 +57,12 @@ def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) 
 
 
 def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
-    """Return the gradient of `products`' rows [R, in], given that of its output, [R, out]."""
+    """Return the gradient of `products`' rows.
+
+    Args:
+        grads: [R, out], the gradient of its output.
+    Returns: [R, in].
+    """
     if _grouped(grads, weight.shape[2], how):
         return F.grouped_mm(grads, weight, offs=ends.int())
     return _one_by_one(grads, weight, weight.shape[2], ends, how.input_grad)

@@ -261,7 +261,7 @@ class Router(nn.Module):
             sums = each.sum(0)
             counts = self._sum(dense(experts, num_experts).view_as(each).sum(0), stream)
             ranks = stream.dp.size if kind == "global_aux_loss" else 1
-            # Tokens of the whole microbatch, of which this may be a slice.
+            # Tokens of the whole microbatch; this pass may run one slice.
             whole = round(tokens / stream.share)
             of = (whole // rows * ranks, k, num_experts, weight * ranks)
             if stream.piece is None:
