@@ -26,6 +26,8 @@ ROOMS = [
     "megapipe/models",
     "megapipe/models/attention",
     "megapipe/models/moe",
+    "megapipe/tensor_parallel",
+    "megapipe/tensor_parallel/fp8",
 ]
 # A phrase that may not stand -> what to write instead.
 WORDS = {

@@ -1,14 +1,16 @@
-"""Output head and loss in one operation that never holds the logits of the whole vocabulary.
+"""Output head and cross entropy in one operation that never holds all logits.
 
-Forward goes through the vocabulary block by block and keeps one number per token, the logarithm of the softmax
-denominator; backward computes a block's logits again, unless all of them are few enough to keep, and turns them into
-gradients at once. Blocks of the vocabulary, not of tokens: each row of the weight and of its gradient is then read and
-written once. tp splits the vocabulary first.
+Forward computes the logits of one block of the vocabulary after another. For each token it keeps
+one number, the logarithm of the softmax denominator. Backward computes a block's logits again,
+unless they were few enough to keep, and turns them into gradients at once. Blocks are cut from the
+vocabulary and not from the tokens: so each row of the weight, and of its gradient, is read and
+written once. Tensor parallelism splits the vocabulary first. Shapes: n tokens on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,11 @@ from megapipe.tensor_parallel.products import add_product, linear
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 BLOCK_ELEMENTS = 1 << 20
-"""Logits held at once in float32: more leave a CPU's cache."""
+"""Logits of a block on a CPU; more, in float32, would leave its cache."""
 BLOCK_ELEMENTS_GPU = 1 << 28
-"""Logits held at once on a GPU, 1 GiB of them: few large kernels in place of thousands of small ones."""
+"""Logits of a block on a GPU, 1 GiB in float32: few large kernels, not thousands of small ones."""
 KEPT_ELEMENTS = 1 << 26
-"""Logits of a microbatch up to which they are kept for backward anywhere, 128 MiB of them in bf16."""
+"""The most logits of a microbatch that are kept for backward by default: 128 MiB in bf16."""
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -43,9 +45,11 @@ class _HeadLoss(torch.autograd.Function):
         most_kept: int,
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
-        rows, labels = _rows(ctx.opens.forward(x).wait()), target.reshape(-1) - tp.rank * weight.shape[0]
+        rows = _rows(ctx.opens.forward(x).wait())
+        labels = target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=wide_of(x))
-        denominator, at_label = torch.zeros_like(highest), torch.zeros_like(highest)
+        denominator = torch.zeros_like(highest)
+        at_label = torch.zeros_like(highest)
         ctx.kept = [] if len(rows) * weight.shape[0] <= most_kept else None
         space = space_of(rows, weight.shape[0])
         for block in blocks_of(rows, weight.shape[0]):
@@ -53,12 +57,13 @@ class _HeadLoss(torch.autograd.Function):
             if ctx.kept is not None:
                 ctx.kept.append(logits)
             inside, column = columns_of(labels, block)
-            # A label lies in one block of one rank; all others add a zero.
+            # A label is in one block of one rank; all others add a zero.
             at_label += logits.gather(1, column).squeeze(1) * inside
             highest, denominator = with_block(logits, highest, denominator, space)
         if tp.size > 1:
             higher = tp.all_reduce(highest.clone(), "max")
-            # Each rank has summed below its own maximum: brought to the highest of all, sums of ranks can be added.
+            # Each rank's sum is relative to its own maximum. The sums can be added once they are
+            # relative to the maximum over all ranks.
             denominator.mul_((highest - higher).exp_())
             denominator, at_label = tp.all_reduce(torch.stack((denominator, at_label)))
             highest = higher
@@ -66,7 +71,9 @@ class _HeadLoss(torch.autograd.Function):
         losses = lse - at_label
         ignored = without_loss(target.reshape(-1), weight.shape[0] * tp.size)
         ctx.save_for_backward(x, weight, labels, lse, ignored)
-        ctx.weight, ctx.weight_grads = weight, current_weight_grads()
+        # Hooks on saved tensors may return the weight as a new object, without main_grad.
+        ctx.weight = weight
+        ctx.weight_grads = current_weight_grads()
         return losses.masked_fill_(ignored, 0.0).view(target.shape)
 
     @staticmethod
@@ -75,25 +82,31 @@ class _HeadLoss(torch.autograd.Function):
         opens = ctx.opens
         rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
-        kept, ctx.kept = ctx.kept, None
+        kept = ctx.kept
+        ctx.kept = None
 
         @torch.no_grad()
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
             space = space_of(rows, weight.shape[0]) if kept is None else rows
             for n, block in enumerate(blocks_of(rows, weight.shape[0])):
-                dy = kept[n] if kept is not None else linear(rows, weight[block])
-                if kept is None:
+                if kept is not None:
+                    dy = kept[n]  # B has turned the kept logits into gradients
+                else:
+                    dy = linear(rows, weight[block])
                     to_gradient_(dy, lse, grad, labels - block.start, space)
                 add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
-        into = torch.zeros_like(weight, dtype=lse.dtype) if main_grad is None else main_grad
+        into = main_grad
+        if into is None:
+            into = torch.zeros_like(weight, dtype=lse.dtype)
         owner = ctx.weight_grads
         if main_grad is not None and owner is not None and owner.is_deferring and wants_weight:
-            # The W pass computes the logits once more, unless they are kept: avoiding that is this operation's point.
-            owner.submit(lambda: weight_pass(into))
+            # Unless the logits are kept, the W pass computes them once more. Holding them until
+            # then would lose the memory that this operation saves.
+            owner.submit(partial(weight_pass, main_grad))
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         space = space_of(rows, weight.shape[0])
@@ -104,8 +117,12 @@ class _HeadLoss(torch.autograd.Function):
                 grad_x += linear(dy, weight[block].t())
             if wants_weight:
                 add_product(into[block], dy, rows)
-        reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape) if wants_x else None
-        grad_weight = into.to(weight.dtype) if wants_weight and main_grad is None else None
+        reduced = None
+        if wants_x:
+            reduced = opens.backward(grad_x.to(x.dtype)).wait().view(x.shape)
+        grad_weight = None
+        if wants_weight and main_grad is None:
+            grad_weight = into.to(weight.dtype)
         return reduced, grad_weight, *(None,) * 4
 
 
@@ -117,19 +134,35 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def wide_of(x: Tensor) -> torch.dtype:
+    """Return the type of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
-    """exp(logits - shift) of logits [n, block] and shift [n], in space and its type; in room of its own on a GPU."""
+    """Return exp(logits - shift), in the type of `space`.
+
+    Args:
+        logits: [n, block]. shift: [n].
+        space: memory for the result, see `space_of`; if empty, new memory is allocated.
+    """
     if not len(space):
         return (logits.to(space.dtype) - shift[:, None]).exp_()
     wide = space[: logits.numel()].view(logits.shape).copy_(logits)
     return exp_(wide.sub_(shift[:, None]))
 
 
-def with_block(logits: Tensor, highest: Tensor, total: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of exponentials below it, each [n], with the logits [n, block] of one block more."""
+def with_block(
+    logits: Tensor, highest: Tensor, total: Tensor, space: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Extend the running softmax denominator by one block of logits.
+
+    Args:
+        logits: [n, block].
+        highest: [n], the maximum of the logits so far; may be overwritten.
+        total: [n], the sum of exp(logit - highest) so far; may be overwritten.
+        space: memory for a block, see `space_of`.
+    Returns: the new maximum and the new sum.
+    """
     if is_fused(logits):
         return _with_block(logits, highest, total)  # type: ignore[no-any-return]
     if has_loops(logits, highest, total):
@@ -146,12 +179,18 @@ def _with_block(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor,
     return higher, total * (highest - higher).exp() + wide.exp().sum(1)
 
 
-def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor, space: Tensor) -> None:
-    """Turn the logits [n, block] of a block into their gradients, where they lie.
+def to_gradient_(
+    logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor, space: Tensor
+) -> None:
+    """Replace the logits of a block by their gradients, (softmax - one_hot) x scale.
 
     Args:
-        log_sum: logarithm of the softmax's denominator [n]. scale: gradient of each token's loss [n].
-        labels: [n], counted from the block's first row; any other number is a label in another block.
+        logits: [n, block], overwritten.
+        log_sum: [n], logarithm of the softmax denominator.
+        scale: [n], gradient of each token's loss.
+        labels: [n], counted from the block's first row; a number outside of 0..block-1 is a label
+            in another block.
+        space: memory for a block, see `space_of`.
     """
     if is_fused(logits):
         _to_gradient_(logits, log_sum, scale, labels)
@@ -172,26 +211,43 @@ def _to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor
 
 
 def space_of(rows: Tensor, width: int) -> Tensor:
-    """Room for any block in float32. One for all: a system clears the memory that it hands out.
+    """Return memory for any block's logits in float32; empty on a GPU, whose kernels need none.
 
-    A GPU's regions need none of it.
+    Allocated once for all blocks: the operating system clears the memory that it hands out, which
+    takes time.
+
+    Args:
+        rows: hidden states [n, h].
+        width: rows of the vocabulary on this rank.
     """
-    return rows.new_empty(0 if is_fused(rows) else len(rows) * min(_step(rows), width), dtype=wide_of(rows))
+    size = 0
+    if not is_fused(rows):
+        size = len(rows) * min(_step(rows), width)
+    return rows.new_empty(size, dtype=wide_of(rows))
 
 
 def _step(rows: Tensor) -> int:
-    """Rows of the vocabulary in a block; whole 64s, as products of odd widths take slower kernels."""
+    """Return the number of vocabulary rows in a block.
+
+    A multiple of 64, because products of odd widths use slower kernels.
+    """
     elements = BLOCK_ELEMENTS if rows.device.type == "cpu" else BLOCK_ELEMENTS_GPU
     return max(elements // max(len(rows), 1) // 64 * 64, 64)
 
 
 def blocks_of(rows: Tensor, width: int) -> Iterator[slice]:
+    """Yield the blocks that `width` rows of the vocabulary are cut into; rows: [n, h]."""
     step = _step(rows)
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
 
 def columns_of(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """A mask of the labels [n] that lie in a block, and their column [n, 1] there (0 for the others)."""
+    """Return which labels are in a block, and their columns there.
+
+    Args:
+        labels: [n].
+    Returns: [n], True for labels in the block; and [n, 1], their columns, 0 for the others.
+    """
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, (labels - block.start).where(inside, 0)[:, None]
 
@@ -205,18 +261,23 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool = False,
     most_kept: int | None = None,
 ) -> Tensor:
-    """Cross entropy of each token straight from the hidden states, `vocab_parallel_cross_entropy(x W^T, target)`.
+    """Return each token's cross entropy directly from the hidden states.
+
+    Equals `vocab_parallel_cross_entropy(x W^T, target)`. Logits are rounded to x's type; everything
+    else is float32. Unless the logits are kept, 1M of them exist at a time (256M on a
+    GPU). That costs one more matrix product, two under a B/W split.
 
     Args:
         x: [..., h], the same on all tp ranks; its gradient is summed over tp.
-        weight: [v/t, h], this rank's rows of the output head; the gradient is added into its `main_grad`, in a W pass
-            if the stage is in a B pass.
-        target: [...], ids in 0..v-1; any other number, such as -100, is a token without loss.
-        sequence_parallel: x is this rank's share of the sequence, its first dimension; target is whole.
-        most_kept: logits that may be kept for backward, in x's type; by default 64M.
-    Returns: [...] in float32 (float64 for float64 x). Logits are rounded to x's type, all else is float32.
-        Of logits that are not kept 1M (256M on a GPU) are held at a time, for one matrix product more, two under a B/W
-        split.
+        weight: [v/t, h], this rank's rows of the output head. Its gradient is added into its
+            `main_grad`; during a B pass it is deferred to the W pass.
+        target: [...], ids in 0..v-1. Any other number, such as -100, marks a token without loss.
+        sequence_parallel: x has this rank's tokens only, in its first dimension; target has all.
+        most_kept: the most logits to keep for backward, in x's type; 64M by default.
+    Returns: [...] in float32 (float64 for float64 x).
     """
-    most = (KEPT_ELEMENTS if most_kept is None else most_kept) if torch.is_grad_enabled() else -1
-    return _head_loss(x, weight, target, tp, sequence_parallel, most)
+    if not torch.is_grad_enabled():
+        most_kept = -1
+    elif most_kept is None:
+        most_kept = KEPT_ELEMENTS
+    return _head_loss(x, weight, target, tp, sequence_parallel, most_kept)

@@ -38,7 +38,7 @@ _BLOCK_ELEMENTS = 2**18
 
 @dataclass(frozen=True)
 class Stream:
-    """What layers need to know of the pass's microbatch, in addition to its hidden states.
+    """A microbatch as its layers see it: random streams, documents, ranks and slice.
 
     Attributes:
         seed, sample: the run's seed, and the number of the microbatch's first sample in the whole

@@ -1,1 +1,1 @@
-"""Products of linear layers of operands in eight bits."""
+"""Matrix products of linear layers with operands quantised to FP8."""

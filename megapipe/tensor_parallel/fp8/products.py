@@ -1,7 +1,8 @@
-"""Products of what is quantised: Q(a) Q(b)^T in float32, once for the output, the input's and the weight's gradient.
+"""Products of quantised operands, Q(a) Q(b)^T: the output and both gradients of a linear layer.
 
-On a GPU torch's scaled product multiplies the eight bits themselves where a tensor has one scale. Everywhere else the
-values are multiplied as float32, or in bfloat16 where that holds them exactly: the same numbers, to the order of sums.
+On a GPU, torch's scaled product multiplies FP8 values directly if each operand has one factor.
+Everywhere else the values are multiplied in float32, or in bfloat16 where it holds them exactly.
+The results differ only in the order of sums.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from torch import Tensor, nn
 from megapipe.tensor_parallel.fp8.quantise import Quantised, amax_of, in_blocks, of_whole
 from megapipe.tensor_parallel.products import PLAIN, Products, linear
 
+# The role of an operand; it decides type, block and history of an operand.
 INPUT, WEIGHT, GRADIENT = range(3)
 _STEP = 16
-"""Elements of a row that a GPU's product takes at once."""
+"""A GPU's FP8 product needs rows of a multiple of this many elements."""
 
 
 class Recipe(NamedTuple):
-    """A way to quantise operands, by Megatron-LM's names.
+    """A way to quantise operands. The values have Megatron-LM's names.
 
     Attributes:
-        format: e4m3 for all, or hybrid: e5m2 for gradients.
-        kind: one scale for a tensor, by its own amax (tensorwise) or by those of earlier steps (delayed); or blocks.
-        weight_grads: quantise for the weight's gradient too.
-        margin, history, algorithm: of delayed.
+        format: e4m3 for all operands, or hybrid: e5m2 for gradients.
+        kind: tensorwise: one factor by the tensor's largest value. delayed: one factor by the
+            largest values of earlier steps. blockwise, mxfp8: a factor for each block.
+        weight_grads: also quantise the operands of the weight's gradient.
+        margin: of delayed: room for values up to 2^margin times the largest one.
+        history: of delayed: the number of steps that are remembered.
+        algorithm: of delayed: use the largest value of the latest step, or of all in the history.
     """
 
     format: Literal["e4m3", "hybrid"]
@@ -39,78 +44,111 @@ class Recipe(NamedTuple):
     algorithm: Literal["most_recent", "max"] = "most_recent"
 
     def dtype(self, role: int) -> torch.dtype:
-        return torch.float8_e5m2 if role == GRADIENT and self.format == "hybrid" else torch.float8_e4m3fn
+        """Return the FP8 type of an operand in this role."""
+        if role == GRADIENT and self.format == "hybrid":
+            return torch.float8_e5m2
+        return torch.float8_e4m3fn
 
     def block(self, role: int) -> tuple[int, int] | None:
-        """Rows and columns, the latter along the sum of a product."""
+        """Return the (rows, columns) of a block; None with a single factor.
+
+        Columns run along the sum of a product.
+        """
         if self.kind == "mxfp8":
             return 1, 32
-        return ((128 if role == WEIGHT else 1), 128) if self.kind == "blockwise" else None
+        if self.kind != "blockwise":
+            return None
+        # DeepSeek-V3, section 3.3: square blocks of weights, rows of 128 of everything else.
+        return (128, 128) if role == WEIGHT else (1, 128)
 
 
 def products_of(recipe: Recipe | None) -> Products:
-    """The products of a layer: of the operands themselves without a recipe."""
+    """Return the products of a layer by this recipe; unquantised products without a recipe."""
     if recipe is None:
         return PLAIN
-    return Delayed(recipe) if recipe.kind == "delayed" else Scaled(recipe)
+    if recipe.kind == "delayed":
+        return Delayed(recipe)
+    return Scaled(recipe)
 
 
 class Scaled(Products, nn.Module):
-    """Products of quantised operands, each quantised along the sum that it is in.
+    """Products of quantised operands. Blocks run along the sum of each product.
+
+    A weight is identified by its offset in its storage. The offset stays the same when sharded
+    weights are freed and gathered again.
 
     Attributes:
-        weights: what is quantised of weights, while they stay as they are: see `keeping`. Else it is made each time.
-            By a weight's place in its storage, which stays while the memory goes and comes, and: transposed?
-        given: weights that came in eight bits, with their largest values, by place. Then all do, and what is given as a
-            weight has its shape alone: see optim.sharded.eight_bits.
+        weights: quantised weights, by (offset, whether transposed), while `keeping` is on. None
+            while it is off: weights are then quantised in every pass.
+        given: weights that were gathered in FP8, with their largest values, by offset. If there
+            are any, all weights of the layer are, and a weight argument has only a shape. See
+            optim.sharded.eight_bits.
     """
 
     weights: dict[tuple[int, bool], Quantised] | None
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
-        self.recipe, self.weights = recipe, None
+        self.recipe = recipe
+        self.weights = None
         self.given: dict[int, tuple[Quantised, Tensor]] = {}
 
     def keeping(self, on: bool) -> None:
-        """Quantise each weight once from now on: none may change before this is said again. Or each time again."""
+        """Quantise each weight once from now on (True), or in every pass again (False).
+
+        Call keeping(True) again after weights have changed.
+        """
         self.weights = {} if on else None
 
     @property
     def by_rows(self) -> bool:  # type: ignore[override]
-        """Is a scale of a row's own?"""
+        """Whether a row's factors depend on this row only."""
         return self.recipe.block(INPUT) is not None
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        a, b = self.quantised(_rows(x), INPUT), self._weight(weight)
-        # Its sums are of one product: fewer bits of them do, as in Transformer Engine.
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return Q(x) Q(W)^T + b, as `Products.forward`."""
+        a = self.quantised(_rows(x), INPUT)
+        b = self._weight(weight)
+        # The forward may sum in fewer bits, as in Transformer Engine; gradients may not.
         y = multiply(a, b, x.dtype, bias, fast=True).view(*x.shape[:-1], -1)
         return y if out is None else out.copy_(y)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        a, b = self.quantised(_rows(dy), GRADIENT), self._weight(weight, transposed=True)
+        """Return Q(dy) Q(W), as `Products.input_grad`."""
+        a = self.quantised(_rows(dy), GRADIENT)
+        b = self._weight(weight, transposed=True)
         dx = multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
         return dx if out is None else out.copy_(dx)
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The product in float32."""
+        """Return Q(dy)^T Q(x) in float32; the unquantised product if the recipe says so."""
         if not self.recipe.weight_grads:
             return super().weight_grad(dy, x)
-        return multiply(self.quantised(dy.t(), GRADIENT), self.quantised(x.t(), INPUT), torch.float32)
+        a = self.quantised(dy.t(), GRADIENT)
+        b = self.quantised(x.t(), INPUT)
+        return multiply(a, b, torch.float32)
 
     def add_weight_grad(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+        """Add `weight_grad` to main_grad [out, in], in place."""
         if self.recipe.weight_grads:
             main_grad.add_(self.weight_grad(dy, x))
         else:
             super().add_weight_grad(main_grad, dy, x)
 
     def _weight(self, weight: Tensor, *, transposed: bool = False) -> Quantised:
-        place = int(weight.storage_offset()), transposed
+        place = (int(weight.storage_offset()), transposed)
         if self.weights is None:
             return self._quantised_weight(weight, *place)
         if place not in self.weights:
             found = self._quantised_weight(weight, *place)
-            # As a product reads it on a GPU, row by row.
+            # A GPU's product reads rows, so a kept weight is stored row by row.
             self.weights[place] = found._replace(values=found.values.contiguous())
         return self.weights[place]
 
@@ -122,31 +160,37 @@ class Scaled(Products, nn.Module):
         return found.transposed(weight.shape[1]) if transposed else found
 
     def quantised(self, x: Tensor, role: int) -> Quantised:
-        """x [r, k] for a sum over k."""
-        recipe, block = self.recipe, self.recipe.block(role)
+        """Quantise an operand x [r, k] of a product that sums over k."""
+        dtype = self.recipe.dtype(role)
+        block = self.recipe.block(role)
         if block is not None:
-            return in_blocks(x, recipe.dtype(role), block)
-        self.seeing(now := amax_of(x), role)
-        return of_whole(x, recipe.dtype(role), self.expected(now, role), recipe.margin)
+            return in_blocks(x, dtype, block)
+        amax = amax_of(x)
+        self.seeing(amax, role)
+        return of_whole(x, dtype, self.expected(amax, role), self.recipe.margin)
 
     def seeing(self, amax: Tensor, role: int) -> None:
-        """A tensor with this largest value is multiplied."""
+        """Record the largest value of an operand. `Delayed` uses it in later steps."""
 
     def expected(self, amax: Tensor, role: int) -> Tensor:
-        """The value that the scale of a tensor with this largest one follows from."""
+        """Return the largest value that the factor is computed from.
+
+        Args:
+            amax: the operand's own largest value.
+        """
         return amax
 
 
 class Delayed(Scaled):
-    """Scales by the largest values of earlier steps.
+    """Products whose factors follow from the largest values of earlier steps.
 
-    They stay what they are during a step: every microbatch, under every schedule and in every recomputation, sees the
-    same; and as all ranks with this layer share them, so does every layout. A tensor of which no step has told yet is
-    scaled by its own.
+    Factors do not change during a step. So every microbatch sees the same factors, in any schedule
+    and in recomputations. All ranks with this layer share them, so every layout has the same, too.
+    Before the first step has ended, an operand is scaled by its own largest value.
 
     Attributes:
-        amax_history: [3, steps], of input, weight and gradient, the latest step first.
-        seen: [3], of the step that runs.
+        amax_history: [3, steps], largest values of input, weight and gradient, latest step first.
+        seen: [3], the largest values of the running step.
     """
 
     amax_history: Tensor
@@ -154,40 +198,61 @@ class Delayed(Scaled):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.register_buffer("amax_history", torch.zeros(3, recipe.history))
-        self.seen = torch.zeros(3)  # no buffer: until the step is over it differs from rank to rank
+        # Not a buffer: it differs between ranks until the step ends, so it is not saved.
+        self.seen = torch.zeros(3)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Delayed:
         kept = self.amax_history
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Moved to another device, but never cast to another type.
         device = self.amax_history.device
-        self.amax_history, self.seen = kept.to(device), self.seen.to(device)  # never to another type
+        self.amax_history = kept.to(device)
+        self.seen = self.seen.to(device)
         return self
 
     def seeing(self, amax: Tensor, role: int) -> None:
+        """Record the largest value of an operand for the running step."""
         torch.maximum(self.seen[role], amax, out=self.seen[role])
 
     def expected(self, amax: Tensor, role: int) -> Tensor:
-        of_steps = self.amax_history[role]
-        known = of_steps.amax() if self.recipe.algorithm == "max" else of_steps[0]
+        """Return the largest value of earlier steps; amax itself if there is none yet.
+
+        A NaN or infinite amax is returned as well, so that it reaches the result.
+        """
+        history = self.amax_history[role]
+        known = history.amax() if self.recipe.algorithm == "max" else history[0]
         return torch.where((known > 0) & amax.isfinite(), known, amax)
 
     def keeping(self, on: bool) -> None:
-        """Also the largest values of a step are those from now on."""
+        """Do as `Scaled.keeping`; True also starts a step: largest values are recorded anew."""
         super().keeping(on)
         if on:
             self.seen.zero_()
 
     def after(self, seen: Tensor) -> Tensor:
-        """The history after a step. seen: [3], of all ranks."""
+        """Return the history after a step, [3, steps].
+
+        Args:
+            seen: [3], the step's largest values over all ranks.
+        """
         return torch.cat((seen[:, None], self.amax_history[:, :-1]), 1)
 
 
 def multiply(
-    a: Quantised, b: Quantised, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+    a: Quantised,
+    b: Quantised,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
 ) -> Tensor:
-    """a b^T + bias, with a [r, k] and b [c, k] -> [r, c] of dtype.
+    """Return a b^T + bias.
 
-    fast: a GPU may add up in fewer bits.
+    Args:
+        a: [r, k]. b: [c, k]. bias: [c] or None.
+        dtype: of the result.
+        fast: allow a GPU to sum in fewer bits.
+    Returns: [r, c].
     """
     if a.values.is_cuda and a.block is None:
         return _on_gpu(a, b, dtype, bias, fast)
@@ -197,13 +262,24 @@ def multiply(
         product = linear(a.plain(dtype), b.plain(dtype))
     else:
         product = linear(a.plain(), b.plain())
-    return (product if bias is None else product + bias).to(dtype)
+    if bias is not None:
+        product = product + bias
+    return product.to(dtype)
 
 
-def _on_gpu(a: Quantised, b: Quantised, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
-    """The first row by row and the second's rows as columns; no GPU has run this yet."""
-    left, right = (_whole_steps(x.values) for x in (a, b))
-    within = bias if bias is None or bias.dtype == dtype != torch.float32 else None
+def _on_gpu(
+    a: Quantised, b: Quantised, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    """Return `multiply`'s result by torch's scaled product. No GPU has run this yet.
+
+    torch takes the left operand row by row and the right one column by column.
+    """
+    left = _whole_steps(a.values)
+    right = _whole_steps(b.values)
+    # The kernel adds a bias of its own 16-bit result type only.
+    within = None
+    if bias is not None and bias.dtype == dtype != torch.float32:
+        within = bias
     product = torch._scaled_mm(
         left,
         right.t(),
@@ -213,11 +289,13 @@ def _on_gpu(a: Quantised, b: Quantised, dtype: torch.dtype, bias: Tensor | None,
         out_dtype=dtype,
         use_fast_accum=fast,
     )
-    return product if bias is None or within is not None else (product + bias).to(dtype)
+    if bias is None or within is not None:
+        return product
+    return (product + bias).to(dtype)
 
 
 def _whole_steps(values: Tensor) -> Tensor:
-    """Row by row, of as many columns as a GPU takes: those that are missing are zeros, which add nothing."""
+    """Return the values as contiguous rows, padded with zeros to a multiple of _STEP columns."""
     missing = -values.shape[1] % _STEP
     if not missing:
         return values.contiguous()

@@ -1,10 +1,15 @@
-"""Numbers of eight bits with scales: a matrix becomes values times factors, one for all of it or one for each block.
+"""Quantise a matrix to FP8: eight-bit values times one factor, or times a factor for each block.
 
-Formulas are Transformer Engine's, so that a run means the same there. Of a whole tensor a value is multiplied by
-max / amax / 2^margin (Micikevicius et al. 2022, section 3.1); of a block by the largest power of two that is no more
-than max / amax, whose inverse fits into the eight bits of mx (Rouhani et al. 2023), blocks of 32, and loses nothing in
-those of 128 and 128 x 128 (DeepSeek-V3, section 3.3). Where a number is none, all that shares its factor becomes NaN:
-the clamp must not hide it.
+The formulas are Transformer Engine's, so that a run has the same meaning there. Let amax be the
+largest absolute value, and max the largest number of the FP8 type.
+
+1. One factor: values are multiplied by max / amax / 2^margin (Micikevicius et al. 2022, sec. 3.1).
+2. Blocks: values are multiplied by the largest power of two not above max / amax. The inverse fits
+   into eight bits, as MX blocks of 32 require (Rouhani et al. 2023). Blocks of 128 and 128 x 128
+   (DeepSeek-V3, section 3.3) use the same factors.
+
+If a number is NaN or infinite, all values with the same factor become NaN: the clamp must not hide
+it.
 """
 
 from __future__ import annotations
@@ -21,13 +26,13 @@ _NAN = float("nan")
 
 
 class Quantised(NamedTuple):
-    """A matrix [r, k].
+    """A quantised matrix [r, k], equal to values times factors.
 
     Attributes:
-        values: [r', k'] in eight bits, filled up with zeros to whole blocks.
-        factors: in float32; value times factor is what is meant. One, [], or of each block, [r' / rows, k' / columns].
-        rows: r, of what was quantised.
-        block: (rows, columns) of a block; None where all have one factor.
+        values: [r', k'] in FP8; r and k padded with zeros to multiples of the block's sizes.
+        factors: float32, [] for one factor, or [r' / rows, k' / columns] for blocks.
+        rows: r.
+        block: (rows, columns) of a block; None with a single factor.
     """
 
     values: Tensor
@@ -36,62 +41,76 @@ class Quantised(NamedTuple):
     block: tuple[int, int] | None = None
 
     def transposed(self, columns: int) -> Quantised:
-        """The transposed matrix, of the same bits as if it were quantised itself: a block is square.
+        """Return the transposed matrix. With square blocks it equals the quantised transpose.
 
-        columns: of this one, to whole blocks of which there may be more.
+        Args:
+            columns: k, which the padded values do not show.
         """
-        block = None if self.block is None else (self.block[1], self.block[0])
-        return Quantised(self.values.t(), self.factors.t() if block else self.factors, columns, block)
+        if self.block is None:
+            return Quantised(self.values.t(), self.factors, columns, None)
+        block = (self.block[1], self.block[0])
+        return Quantised(self.values.t(), self.factors.t(), columns, block)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix that is meant, [r, k']. Of blocks exact in bfloat16 too: their factors are powers of two."""
+        """Return values times factors, [r, k'].
+
+        With blocks the result is exact in bfloat16, too, because the factors are powers of two.
+        """
         if self.block is None:
             return (self.values.float() * self.factors).to(dtype)
-        (rows, columns), shape = self.block, self.values.shape
-        blocks = self.values.float().view(shape[0] // rows, rows, shape[1] // columns, columns)
-        return (blocks * self.factors[:, None, :, None]).view(shape)[: self.rows].to(dtype)
+        scaled = _blocks(self.values, *self.block) * self.factors[:, None, :, None]
+        return scaled.view(self.values.shape)[: self.rows].to(dtype)
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest absolute value, [] in float32; NaN if there is one."""
+    """Return the largest absolute value, [] in float32; NaN if any value is NaN."""
     amax: Tensor = torch.linalg.vector_norm(x, float("inf"))
     return amax.float()
 
 
 def of_whole(x: Tensor, dtype: torch.dtype, amax: Tensor, margin: int = 0) -> Quantised:
-    """A matrix with one factor.
+    """Quantise a matrix with one factor.
 
-    amax: [] in float32, the largest absolute value that is expected; what is above is cut off.
+    Args:
+        x: [r, k]. dtype: an FP8 type.
+        amax: [] in float32, the largest absolute value expected; larger values are clamped.
+        margin: the factor leaves room for values up to 2^margin amax.
     """
     values, factors = _of_whole(x, dtype, amax, margin)
     return Quantised(values, factors, len(x))
 
 
 def in_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantised:
-    """A matrix [r, k] with a factor for each block of so many (rows, columns)."""
+    """Quantise a matrix [r, k] with a factor for each block of (rows, columns)."""
     values, factors = _in_blocks(filled(x, block), dtype, *block)
     return Quantised(values, factors, len(x), block)
 
 
 def filled(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """A matrix [r, k] filled up with zeros to whole blocks."""
-    (rows, columns), (r, k) = block, x.shape
-    return F.pad(x, (0, -k % columns, 0, -r % rows)) if r % rows or k % columns else x
+    """Pad a matrix [r, k] with zeros to multiples of the block's (rows, columns)."""
+    rows, columns = block
+    r, k = x.shape
+    if r % rows == 0 and k % columns == 0:
+        return x
+    return F.pad(x, (0, -k % columns, 0, -r % rows))
 
 
 def amaxes_of(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest absolute value of each block of a filled matrix, in float32."""
+    """Return the largest absolute value of each block, [r' / rows, k' / columns] in float32.
+
+    x: [r', k'], padded by `filled`.
+    """
     return _blocks(x, *block).abs().amax((1, 3))
 
 
 def cast_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], amaxes: Tensor) -> Tensor:
-    """A filled matrix in eight bits, its blocks scaled by these largest values."""
+    """Return the FP8 values of a padded matrix, given the largest value of each block."""
     blocks = _blocks(x, *block)
     return _cast(blocks * _scales(amaxes, dtype)[:, None, :, None], dtype).view(x.shape)
 
 
 def factors_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factors of blocks with these largest values."""
+    """Return the factors of blocks, given the largest value of each block."""
     return _or_nan(1 / _scales(amaxes, dtype), amaxes)
 
 
@@ -113,19 +132,20 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest power of two that is no more than the quotient."""
+    """Return the largest power of two not above max / amax, for each block; 1 if amax is 0."""
+    # frexp returns a mantissa in [1/2, 1), so the power is one below the exponent.
     _, exponent = torch.frexp(_limited(torch.finfo(dtype).max / amaxes))
     return torch.ldexp(torch.ones_like(amaxes), torch.where(amaxes > 0, exponent - 1, 0))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest numbers of that type, the largest for what is above."""
+    """Round to an FP8 type, with larger numbers clamped to its largest."""
     most = torch.finfo(dtype).max
     return x.clamp(-most, most).to(dtype)
 
 
 def _limited(scale: Tensor) -> Tensor:
-    """Scales of amaxes so small that the quotient is infinite."""
+    """Limit a scale, which is infinite if amax is very small."""
     return scale.clamp(max=2.0**126)
 
 
