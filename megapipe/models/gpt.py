@@ -1,6 +1,8 @@
 """The GPT model: one pipeline stage of it, or all. GPT-2 and Llama are settings of the same code.
 
 Parameter names are global: a layer is named by its number in the whole model, on any stage.
+Shapes in this package: s tokens of a sequence, b sequences of a microbatch, h hidden size, v
+vocabulary, t tensor-parallel ranks, c context-parallel ranks.
 """
 
 from __future__ import annotations

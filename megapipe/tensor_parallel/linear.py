@@ -5,7 +5,8 @@ slice of the input, and the partial outputs are summed. Weight gradients are add
 weight's `main_grad`, and can be deferred to a W pass.
 
 Megatron-LM's `input_is_parallel` and `skip_bias_add` do not exist: a row-parallel layer's input is
-always the slice that a column-parallel layer computed, and the product adds the bias.
+always the slice that a column-parallel layer computed, and the product adds the bias. Shapes: s
+tokens, t tensor-parallel ranks, `in` and `out` features of the layer before it is split.
 """
 
 from __future__ import annotations

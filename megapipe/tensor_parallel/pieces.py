@@ -31,7 +31,8 @@ class Pieces(NamedTuple):
     """Products at the edges of a tensor-parallel region, computed in pieces.
 
     Attributes:
-        shares: True under sequence parallelism: outside of the region each rank has its tokens.
+        tp: the ranks that compute the product together.
+        shares: True under sequence parallelism, when a rank has only its tokens at the edge.
     """
 
     tp: Axis

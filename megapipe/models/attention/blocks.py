@@ -297,9 +297,11 @@ def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:
-    """Yield the tokens that lie in each span, and the rows that these have in a tensor.
+    """Yield the part of the tokens that is inside each span, and its rows in a tensor.
 
-    spans: positions of the tensor's rows, one span after another.
+    Args:
+        tokens: positions in the whole sequence.
+        spans: positions of the tensor's rows, one span after another.
     """
     for span, at in zip(spans, accumulate(map(len, spans), initial=0), strict=False):
         part = range(max(tokens.start, span.start), min(tokens.stop, span.stop))

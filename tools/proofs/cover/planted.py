@@ -225,9 +225,9 @@ DEFECTS = {
         {"fusion": ["loss"], "schedule": ["zb-h1", "zb-h2", "zb-v"], "vocabulary": ["ends"], "cp": ["1"]},
     ),
     "shares of the vocabulary count tokens without loss": Planted(
-        "pipeline_parallel/stage.py",
+        "pipeline_parallel/families/vocabulary/ends.py",
         "        scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)\n",
-        "        scale = scale.flatten() * 2.0 if self.request.calculate_per_token_loss else scale.flatten()\n",
+        "        scale = scale.flatten() * 2.0 if stage.request.calculate_per_token_loss else scale.flatten()\n",
         {"vocabulary": ["shared"], "loss": ["per-token"]},
     ),
     "histories of largest values are not shared by data-parallel ranks": Planted(
