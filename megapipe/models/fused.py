@@ -25,6 +25,7 @@ def _swiglu(x: Tensor) -> Tensor:
 @region("swiglu_backward(Tensor x, Tensor grad) -> Tensor")
 def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
+    # The whole gradient of x = [gate, up] is one tensor, which the next product reads as it is.
     d_gate = torch.ops.aten.silu_backward(grad * up, gate)
     return torch.cat((d_gate, grad * F.silu(gate)), dim=-1)
 
@@ -116,6 +117,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        # A rotation is linear: its gradient needs the angles and not x.
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         return _rotate(x, cos, sin, interleaved, False)  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
         highest = tp.all_reduce(logits.amax(dim=-1).to(wide), "max")
+        # The target's column in this rank's slice; column 0 stands in for a target elsewhere.
         local = target - tp.rank * width
         outside = (local < 0) | (local >= width)
         local = local.masked_fill(outside, 0).unsqueeze(-1)

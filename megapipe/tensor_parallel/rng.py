@@ -244,6 +244,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
         if not layout.experts:
             jobs.append(partial(_fill, param, name, layout, seed, tp))
             continue
+        # Experts are drawn one by one, so that a rank draws only its own.
         piece, pieces = layout.pieces(tp)[0]
         count = layout.full[0] // pieces
         for local, expert in enumerate(range(piece * count, (piece + 1) * count)):

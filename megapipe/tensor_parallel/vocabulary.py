@@ -251,6 +251,7 @@ def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
     """
     outside = without_loss(ids, into.shape[0])
     rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
+    # Rows of other shares were zeroed, and add to row 0 without effect.
     into.index_add_(0, ids.masked_fill(outside, 0).reshape(-1), rows.to(into.dtype))
 
 

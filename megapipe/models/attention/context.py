@@ -144,6 +144,7 @@ class _Attention(torch.autograd.Function):
         mine = mask.stream.cut.spans(mask.length)
         part = None if piece is None else _parts(mask)[piece.start]
         dq = torch.zeros(*lse.shape[:3], q.shape[-1], dtype=lse.dtype, device=q.device)
+        # Dao et al. 2022, section 3.1: delta = sum(p dp) of the softmax's backward, over all keys.
         delta = (grad.to(lse.dtype) * out).sum(-1).reshape(lse.shape)
 
         def use(kv: Tensor, held: Tokens) -> Tensor:

@@ -65,6 +65,7 @@ def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: in
         chosen: number of groups that may be used.
     Returns: [..., k], the best first.
     """
+    # Two choices: groups by their scores, then experts with all other groups at minus infinity.
     grouped = scores.view(*scores.shape[:-1], groups, -1)
     places = best(grouped, counted)
     of_group = best(grouped.gather(-1, places).sum(-1), chosen)
@@ -151,6 +152,7 @@ def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: tor
         weights = torch.softmax(logits.gather(1, experts), dim=-1, dtype=compute)
     else:
         weights = scores_of(logits, function, compute).gather(1, experts)
+        # A softmax already sums to 1 over all experts; the other scores are independent.
         if function != "softmax" and model.moe_router_topk > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + NOTHING)
     if model.moe_router_topk_scaling_factor:

@@ -154,6 +154,7 @@ class _Experts(torch.autograd.Function):
         out = products(how.between(first, by_row), fc2, dispatcher.ends, how.two)
         if bias2 is not None and how.first:
             out += (bias2[dispatcher.experts] * by_row[:, None]).to(out.dtype)
+        # Megatron-LM's module moe_act keeps these two; hooks would count them for expert_fc1.
         saves("moe_act", first, by_row)
         kept = rows if dispatcher.keeps_rows else x
         ctx.save_for_backward(kept, first, by_row, fc1, fc2)
