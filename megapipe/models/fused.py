@@ -111,7 +111,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
     if interleaved:
         turned = turned.reshape(*turned.shape[:-1], 2, half).transpose(-1, -2).flatten(-2)
     turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    if rest.shape[-1]:
+        return torch.cat((turned, rest), dim=-1)
+    return turned
 
 
 class _Rotate(torch.autograd.Function):

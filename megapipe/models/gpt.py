@@ -149,7 +149,9 @@ class Decoder(nn.Module):
             if between is not None:
                 x = between(x)
             x = recompute(group, x) if recomputed else group(x)
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        if self.final_layernorm is None:
+            return x
+        return self.final_layernorm(x)  # type: ignore[no-any-return]
 
 
 def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParallelLinear:

@@ -67,7 +67,9 @@ class TransformerLayer(nn.Module):
         if self.pre_mlp_layernorm is not None and self.mlp is not None:
             mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
             x, delta = self._half(x, delta, self.pre_mlp_layernorm, mlp, "mlp_out")
-        return x if delta is None else x + delta
+        if delta is None:
+            return x
+        return x + delta
 
     def _half(
         self,

@@ -104,4 +104,6 @@ def whole_features(x: Tensor, tp: Axis, shares_sequence: bool) -> Tensor:
         x: [s, b, h/t], this rank's features of all tokens.
     Returns: [s, b, h], the same on all ranks; if shares_sequence, this rank's tokens [s/t, b, h].
     """
-    return _whole_features(x, tp, shares_sequence) if tp.size > 1 else x
+    if tp.size > 1:
+        return _whole_features(x, tp, shares_sequence)
+    return x

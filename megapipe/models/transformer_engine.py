@@ -298,7 +298,9 @@ class _ByTE:
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, with the shapes of its plain-torch counterpart."""
         y = self._product(x, self.weight)
-        return y if self.bias is None else _add_bias(y, self.bias)
+        if self.bias is None:
+            return y
+        return _add_bias(y, self.bias)
 
 
 class TEColumnParallelLinear(_ByTE, ColumnParallelLinear):

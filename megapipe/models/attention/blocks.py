@@ -325,7 +325,9 @@ def _pairs(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     # The largest fp16 number is 65504, and scores can exceed it.
-    return x.float() if x.dtype == torch.float16 else x
+    if x.dtype == torch.float16:
+        return x.float()
+    return x
 
 
 def _sums(x: Tensor) -> torch.dtype:

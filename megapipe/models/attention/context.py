@@ -218,7 +218,9 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
             sums = cp.start_shift(grads.to(kv.dtype), channel=1)
         if coming is not None:
             kv = coming.wait()
-    return own if sums is None else own.add_(sums.wait())
+    if sums is None:
+        return own
+    return own.add_(sums.wait())
 
 
 def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:

@@ -135,7 +135,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     """Return the type of scores: float32 for fp16, whose largest number scores can exceed."""
-    return torch.float32 if x.dtype == torch.float16 else x.dtype
+    if x.dtype == torch.float16:
+        return torch.float32
+    return x.dtype
 
 
 def _space(queries: Tensor) -> Tensor:

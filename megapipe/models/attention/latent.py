@@ -58,7 +58,9 @@ class LatentAttention(Attention):
             return made
 
         def norm(size: int) -> Norm | None:
-            return Norm(config, size, sum_over_tp=split) if config.qk_layernorm else None
+            if config.qk_layernorm:
+                return Norm(config, size, sum_over_tp=split)
+            return None
 
         self.linear_q_proj: ColumnParallelLinear | None = None
         self.linear_q_down_proj: ColumnParallelLinear | None = None

@@ -36,7 +36,9 @@ def growth(factor: float, weight: float) -> float:
         factor: how many times longer the context has become; 1 or less gives 1.
         weight: 1 in the paper; --mscale or --mscale-all-dim.
     """
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ def sinkhorn_scores(model: ModelConfig) -> str:
 
     In an evaluation it also gives the choice, in place of Sinkhorn's iterations.
     """
-    return "sigmoid" if model.moe_router_topk == 1 else "softmax"
+    if model.moe_router_topk == 1:
+        return "sigmoid"
+    return "softmax"
 
 
 def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: torch.dtype) -> Tensor:

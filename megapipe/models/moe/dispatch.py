@@ -290,7 +290,9 @@ class AllToAllDispatcher:
 def _by_row(weights: Tensor, rows: Rows) -> Tensor:
     """[..., k] -> [R], 0 for padding."""
     by_row = weights.flatten()[rows.choices]
-    return by_row if rows.real is None else by_row * rows.real
+    if rows.real is None:
+        return by_row
+    return by_row * rows.real
 
 
 def _by_choice(by_row: Tensor, rows: Rows) -> Tensor:

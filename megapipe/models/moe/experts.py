@@ -253,7 +253,9 @@ def _bias_grad(bias: Tensor, by_row: Tensor, experts: Tensor) -> Tensor | None:
     main_grad: Tensor | None = getattr(bias, "main_grad", None)
     into = torch.zeros_like(bias) if main_grad is None else main_grad
     into.index_add_(0, experts, by_row.to(into.dtype))
-    return into if main_grad is None else None
+    if main_grad is None:
+        return into
+    return None
 
 
 class Experts(nn.Module):

@@ -387,7 +387,9 @@ class Router(nn.Module):
 
     @property
     def _split(self) -> Axis | None:
-        return self.tp if self.config.sequence_parallel else None
+        if self.config.sequence_parallel:
+            return self.tp
+        return None
 
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
