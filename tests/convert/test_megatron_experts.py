@@ -153,11 +153,8 @@ def test_experts_of_two_ranks_become_one_tensor_with_the_optimizer_to_the_bit(tm
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("moe_layer_freq", ["1", "[0, 1]"])
 def test_what_goes_out_as_torch_dist_comes_in_again_to_the_bit(tmp_path, bf16, moe_layer_freq):
-    config = Config(
-        model=replace(MODEL, moe_layer_freq=moe_layer_freq),
-        precision=replace(CONFIG.precision, bf16=bf16),
-        data=CONFIG.data,
-    )
+    model = replace(MODEL, moe_layer_freq=moe_layer_freq)
+    config = replace(CONFIG, model=model, precision=replace(CONFIG.precision, bf16=bf16))
     folder = written(tmp_path / "ours", config)
     export_megatron(folder, tmp_path / "theirs")
     again = import_megatron(tmp_path / "theirs", tmp_path / "again")

@@ -234,8 +234,8 @@ def bytes_of(model, tp, rows):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = layer(torch.randn(rows, 2, 256).bfloat16().requires_grad_())
-    for way in (node.how.way for node in nodes(y.grad_fn) if hasattr(node, "how")):
-        for table in (x for x in (*way._rows, *vars(way).values()) if isinstance(x, torch.Tensor)):
+    for moves in (node.how.dispatcher for node in nodes(y.grad_fn) if hasattr(node, "how")):
+        for table in (x for x in (*moves._rows, *vars(moves).values()) if isinstance(x, torch.Tensor)):
             keep(table)
     return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
 
