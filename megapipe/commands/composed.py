@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import ceil, inf
 from typing import Any
@@ -54,7 +54,16 @@ def composed(args: argparse.Namespace) -> tuple[Recipe, Schedule, list[str]]:
     `args.costs` has what the flags state afterwards, and a flag whose passes the file has is cleared.
     Raises: ScheduleError that names the memory which is enough, where a limit is the problem.
     """
-    refuse_idle(args)
+    paired = args.pairs is not None
+    of_a_file = args.option and is_file(args.name)
+    refuse_idle(
+        args,
+        {
+            "--split-backwards is of --pairs. Add that, or leave it out.": args.split_backwards and not paired,
+            "--no-pairs and --pairs contradict each other. Leave one of them out.": args.no_pairs and paired,
+            "--option is of a name of the catalogue or a function, not of a file.": of_a_file,
+        },
+    )
     args.costs = stated(args.costs, args)
     said = _only_costs(args) if is_file(args.name) else []
     flags = FLAGS | ({"step": "--post-validation"} if args.post_validation and not args.step else {})
@@ -87,9 +96,11 @@ def _check_room(table: Schedule, args: argparse.Namespace) -> None:
     verify(table, memory=args.memory, costs=args.costs)
 
 
-def refuse_idle(args: argparse.Namespace) -> None:
-    """Refuse flags of `show` or `compare` that have nothing to act on.
+def refuse_idle(args: argparse.Namespace, own: Mapping[str, object]) -> None:
+    """Refuse flags that have nothing to act on, those of `show` and `compare` both.
 
+    Args:
+        own: sentences on further flags of the command, and whether each holds.
     Raises: ScheduleError that names each of them.
     """
     copies = args.copies or args.copy_ratio
@@ -103,14 +114,7 @@ def refuse_idle(args: argparse.Namespace) -> None:
             args.shard is not None and args.shard_gradients
         ),
     }
-    if hasattr(args, "name"):  # flags that `show` alone has
-        paired = args.pairs is not None
-        problems |= {
-            "--split-backwards is of --pairs. Add that, or leave it out.": args.split_backwards and not paired,
-            "--no-pairs and --pairs contradict each other. Leave one of them out.": args.no_pairs and paired,
-            "--option is of a name of the catalogue or a function, not of a file.": args.option and is_file(args.name),
-        }
-    if found := [text for text, given in problems.items() if given]:
+    if found := [text for text, holds in (problems | dict(own)).items() if holds]:
         raise ScheduleError(found)
 
 

@@ -202,7 +202,7 @@ def run_compare(args: argparse.Namespace) -> int:
     figure.check()
     costs = [stated(_attending(_priced(cost, args.comm_share), args, args.files), args) for cost in args.costs]
     refuse_unfinished(args.copy_ratio, args.solve, args.switch, args.memory)
-    refuse_idle(args)
+    refuse_idle(args, {})
     args.costs = costs[0]
     parts = with_parts(NONE, args)
     if problems := list(parts.problems(FLAGS)):

@@ -92,11 +92,11 @@ class BatchSizes:
         return tuple(dict.fromkeys(size for _, size in self.steps))
 
     def at(self, consumed: int) -> int:
-        """The size of a step that begins after so many samples."""
+        """Return the size of a step that begins after `consumed` samples."""
         return next(size for start, size in reversed(self.steps) if consumed >= start)
 
     def after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed after so many more iterations."""
+        """Return the samples consumed after `iterations` more steps."""
         for stop, size in self._rest(consumed):
             steps = iterations if stop is None else min(iterations, -(-(stop - consumed) // size))
             consumed, iterations = consumed + steps * size, iterations - steps

@@ -27,7 +27,7 @@ class GuardConfig:
     manual_gc: Annotated[bool, FREE] = False
     """Collect Python's garbage on all ranks at once, around evaluations, and not whenever each wants to."""
     manual_gc_interval: Annotated[int, at_least(0), FREE, needs("manual_gc", "Python collects when it wants to")] = 0
-    """Collect it every so many steps too; 0 for never."""
+    """Collect it every this many steps too; 0 for never."""
     no_manual_gc_eval: Annotated[bool, FREE, needs("manual_gc", "Python collects when it wants to")] = False
     """Do not collect it around evaluations."""
     check_weight_hash_across_dp_replicas_interval: Annotated[
@@ -42,7 +42,7 @@ class GuardConfig:
         ),
         excludes("fp8_param_gather", "{} compares weights that {} leaves no rank whole", where=lambda c: c.gathers_fp8),
     ] = None
-    """Every so many steps compare a hash of all weights over their replicas, and stop if they differ."""
+    """Compare a hash of all weights over their replicas every this many steps, and stop if they differ."""
     no_check_for_nan_in_loss_and_grad: Annotated[bool, FREE] = False
     """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
     rerun_mode: Annotated[Literal["disabled", "validate_results"], FREE] = "validate_results"
@@ -53,7 +53,7 @@ class GuardConfig:
         FREE,
         needs("rerun_mode", "no step is run again", "validate_results"),
     ] = 0
-    """A drill: one in so many steps counts as wrong and is run again before its update; 0 for none."""
+    """A drill: one in this many steps counts as wrong and is run again before its update; 0 for none."""
     error_injection_type: Annotated[
         Literal["correct_result", "transient_error", "persistent_error"],
         FREE,
@@ -63,5 +63,5 @@ class GuardConfig:
     check_for_spiky_loss: Annotated[bool, FREE] = False
     """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
     max_bad_iterations_in_a_row: Annotated[int, at_least(1), FREE] = 10
-    """Stop after so many that were skipped, or with --check-for-spiky-loss spiked; not while a loss scale falls. Not in
-    Megatron-LM."""
+    """Stop after this many steps in a row that were skipped, or with --check-for-spiky-loss spiked; not while a loss
+    scale falls. Not in Megatron-LM."""

@@ -133,7 +133,7 @@ class OptimizerConfig:
     main_grads_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED, OF_BF16] = "fp32"
     """Of the gradients: microbatches are added up, and ranks summed, in it."""
     main_params_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED, OF_BF16] = "fp32"
-    """Of the parameters that are updated. bf16: those of the model, with no other beside them."""
+    """Type of the parameters that are updated. bf16: the model's own are, without a copy in float32."""
     exp_avg_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"
     """Of Adam's first moment between steps; an update computes in float32."""
     exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"

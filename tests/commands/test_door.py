@@ -139,6 +139,14 @@ def test_a_wheel_has_every_file_that_is_no_module():
     assert PROJECT["project"]["scripts"] == {"megapipe": "megapipe.commands.main:main"}
 
 
+def test_files_that_init_copies_are_the_ones_of_the_project():
+    """A copy would go its own way; a script that writes through a link makes one."""
+    files = ROOT / "megapipe" / "commands" / "start" / "files"
+    originals = ("megapipe/training/forward_step.py", "examples/own_provider.py", "pretrain_gpt.py")
+    linked = {path.resolve().relative_to(ROOT).as_posix() for path in files.glob("*.py")}
+    assert linked == set(originals)
+
+
 def test_bash_completes_commands_and_flags(tmp_path, capsys):
     completion.main(["bash"])
     (tmp_path / "megapipe").write_text(f'#!/bin/sh\nexec {sys.executable} -m megapipe "$@"\n')

@@ -149,5 +149,6 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
     else:
         # Positions restart in documents: any row of the whole table may be needed.
         table = rotary_table(length, rotary, x.device, wide, WHOLE)
-        cos, sin = (part[positions, 0] for part in table)
+        cos = table[0][positions, 0]
+        sin = table[1][positions, 0]
     return turned(x, cos, sin, rotary.interleaved)

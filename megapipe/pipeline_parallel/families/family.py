@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 class OfStage:
     """What a family does around the passes of one stage in one step. This does nothing.
 
-    `stage` is a `PipelineStage`, which has a list of these.
+    `stage` is a `PipelineStage`, which has these by the names of families.
     """
 
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:

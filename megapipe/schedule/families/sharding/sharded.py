@@ -135,7 +135,8 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     """The most weights and gradients that each rank has whole at once: of as many of its largest stages as live at a
     time, and of the gradients one more, which are being summed. What it has for ever, its shares, comes on top."""
     place = schedule.placement
-    weights, gradients = (costs.by_stage(name, place) for name in ("mem_a", "mem_g"))
+    weights = costs.by_stage("mem_a", place)
+    gradients = costs.by_stage("mem_g", place)
     found = []
     for rank, row in enumerate(schedule.ranks):
         own = place.stages_on(rank)

@@ -1,4 +1,4 @@
-"""The weights and gradients that a rank has whole for a while."""
+"""The memory of weights that are gathered for a run of passes, and of gradients that are not reduced yet."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ def borrowers(costs: Prices, place: Placement, stages: Collection[int]) -> set[i
 
 
 def whole(schedule: Schedule, costs: Prices, clock: Times, rank: int) -> Iterator[tuple[float, float, int]]:
-    """Times, sizes and steps of the weights and gradients that are whole for a while."""
+    """Yield (time, size, step of the row) for each change in gathered weights and unreduced gradients of a rank."""
     place = schedule.placement
-    weights, gradients = (costs.by_stage(name, place) for name in ("mem_a", "mem_g"))
+    weights = costs.by_stage("mem_a", place)
+    gradients = costs.by_stage("mem_g", place)
     end, begun, free = clock.end[rank], list[float](), 0.0
     for step, starts, ends in zip(schedule.ranks[rank], clock.start[rank], end, strict=True):
         computes = step[0].kind.traits.lane is Lane.COMPUTE
-        # A step beside is begun where it stands in the row, though its lane may have to end another first.
+        # A step of another lane takes its memory where it stands in the row, though its lane may be busy until later.
         begun.append(starts if computes else free)
         free = ends if computes else free
     own = place.stages_on(rank)
@@ -50,7 +51,7 @@ _Moment = tuple[float, int]
 
 
 def _united(whiles: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Moment]]:
-    """The times in which any of some is."""
+    """Return the union of overlapping intervals."""
     found: list[tuple[_Moment, _Moment]] = []
     for takes, gives in sorted(whiles):
         if found and takes < found[-1][1]:
