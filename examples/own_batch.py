@@ -11,11 +11,11 @@ from megapipe.flags.parse import parse
 from megapipe.models.gpt import GPTModel
 from megapipe.models.layer import TransformerLayer
 from megapipe.training.forward_step import loss_func
+from megapipe.training.hooks import Hooks
 from megapipe.training.pretrain import pretrain
-from megapipe.training.seams import Seams
 
 AT = 1  # the layer that is told the vector
-SEAMS = Seams(reads_on=lambda span: AT in span.layers)
+HOOKS = Hooks(reads_on=lambda span: AT in span.layers)
 
 
 class Told(TransformerLayer):
@@ -56,4 +56,4 @@ def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
 
 
 if __name__ == "__main__":
-    pretrain(parse(Config), provider, forward_step, datasets, SEAMS)
+    pretrain(parse(Config), provider, forward_step, datasets, HOOKS)

@@ -13,9 +13,9 @@ from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.optim.rule import Group, usual_groups
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import pretrain
 from megapipe.training.run import Run
-from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 
@@ -43,16 +43,16 @@ class Perplexity(Callback):
             print(f"{self.mark} {run.progress.iteration}: perplexity {math.exp(result.losses['lm loss']):.3f}")
 
 
-def seams(config: MyConfig) -> Seams:
+def hooks(config: MyConfig) -> Hooks:
     def groups(name: str, shape: Size) -> Group:
         return Group(lr=0.5) if "embedding" in name else usual_groups(name, shape)
 
     def rate(samples: int) -> float:
         return float((config.optimizer.lr or 0.0) * 0.5 ** (samples / config.mine.half_life))
 
-    return Seams(groups, rate, (Perplexity(config.mine.mark),))
+    return Hooks(groups, rate, (Perplexity(config.mine.mark),))
 
 
 if __name__ == "__main__":
     flags = parse(MyConfig)
-    pretrain(flags, gpt_provider, forward_step, seams=seams(flags))
+    pretrain(flags, gpt_provider, forward_step, hooks=hooks(flags))

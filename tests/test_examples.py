@@ -1,4 +1,4 @@
-"""Each example does what it says: the seams that people extend, used from outside."""
+"""Each example does what it says: the hooks that people extend, used from outside."""
 
 import random
 from contextlib import contextmanager, nullcontext
@@ -23,8 +23,8 @@ from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build, simulate
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import Callback
 from megapipe.training.pretrain import Training
-from megapipe.training.seams import Callback
 from tools.proofs import fuzz_equivalence
 from tools.proofs.equivalence_case import Case
 
@@ -274,10 +274,10 @@ def test_own_curve_groups_callbacks_and_flags_reach_a_run(capsys, tmp_path):
         def on_save(self, run, iteration):
             seen.append(("save", iteration))
 
-    ours = own_run.seams(mine)
+    ours = own_run.hooks(mine)
     ours = replace(ours, callbacks=(*ours.callbacks, Told()))
     mine = replace(mine, batch=replace(mine.batch, train_iters=2), optimizer=replace(mine.optimizer, lr_warmup_iters=0))
-    training = Training(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, seams=ours)
+    training = Training(mine, ProcessMesh.single(), gpt_provider, forward_step, datasets(), 127, 0.0, hooks=ours)
     training.train()
     said = capsys.readouterr().out
     assert [event[0] for event in seen] == ["before", "after", "before", "after", "save"]

@@ -9,7 +9,7 @@ import torch
 from short_run import config, datasets
 from tiny import STYLES
 
-from examples.own_batch import SEAMS, More, forward_step, provider
+from examples.own_batch import HOOKS, More, forward_step, provider
 from megapipe.config import Config
 from megapipe.data.build import Datasets
 from megapipe.distributed.axis import Axis
@@ -35,7 +35,7 @@ class Counted(More):
 def first_step(mesh, config):
     """(weights before, gradients, loss, samples read) of a rank."""
     data = Counted(datasets().train, config.model.hidden)
-    training = Training(config, mesh, in_float64, forward_step, Datasets(data, None, None), 127, 0.0, seams=SEAMS)
+    training = Training(config, mesh, in_float64, forward_step, Datasets(data, None, None), 127, 0.0, hooks=HOOKS)
     before = {name: p.detach().clone() for name, p in training.run.optimizer.params.items()}
     result = training.driver.whole()
     grads = {name: p.main_grad.clone() for name, p in training.run.optimizer.params.items()}
@@ -76,7 +76,7 @@ FLAGS = (
 def test_a_program_that_gives_its_data_sets_names_no_files(capsys):
     """--data-path was asked for, or --mock-data, though nothing would have read either."""
     given = parse(Config, FLAGS.split())
-    pretrain(given, provider, forward_step, lambda config, tokenizer: Datasets(More(datasets().train, 8)), SEAMS)
+    pretrain(given, provider, forward_step, lambda config, tokenizer: Datasets(More(datasets().train, 8)), HOOKS)
     assert "1 microbatches of 1" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--data-path is missing"):
         pretrain(given, provider, forward_step)

@@ -16,10 +16,10 @@ from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late, read_together
 from megapipe.plan import with_batch
 from megapipe.training.guards.numbers import Guard
+from megapipe.training.hooks import Hooks
 from megapipe.training.reading import Awaited, BatchesAt
 from megapipe.training.run import Run
 from megapipe.training.saving import Saving
-from megapipe.training.seams import Seams
 from megapipe.training.steps.step import StepResult, Update, train_step, weights_of
 from megapipe.training.steps.totals import Totals
 
@@ -61,11 +61,11 @@ class Driver:
     that was clipped or skipped, until --post-validation-after steps in a row were neither.
     """
 
-    def __init__(self, run: Run, seams: Seams, saving: Saving, batches_at: BatchesAt) -> None:
-        self.run, self.seams, self.guard = run, seams, Guard(run.config, run.say)
+    def __init__(self, run: Run, hooks: Hooks, saving: Saving, batches_at: BatchesAt) -> None:
+        self.run, self.hooks, self.guard = run, hooks, Guard(run.config, run.say)
         self._saving, self._batches_at = saving, batches_at
         self._barrier = not run.config.parallel.enable_optimizer_post_validation
-        if seams.callbacks and not self._barrier:
+        if hooks.callbacks and not self._barrier:
             run.say(
                 "WARNING: --enable-optimizer-post-validation waits in every step, for the callbacks before the next"
             )
@@ -86,7 +86,7 @@ class Driver:
 
     def ended(self, result: StepResult) -> None:
         """Report an iteration."""
-        self.seams.tell("after_step", self.run, result)
+        self.hooks.call("after_step", self.run, result)
         self.run.report.iteration(result, self.run.progress, self.run.rate(), self.run.optimizer)
 
     def _batches(self, consumed: int) -> Sequence[Microbatch]:
@@ -166,6 +166,6 @@ class Driver:
             config.guards.check_weight_hash_across_dp_replicas_interval,
             config.log.log_interval if config.checkpoint.trigger_path else None,
         )
-        guesses = course.good >= config.parallel.post_validation_after and not self.seams.callbacks
+        guesses = course.good >= config.parallel.post_validation_after and not self.hooks.callbacks
         last = n == self.run.progress.last_iteration(config)
         return not guesses or course.leaving or last or any(every and n % every == 0 for every in intervals)

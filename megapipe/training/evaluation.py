@@ -10,9 +10,9 @@ from operator import add
 from megapipe.data.build import Datasets
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.plan import with_batch
+from megapipe.training.hooks import Hooks
 from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.run import Run
-from megapipe.training.seams import Seams
 from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import weights_of
 
@@ -34,9 +34,9 @@ class Evaluation:
     """The evaluations of a run. Collective. check_files: raises if a file was cut off, which would kill the reader."""
 
     def __init__(
-        self, run: Run, seams: Seams, reading: Reading, data: Datasets, check_files: Callable[[], None]
+        self, run: Run, hooks: Hooks, reading: Reading, data: Datasets, check_files: Callable[[], None]
     ) -> None:
-        self._run, self._seams, self._check_files, config = run, seams, check_files, run.config.evaluation
+        self._run, self._hooks, self._check_files, config = run, hooks, check_files, run.config.evaluation
         self._stages = run.stages.under(config, with_batch(run.plan, config).schedule)
         self._valid, self._test = reading.evaluation(data.valid), reading.evaluation(data.test)
 
@@ -71,6 +71,6 @@ class Evaluation:
         if consumed is None:
             progress.consumed_valid_samples = end
         run.report.validation(losses, where, range(begin, end), progress)
-        self._seams.tell("on_evaluation", run, where, losses)
+        self._hooks.call("on_evaluation", run, where, losses)
         if by_hand:
             gc.collect(0)  # what the evaluation left

@@ -51,6 +51,7 @@ from megapipe.training.guards.model import check_ownership, room
 from megapipe.training.guards.process import Stopping, triggered
 from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import check_replicas
+from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.progress import Progress
 from megapipe.training.reading import Reading
 from megapipe.training.report.lines import arguments, held_up_messages
@@ -60,7 +61,6 @@ from megapipe.training.report.stdout import stdout_may_break
 from megapipe.training.reschedule import with_rescheduling
 from megapipe.training.run import Run
 from megapipe.training.saving import Saving
-from megapipe.training.seams import NONE, Seams
 from megapipe.training.steps.stages import Stages
 
 
@@ -70,7 +70,7 @@ def pretrain(
     provider: Provider,
     forward_step: ForwardStep,
     datasets: DatasetsProvider = build_datasets,
-    seams: Seams = NONE,
+    hooks: Hooks = NONE,
 ) -> None:
     """Pretrain a model as the configuration says. Call it on every rank that the launcher started.
 
@@ -80,7 +80,7 @@ def pretrain(
         forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
             `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss that do not ask.
         datasets: gives the datasets: items are token ids or, with more fields, arrays by name.
-        seams: groups of parameters, a learning-rate curve, callbacks, stages that read; see docs/extending.md.
+        hooks: groups of parameters, a learning-rate curve, callbacks, stages that read; see docs/extending.md.
     Raises: UserError with a text for the user, before any process group exists where that is possible; SystemExit(75)
         if the run was asked to stop before its end (docs/troubleshooting.md).
     """
@@ -91,7 +91,7 @@ def pretrain(
     launch = checked(config, provider, datasets)
     with _meeting(launch, forward_step, datasets) as mesh:
         with room(mesh, launch.plan):
-            given = forward_step, launch.data, launch.eod, started, launch.layers, launch.plan, seams
+            given = forward_step, launch.data, launch.eod, started, launch.layers, launch.plan, hooks
             run = Training(launch.config, mesh, launch.provider, *given)
         exit_code = run.train()
         del run
@@ -139,33 +139,33 @@ class Training:
         started: float,
         layers: str = "layers of plain torch (local)",
         plan: Plan | None = None,
-        seams: Seams = NONE,
+        hooks: Hooks = NONE,
     ) -> None:
         self.started = started
         plan = plan or make_plan(config)
         report = Reporter(config, mesh, plan)
         using = f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}"
-        lines = arguments(config), start_block(config), seams.beside(config), reads(config, data), using
+        lines = arguments(config), start_block(config), hooks.lr_warning(config), reads(config, data), using
         report.say("\n".join(filter(None, [*lines, *use_alike(mesh)])))
         modules, parameters = _modules(config, mesh, plan, provider)
         self._check_replicas = partial(check_replicas, modules, mesh, mirrored=plan.schedule.placement.num_chains > 1)
         self._check_replicas()
         _say_plan(report, plan, parameters)
-        also = frozenset(stage for stage, span in enumerate(plan.spans) if seams.reads_on(span))
+        also = frozenset(stage for stage, span in enumerate(plan.spans) if hooks.reads_on(span))
         stages = Stages(config, plan.schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
-        optimizer = Optimizer(modules, config.optimizer, mesh, groups=seams.groups, **config.of_optimizer)
+        optimizer = Optimizer(modules, config.optimizer, mesh, groups=hooks.groups, **config.of_optimizer)
         stages.engine.graphs = _graphs(report, plan)
         curve = LRSchedule(0.0) if config.optimizer.freeze_all_layers else LRSchedule.of(config)
         start = Progress.after(LoadedState(), config.precision)
-        run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, seams.lr)
+        run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, hooks.lr)
         flags, self.check_files = config.checkpoint, partial(refuse_cut_off, mapped_files(config.data))
         found = on_first(mesh, lambda: contents(config, data.train)) if flags.save or flags.load else {}
         self.run = run = resumed(run, found)
-        self.seams = with_rescheduling(seams, config, plan)
+        self.hooks = with_rescheduling(hooks, config, plan)
         reading = Reading(config, mesh, plan.schedule.placement, also)
-        self.evaluation = Evaluation(run, self.seams, reading, data, self.check_files)
-        self.profiler, self.saving = Profiler(config.log, mesh.world.rank), Saving(run, self.seams, found)
-        self.driver = Driver(run, self.seams, self.saving, reading.training(data.train, run.progress))
+        self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)
+        self.profiler, self.saving = Profiler(config.log, mesh.world.rank), Saving(run, self.hooks, found)
+        self.driver = Driver(run, self.hooks, self.saving, reading.training(data.train, run.progress))
         if flags.save:
             check_save(flags.save, run.progress.iteration, mesh, saved_bytes(plan, config, parameters))
 
@@ -185,7 +185,7 @@ class Training:
         with closing(self.saving):
             while n < last:
                 self.profiler.before(n)
-                self.seams.tell("before_step", run)
+                self.hooks.call("before_step", run)
                 course = driver.step(course, lambda: stopping.wanted)
                 run.report.measure(run.stages.stopwatch, over=course.result is not None)
                 if course.result is not None:

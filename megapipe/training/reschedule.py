@@ -20,8 +20,8 @@ from megapipe.schedule import from_json
 from megapipe.schedule.costs_file import dump_costs, read_costs
 from megapipe.schedule.measured.costs import Ran, StepsRan, measured_costs
 from megapipe.schedule.search.beside import Beside
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.run import Run
-from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 _EFFORT, _EFFORT_PER_PASS = 10.0, 0.02
@@ -30,11 +30,11 @@ _WORTH = 0.01
 """The share of the passes' time that the new table must save by its prediction."""
 
 
-def with_rescheduling(seams: Seams, config: Config, plan: Plan) -> Seams:
-    """The seams with a callback that does what --reschedule-after asks for."""
+def with_rescheduling(hooks: Hooks, config: Config, plan: Plan) -> Hooks:
+    """The hooks with a callback that does what --reschedule-after asks for."""
     if config.parallel.reschedule_after is None:
-        return seams
-    return replace(seams, callbacks=(*seams.callbacks, Rescheduling(config, plan)))
+        return hooks
+    return replace(hooks, callbacks=(*hooks.callbacks, Rescheduling(config, plan)))
 
 
 class Rescheduling(Callback):

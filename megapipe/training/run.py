@@ -27,7 +27,7 @@ class Run:
         stages: those with their data, under the table and batch of the next step.
         progress: where the run is; it moves with every step.
         curve: of the flags, or of the checkpoint that the run goes on from.
-        own_rate: samples -> learning rate, in place of the curve's; the program's (Seams.lr).
+        own_rate: samples -> learning rate, in place of the curve's; the program's (Hooks.lr).
     """
 
     config: Config

@@ -15,10 +15,10 @@ from megapipe.config import CheckpointConfig
 from megapipe.distributed.meeting.together import on_first
 from megapipe.errors import CheckpointError
 from megapipe.schedule.recipe_line import to_line
+from megapipe.training.hooks import Hooks
 from megapipe.training.report.job_log import JobLog
 from megapipe.training.report.lines import banner
 from megapipe.training.run import Run
-from megapipe.training.seams import Seams
 
 
 class Saving:
@@ -32,8 +32,8 @@ class Saving:
         own: of those in --save that this run has saved or goes on from; it removes no others unless it is told to.
     """
 
-    def __init__(self, run: Run, seams: Seams, contents: Mapping[str, str]) -> None:
-        self._run, self._seams, self._contents = run, seams, contents
+    def __init__(self, run: Run, hooks: Hooks, contents: Mapping[str, str]) -> None:
+        self._run, self._hooks, self._contents = run, hooks, contents
         self.last = self.begun = run.progress.iteration
         wanted, possible = run.config.checkpoint.async_save, hasattr(os, "memfd_create")
         if wanted and not possible:
@@ -129,7 +129,7 @@ class Saving:
         self.last = n
         self.own.append(n)
         self.jobs.complete(n)
-        self._seams.tell("on_save", self._run, n)
+        self._hooks.call("on_save", self._run, n)
 
 
 def _one_folder(flags: CheckpointConfig) -> bool:

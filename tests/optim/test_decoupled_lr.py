@@ -8,13 +8,13 @@ from short_run import config, run_of
 from tiny import STYLES
 
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.training.seams import Seams
+from megapipe.training.hooks import Hooks
 
 
 def test_a_rate_of_the_programs_beside_it_is_told(capsys):
     text = "WARNING: --decoupled-lr 0.5 follows the flags' curve for embedding and head; all other parameters have"
     for lr, flags in ((lambda _: 0.1, {"decoupled_lr": 0.5}), (lambda _: 0.1, {}), (None, {"decoupled_lr": 0.5})):
-        run_of(ProcessMesh.single(), config(STYLES["gpt2"], **flags), Seams(lr=lr))
+        run_of(ProcessMesh.single(), config(STYLES["gpt2"], **flags), Hooks(lr=lr))
         assert (text in capsys.readouterr().out) == (lr is not None and bool(flags))
 
 

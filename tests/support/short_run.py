@@ -16,8 +16,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.pretrain import Training
-from megapipe.training.seams import NONE, Seams
 
 STEPS = 20
 SPLIT_STEPS = STEPS if os.environ.get("MEGAPIPE_NIGHTLY") else 5
@@ -48,10 +48,10 @@ def datasets() -> Datasets:
     return build_datasets(any_config, build_tokenizer(any_config.data))
 
 
-def run_of(mesh: ProcessMesh, config: Config, seams: Seams = NONE) -> Training:
+def run_of(mesh: ProcessMesh, config: Config, hooks: Hooks = NONE) -> Training:
     """A run that is ready for its first step."""
     eod = build_tokenizer(config.data).eod
-    return Training(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), seams=seams)
+    return Training(config, mesh, gpt_provider, forward_step, datasets(), eod, time.monotonic(), hooks=hooks)
 
 
 def train(mesh: ProcessMesh, config: Config, steps: int = STEPS) -> list[tuple[float, float]]:

@@ -20,8 +20,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import Training
-from megapipe.training.seams import Callback, Seams
 
 MOE = replace(
     LLAMA,
@@ -117,8 +117,8 @@ class Steps(Callback):
 
 def trained(mesh: ProcessMesh, config: Config, record: Steps | None = None) -> dict[str, Tensor]:
     """Weights and biases after the run."""
-    seams = Seams(callbacks=() if record is None else (record,))
-    training = Training(config, mesh, gpt_provider, forward_step, datasets(), 126, time.monotonic(), seams=seams)
+    hooks = Hooks(callbacks=() if record is None else (record,))
+    training = Training(config, mesh, gpt_provider, forward_step, datasets(), 126, time.monotonic(), hooks=hooks)
     training.train()
     return {name: x.detach().clone() for stage in training.run.modules for name, x in saved_tensors(stage)}
 

@@ -12,7 +12,7 @@ from tiny import STYLES
 from megapipe.config import Config
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.training.seams import Callback, Seams
+from megapipe.training.hooks import Callback, Hooks
 
 # One microbatch at a time, all W at the end: as slow as naive, and it holds all four.
 SLOW = ",".join(f"{{0}}F{i},{{0}}B{i}" for i in range(4)) + "," + ",".join(f"{{0}}W{i}" for i in range(4))
@@ -26,13 +26,13 @@ class Patient(Callback):
 
     def after_step(self, run, result) -> None:
         self.losses.append((result.losses["lm loss"], result.grad_norm))
-        if search := self.training.seams.callbacks[-1]._search:
+        if search := self.training.hooks.callbacks[-1]._search:
             search._process.wait()
 
 
 def train(mesh: ProcessMesh, config: Config) -> tuple[list[tuple[float, float]], str]:
     patient = Patient()
-    patient.training = training = run_of(mesh, config, Seams(callbacks=(patient,)))
+    patient.training = training = run_of(mesh, config, Hooks(callbacks=(patient,)))
     training.train()
     return patient.losses, training.run.stages.schedule.name
 

@@ -35,7 +35,7 @@ API = {
     "Schedules compared and drawn": [
         *(f"megapipe.schedule.views.{name}" for name in ("compare", "terminal", "draw", "timeline", "perfetto"))
     ],
-    "A run": ["megapipe.training.pretrain", "megapipe.training.seams"],
+    "A run": ["megapipe.training.pretrain", "megapipe.training.hooks"],
     "Data sets and batches": [
         *(f"megapipe.data.{name}" for name in ("build.Datasets", "gpt_dataset.TokenDataset", "loader.Batch"))
     ],

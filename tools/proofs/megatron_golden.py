@@ -45,9 +45,9 @@ from megapipe.optim.census import natural
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import Training
 from megapipe.training.run import Run
-from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 TIMES, FLOOR = 4.0, 6e-8
@@ -157,10 +157,10 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
 
         def rank(mesh: ProcessMesh) -> Trained:
             record = Recorder()
-            seams = Seams(callbacks=(record,))
+            hooks = Hooks(callbacks=(record,))
             began = time.monotonic()
             given = config, mesh, gpt_provider, forward_step, data, tokenizer.eod, began
-            training = Training(*given, plan=plan, seams=seams)
+            training = Training(*given, plan=plan, hooks=hooks)
             run = training.run
             load_full(run.modules, read, mesh.tp)
             run.optimizer.reload_main()

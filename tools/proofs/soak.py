@@ -29,9 +29,9 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, stop
 from megapipe.models.provider import gpt_provider
 from megapipe.training.forward_step import forward_step
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import pretrain
 from megapipe.training.run import Run
-from megapipe.training.seams import Callback, Seams
 from megapipe.training.steps.step import StepResult
 
 FLAGS = (
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folders = ["--data-path", f"{name}/data", "--save", f"{name}/run", "--load", f"{name}/run"]
             folders += ["--tensorboard-dir", f"{name}/board"]
             for _ in range(options.restarts):
-                pretrain(parse(Config, flags + folders), gpt_provider, forward_step, seams=Seams(callbacks=(sampler,)))
+                pretrain(parse(Config, flags + folders), gpt_provider, forward_step, hooks=Hooks(callbacks=(sampler,)))
     except (UserError, KeyboardInterrupt) as error:
         stop(error)
     quarter = len(sampler.rows) // 4

@@ -16,7 +16,7 @@ from megapipe.optim.sharded.eight_bits import InEightBits
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
 from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
-from megapipe.training.seams import Callback, Seams
+from megapipe.training.hooks import Callback, Hooks
 
 SHAPES = {"a.weight": (80, 48), "b.weight": (3, 144, 272), "c.weight": (16, 16)}
 """Of which shares of 2 to 4 ranks end within rows, experts and blocks of 128."""
@@ -109,7 +109,7 @@ class Told(Callback):
 def trained(run: Config) -> list[Told]:
     def rank(mesh: ProcessMesh) -> Told:
         told, late = Told(), run.parallel.enable_optimizer_post_validation  # which a callback would make wait
-        training = run_of(mesh, run, Seams(callbacks=() if late else (told,)))
+        training = run_of(mesh, run, Hooks(callbacks=() if late else (told,)))
         training.train()
         with training.run.optimizer.gathers.whole():
             told.end(training.run)

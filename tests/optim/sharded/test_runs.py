@@ -19,7 +19,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import whole_step
 from megapipe.schedule import Costs, Kind, build, simulate
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
-from megapipe.training.seams import Callback, Seams
+from megapipe.training.hooks import Callback, Hooks
 
 from ..test_distributed import compare
 
@@ -103,7 +103,7 @@ def test_a_callback_sees_whole_weights():
     def seen(mesh: ProcessMesh, parallel: dict) -> dict[str, torch.Tensor]:
         plain, reads = config(STYLES["gpt2"], dp=2, bf16=True), Reads()
         flags = replace(plain, parallel=replace(plain.parallel, **parallel))
-        training = run_of(mesh, flags, Seams(callbacks=(reads, Callback())))
+        training = run_of(mesh, flags, Hooks(callbacks=(reads, Callback())))
         training.driver.ended(training.driver.whole())
         assert not training.run.optimizer.live.bytes
         return reads.seen

@@ -1,0 +1,85 @@
+"""What a program can change in a run besides model, data and loss.
+
+These are groups of parameters, a learning-rate curve, callbacks, and stages that read batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.optim.rule import Groups, usual_groups
+from megapipe.partition.spans import LayerSpan
+from megapipe.training.run import Run
+from megapipe.training.steps.step import StepResult
+
+
+class Callback:
+    """Methods that every rank calls during a run; override the ones you need.
+
+    `run` has config, mesh, modules, optimizer and progress. A collective in a callback is a
+    collective of all ranks. An exception ends the run. Under ZeRO-3 the full weights are gathered
+    for each overridden method.
+    """
+
+    def before_step(self, run: Run) -> None:
+        """Act before a step; run.progress.iteration steps are done."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Act after a step. The weights are updated, unless result.skipped."""
+
+    def on_evaluation(self, run: Run, where: str, losses: Mapping[str, float]) -> None:
+        """Act after an evaluation.
+
+        Args:
+            where: `iteration N`, with `on validation set` or `on test set` at the end of the run.
+            losses: means over the evaluation, by the names that loss_func reports.
+        """
+
+    def on_save(self, run: Run, iteration: int) -> None:
+        """Act after the checkpoint of this iteration is complete."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What `pretrain` takes from a program besides model, data and loss.
+
+    Attributes:
+        groups: selects parameters with a learning rate or weight decay of their own.
+        lr: (samples that the run has advanced by) -> learning rate, instead of --lr and its curve.
+        callbacks: called in this order.
+        reads_on: selects stages that get batches in addition to those with embedding or loss. On
+            all other stages the data_iterator of forward_step is None.
+    """
+
+    groups: Groups = usual_groups
+    lr: Callable[[int], float] | None = None
+    callbacks: tuple[Callback, ...] = ()
+    reads_on: Callable[[LayerSpan], bool] = lambda span: False
+
+    def call(self, event: str, run: Run, *args: Any) -> None:
+        """Call the method named `event` of every callback, with `run` and `args`."""
+        # Weights are gathered only if a callback does something.
+        inherited = getattr(Callback, event)
+        methods = [getattr(callback, event) for callback in self.callbacks]
+        overridden = [m for m in methods if getattr(m, "__func__", None) is not inherited]
+        with run.optimizer.gathers.whole() if overridden else nullcontext():
+            for method in overridden:
+                method(run, *args)
+
+    def lr_warning(self, config: Config) -> str:
+        """Return a warning if --decoupled-lr and `lr` are both given; else an empty string."""
+        decoupled_lr = config.optimizer.decoupled_lr
+        if self.lr is None or decoupled_lr is None:
+            return ""
+        return (
+            f"WARNING: --decoupled-lr {decoupled_lr:g} follows the flags' curve for embedding and "
+            "head; all other parameters have the program's rate (Hooks.lr)"
+        )
+
+
+NONE = Hooks()
+"""No hooks: everything as the flags say."""
