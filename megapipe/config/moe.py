@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Annotated, Literal
@@ -166,36 +166,77 @@ class MoEConfig:
         return None if factor is None or factor < 0 else factor
 
 
+MOST_LAYERS = 10_000
+DEEPEST = 50
+
+
 def layer_frequency(text: str) -> int | list[int]:
-    """The layers that --moe-layer-freq names: an integer or a Python expression of lists, sums and products, never run.
+    """Return the layers that --moe-layer-freq names: every n-th, or a list with 1 for each layer of experts.
+
+    Args:
+        text: an integer, or an expression of lists, sums and products in Python's syntax. It is never executed.
 
     Raises: ValueError for anything else.
     """
-    try:
-        found = _value(ast.parse(text.strip().strip("'\""), mode="eval").body)  # a shell's array keeps inner quotes
-    except SyntaxError:
-        raise ValueError(text) from None
-    if (isinstance(found, int) and found >= 1) or (isinstance(found, list) and set(found) <= {0, 1}):
+    # Not parsed by `ast`: CPython 3.11 raises SystemError where threads make syntax trees at the same time.
+    words = re.findall(r"\d+|\S", text.strip().strip("'\""))  # a shell's array keeps inner quotes
+    if not text.isascii() or words.count("(") > DEEPEST:
+        raise ValueError(text)
+    words.reverse()
+    found = _sum(words)
+    if words:
+        raise ValueError(text)
+    if isinstance(found, int):
+        if found >= 1:
+            return found
+    elif set(found) <= {0, 1}:
         return found
     raise ValueError(text)
 
 
-def _value(node: ast.expr) -> int | list[int]:
-    match node:
-        case ast.Constant(value=int() as number) if number is not True and number is not False:
-            return number
-        case ast.List(elts=items):
-            values = [_value(item) for item in items]
-            if all(isinstance(value, int) for value in values):
-                return [value for value in values if isinstance(value, int)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            a, b = _value(left), _value(right)
-            if isinstance(a, list) and isinstance(b, list):
-                return a + b
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            a, b = _value(left), _value(right)
-            if isinstance(a, list) != isinstance(b, list):
-                times, items_of = (a, b) if isinstance(a, int) else (b, a)
-                if isinstance(times, int) and isinstance(items_of, list) and 0 <= times * len(items_of) <= 10_000:
-                    return items_of * times
-    raise ValueError(ast.unparse(node))
+def _sum(words: list[str]) -> int | list[int]:
+    """Take a sum of lists from the end of `words`, which stand in reverse order."""
+    total = _product(words)
+    while words and words[-1] == "+":
+        words.pop()
+        more = _product(words)
+        if isinstance(total, int) or isinstance(more, int):
+            raise ValueError("a sum of integers")
+        total = total + more
+    return total
+
+
+def _product(words: list[str]) -> int | list[int]:
+    """Take a list, or one times an integer, from the end of `words`."""
+    total = _value(words)
+    while words and words[-1] == "*":
+        words.pop()
+        more = _value(words)
+        times, items = (total, more) if isinstance(total, int) else (more, total)
+        if not isinstance(times, int) or isinstance(items, int) or times * len(items) > MOST_LAYERS:
+            raise ValueError("not a list times an integer")
+        total = items * times
+    return total
+
+
+def _value(words: list[str]) -> int | list[int]:
+    """Take an integer, a list of integers, or an expression in parentheses from the end of `words`."""
+    word = words.pop() if words else ""
+    if word == "(":
+        inside = _sum(words)
+        _take(words, ")")
+        return inside
+    if word != "[":
+        return int(word)
+    items: list[int] = []
+    while words and words[-1] != "]":
+        items.append(int(words.pop()))
+        if words and words[-1] != "]":
+            _take(words, ",")
+    _take(words, "]")
+    return items
+
+
+def _take(words: list[str], word: str) -> None:
+    if not words or words.pop() != word:
+        raise ValueError(f"no {word}")
