@@ -125,7 +125,7 @@ def test_init_writes_a_program_that_trains_with_the_loss_and_model_beside_it(tmp
     loss.write_text(loss.read_text().replace('"lm loss"', '"my loss"'))
     said = run_ranks(2, [*line.split(), *tokens.split()], tmp_path / "my")
     assert re.search(r"iteration        5/       5 \|.* my loss: 5\.", said)
-    with pytest.raises(ConfigError, match=r"my has README.md, .* already. Name a new folder."):
+    with pytest.raises(ConfigError, match=r"my already has README.md, .*\. Name a new folder: megapipe init .*my-2"):
         init.main([str(tmp_path / "my")])
 
 

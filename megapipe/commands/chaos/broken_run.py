@@ -1,4 +1,4 @@
-"""A launch line in progress, as the command sees it: its processes, what it prints, its faults and its checkpoints."""
+"""A launched command as `megapipe chaos` sees it: processes, output, faults and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,23 +24,35 @@ from megapipe.checkpoint.save_load import STATE
 from megapipe.errors import CheckpointError
 
 MARK = "MEGAPIPE_CHAOS"
-_ITERATION = re.compile(r" iteration +(\d+)/ *\d+ \|.*? learning rate: \S+ \|(.*?)\| number of skipped")
+_ITERATION = re.compile(
+    r" iteration +(\d+)/ *\d+ \|.*? learning rate: \S+ \|(.*?)\| number of skipped"
+)
+_RESUMED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)")
+# A line with one of these words shows that the run has noticed a fault.
 _TROUBLE = ("megapipe:", "ALARM", "DAMAGED", "error:", "Error", "belonged to a run that is gone")
 
 
 class Launched:
-    """A command with all processes that it starts, on this machine; what it prints goes to `log`.
+    """A running command with all processes that it starts on this machine.
 
     Attributes:
+        log: the file that its output is written to.
         iterations: number and time of each iteration line.
-        resumed: the iteration that it went on from.
-        saves, failed_saves: complete ones, and those that it has told.
+        resumed: the iteration from which it continued; 0 if it loaded no checkpoint.
+        saves: complete checkpoints that it reported.
+        failed_saves: saves that it reported as failed.
+        trouble: the times of the lines that report a fault.
     """
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
-        self.log, self.resumed, self.saves, self.failed_saves = log, 0, 0, 0
+        self.log = log
+        self.resumed = 0
+        self.saves = 0
+        self.failed_saves = 0
         self.iterations: list[tuple[int, float]] = []
         self.trouble: list[float] = []
+        # Ranks outlive a killed launcher and lose their parent, but they keep its environment. A
+        # mark in the environment finds them all.
         self._mark = secrets.token_hex(8)
         self.process = subprocess.Popen(
             command,
@@ -62,7 +74,7 @@ class Launched:
                 log.flush()
                 if match := _ITERATION.search(line):
                     self.iterations.append((int(match[1]), time.monotonic()))
-                elif match := re.search(r"successfully loaded checkpoint from .* at iteration (\d+)", line):
+                elif match := _RESUMED.search(line):
                     self.resumed = int(match[1])
                 elif "successfully saved checkpoint" in line:
                     self.saves += 1
@@ -71,52 +83,72 @@ class Launched:
                     self.failed_saves += "NOT SAVED" in line
 
     def poll(self) -> int | None:
-        """The exit status of the command; None while it runs."""
+        """Return the exit status of the command; None while it runs."""
         return self.process.poll()
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait until the command has ended. Return its exit status."""
         code = self.process.wait()
         self._reader.join(60)
         return code
 
     def end(self) -> int:
-        """Kill what is left: what is stopped, or still trains when the time is over."""
+        """Kill every process of the command, stopped ones too. Return the exit status."""
         self.signal_all(signal.SIGKILL)
         return self.wait()
 
-    def left_behind(self, limit_s: float) -> list[int]:
-        """Processes that the command has left behind."""
+    def orphans(self, limit_s: float) -> list[int]:
+        """Return processes that still live `limit_s` seconds after the command has ended."""
         until = time.monotonic() + limit_s
-        while (left := self.pids()) and self.process.poll() is not None and time.monotonic() < until:
+        while time.monotonic() < until:
+            if self.process.poll() is None or not self.pids():
+                return []
             time.sleep(0.1)
-        return left if self.process.poll() is not None else []
+        return [] if self.process.poll() is None else self.pids()
 
     def pids(self) -> list[int]:
-        """Processes that this command started and that have not ended."""
-        mark, found = f"{MARK}={self._mark}", []
+        """Return the processes that the command started and that have not ended."""
+        mark = f"{MARK}={self._mark}"
+        found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and mark in _words(int(entry.name), "environ"):
                 found.append(int(entry.name))
         return found
 
     def ranks(self) -> list[int]:
-        """Processes that train or write for one that does: all but the launcher, if there is one."""
-        found = [pid for pid in self.pids() if any(word.startswith("RANK=") for word in _words(pid, "environ"))]
-        return sorted(found) or ([self.process.pid] if self.process.poll() is None else [])
+        """Return the ranks and their checkpoint writers; the launcher is not among them."""
+        found = sorted(pid for pid in self.pids() if _rank_of(pid) is not None)
+        # A command without a launcher is its only rank, and has no RANK.
+        if not found and self.process.poll() is None:
+            return [self.process.pid]
+        return found
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to every process."""
+        """Send a signal to every process of the command."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def hit(self, draw: random.Random, number: signal.Signals, *, launcher: bool = False, where: str = "") -> str:
-        """Send a signal to a drawn rank, or to the launcher. Returns: what was done; empty if it has ended already."""
+    def hit(
+        self,
+        draw: random.Random,
+        number: signal.Signals,
+        *,
+        launcher: bool = False,
+        where: str = "",
+    ) -> str:
+        """Send a signal to a drawn rank, or to the launcher.
+
+        Args:
+            where: the moment, for the text that is returned.
+        Returns: a text that says the signal and its target; empty if the process has ended.
+        """
         ranks = self.ranks()
         if not ranks:
             return ""
-        alone, pid = ranks == [self.process.pid], ranks[draw.randrange(len(ranks))]
+        alone = ranks == [self.process.pid]
+        # The rank is drawn even for the launcher, so that one seed draws the same faults.
+        pid = ranks[draw.randrange(len(ranks))]
         who = "the launcher" if launcher and not alone else _name(pid)
         try:
             os.kill(self.process.pid if launcher else pid, number)
@@ -125,7 +157,7 @@ class Launched:
         return f"{number.name} to {who} {where}".rstrip()
 
     def sees(self, what: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until it is so, for the process's life and at most limit_s."""
+        """Wait until `what` is true. Return False if the command ends or `limit_s` passes first."""
         until = time.monotonic() + limit_s
         while time.monotonic() < until and self.process.poll() is None:
             if what():
@@ -133,20 +165,22 @@ class Launched:
             time.sleep(0.002)
         return False
 
-    def waits(self, seconds: float, until: float) -> bool:
-        """Let it train; False if it ends or the time is over before."""
+    def trains(self, seconds: float, until: float) -> bool:
+        """Let it train for some seconds. Return False if it ends or reaches the time `until`."""
         self.sees(lambda: time.monotonic() >= until, seconds)
         return self.process.poll() is None and time.monotonic() < until
 
 
 @dataclass
 class Fault:
-    """A fault: what was done to a run and what came of it.
+    """A fault that was injected into a run, and its consequences.
 
     Attributes:
-        noticed_s: until the run said a word about it or ended.
-        healed_s: until the next iteration that is beyond those before.
-        lost: iterations that were trained again.
+        kind: a name of `main.KINDS`.
+        run: the launch that was broken.
+        noticed_s: seconds until the run reported the fault or ended; None if it did neither.
+        healed_s: seconds until the next iteration line; None before it.
+        lost: iterations that were trained a second time.
     """
 
     kind: str
@@ -159,33 +193,50 @@ class Fault:
         self.now()
 
     def now(self) -> None:
-        """Let it happen."""
+        """Record that the fault happens now, in the present iteration."""
         self.at = time.monotonic()
         self.iteration = self.run.iterations[-1][0] if self.run.iterations else self.run.resumed
 
     def watch(self, *, ends: bool) -> None:
-        """Wait until the run has said or done something about it; one that need not end it is only looked at."""
-        self.run.sees(lambda: bool(self._said()) or not ends, 600)
-        said = self._said()
-        if said or ends:
-            self.noticed_s = (said[0] if said else time.monotonic()) - self.at
+        """Wait until the run has reported the fault or ended.
+
+        Args:
+            ends: the fault must end the run. If False, do not wait.
+        """
+        self.run.sees(lambda: bool(self._reported()) or not ends, 600)
+        reported = self._reported()
+        if reported or ends:
+            self.noticed_s = (reported[0] if reported else time.monotonic()) - self.at
 
     def look(self, run: Launched) -> None:
-        """Has training gone on?"""
-        after = [(n, at) for n, at in run.iterations if at > self.at + (self.noticed_s or 0)]
-        if self.healed_s is None and after:
-            self.healed_s = after[0][1] - self.at
-            reached = max((n for n, at in self.run.iterations if at <= after[0][1]), default=self.iteration)
-            self.lost = max(0, reached + 1 - after[0][0]) if run is not self.run or reached >= after[0][0] + 1 else 0
+        """Record when training has continued in `run`, the same launch or a later one."""
+        noticed = self.at + (self.noticed_s or 0)
+        after = [(n, at) for n, at in run.iterations if at > noticed]
+        if self.healed_s is not None or not after:
+            return
+        first, at_first = after[0]
+        self.healed_s = at_first - self.at
+        reached = max(
+            (n for n, at in self.run.iterations if at <= at_first), default=self.iteration
+        )
+        # A launch that survived has trained nothing again unless its numbers went back.
+        if run is not self.run or reached >= first + 1:
+            self.lost = max(0, reached + 1 - first)
 
-    def _said(self) -> list[float]:
+    def _reported(self) -> list[float]:
         return [at for at in self.run.trouble if at > self.at]
 
 
+def _rank_of(pid: int) -> str | None:
+    """Return the rank in the environment of a process; None if it has none."""
+    variables = _words(pid, "environ")
+    return next((it.removeprefix("RANK=") for it in variables if it.startswith("RANK=")), None)
+
+
 def _name(pid: int) -> str:
-    environment, command = (_words(pid, file) for file in ("environ", "cmdline"))
-    rank = next((word.removeprefix("RANK=") for word in environment if word.startswith("RANK=")), "0")
-    return f"the writer of rank {rank}" if "megapipe.checkpoint.writer" in command else f"rank {rank}"
+    rank = _rank_of(pid) or "0"
+    is_writer = "megapipe.checkpoint.writer" in _words(pid, "cmdline")
+    return f"the writer of rank {rank}" if is_writer else f"rank {rank}"
 
 
 def _words(pid: int, file: str) -> list[str]:
@@ -196,7 +247,7 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 def newest_sound(root: Path) -> Path | None:
-    """The newest checkpoint whose files are what its manifest says."""
+    """Return the newest checkpoint whose files match its manifest; None if there is none."""
     for iteration in reversed(commit.iterations_in(root)):
         folder = commit.folder_of(root, iteration)
         with suppress(CheckpointError, OSError):
@@ -207,35 +258,58 @@ def newest_sound(root: Path) -> Path | None:
 
 
 def difference(a: Path, b: Path) -> tuple[int, list[str]]:
-    """Number of tensors in two checkpoints of one layout, and the names of those that differ in a bit."""
+    """Compare two checkpoints of one layout bit by bit.
 
-    def tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-        found = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                found.update({(path.name, name): file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        return found
-
-    one, other = tensors(a), tensors(b)
-    both = one.keys() & other.keys()
-    differing = {name for _, name in one.keys() ^ other.keys()}
-    if json.loads((a / STATE).read_text())["state"] != json.loads((b / STATE).read_text())["state"]:
+    Returns: the number of tensors, and the names of all that differ.
+    """
+    tensors = _tensors(a)
+    others = _tensors(b)
+    differing = {name for _, name in tensors.keys() ^ others.keys()}
+    for key in tensors.keys() & others.keys():
+        # As bytes: torch.equal takes 0.0 and -0.0 for equal, and no NaN for equal to itself.
+        if not torch.equal(_bytes(tensors[key]), _bytes(others[key])):
+            differing.add(key[1])
+    if _state(a) != _state(b):
         differing.add(STATE)
-    differing |= {key[1] for key in both if not torch.equal(_bits(one[key]), _bits(other[key]))}
-    return len(one), sorted(differing)
+    return len(tensors), sorted(differing)
+
+
+def _tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found[path.name, name] = file.get_tensor(name)
+    return found
+
+
+def _state(folder: Path) -> object:
+    return json.loads((folder / STATE).read_text())["state"]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def numbers(logs: Path, unbroken: Path, until: int) -> tuple[int, list[int]]:
-    """The number of iterations that printed their numbers in both, and those of which any launch printed others."""
+    """Compare the numbers that the broken launches printed with the unbroken run's.
 
-    def printed(path: Path) -> list[tuple[int, str]]:
-        found = map(_ITERATION.search, path.read_text(errors="replace").splitlines())
-        return [(int(match[1]), match[2]) for match in found if match]
+    Args:
+        logs: the folder with a log of each launch.
+        unbroken: the log of the unbroken run.
+        until: the last iteration that counts.
+    Returns: how many iterations were compared, and the iterations for which a launch printed
+        other numbers.
+    """
+    expected = dict(_printed(unbroken))
+    # An iteration that was trained twice was printed twice, and both must be right.
+    rows = []
+    for path in sorted(logs.glob("launch-*.log")):
+        rows += [row for row in _printed(path) if row[0] <= until]
+    return len({n for n, _ in rows}), sorted({n for n, text in rows if expected.get(n) != text})
 
-    whole = dict(printed(unbroken))
-    rows = [row for path in sorted(logs.glob("launch-*.log")) for row in printed(path) if row[0] <= until]
-    return len({n for n, _ in rows}), sorted({n for n, text in rows if whole.get(n) != text})
 
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
+def _printed(log: Path) -> list[tuple[int, str]]:
+    """Return iteration and text of each iteration line, from the loss to the norms."""
+    found = map(_ITERATION.search, log.read_text(errors="replace").splitlines())
+    return [(int(match[1]), match[2]) for match in found if match]

@@ -1,15 +1,17 @@
-"""Break a run at random for some minutes, let it heal, and compare its weights to the bit with a run that nobody broke.
+"""Break a run at random for some minutes, let it recover, and compare it with an unbroken run.
 
-    megapipe chaos --minutes 20 -- torchrun --nproc-per-node 4 pretrain_gpt.py <flags with --save-interval>
+    megapipe chaos --minutes 20 -- torchrun --nproc-per-node 4 pretrain_gpt.py FLAGS...
 
-The launch line is started as it is, with --save and --load in a folder of its own behind it, and started again when it
-ends, as a scheduler would do. What is broken are its processes on this machine and its checkpoints:
+FLAGS need --save-interval. The launch line is started as given, with --save and --load of a new
+folder added. It is started again whenever it ends, as a scheduler would do. At the end, weights and
+printed numbers must equal the unbroken run's bit by bit. These faults hit the processes of the run
+on this machine, and its checkpoints:
 
-    kill    SIGKILL to a rank or to the launcher, one in two of them while a checkpoint is being written
-    stop    SIGSTOP to a rank, for good: the others run into --distributed-timeout-*, so give a short one
-    delay   SIGSTOP to a rank for a moment, which must cost nothing
-    disk    no file may grow beyond a part of a checkpoint until the next save has met it
-    damage  a file of the newest checkpoint is changed, cut or removed, and a rank killed
+    kill: SIGKILL to a rank or to the launcher, half of them while a checkpoint is written
+    stop: SIGSTOP to a rank for good. The others run into --distributed-timeout-*: give a short one.
+    delay: SIGSTOP to a rank for at most two seconds, which must cost nothing
+    disk: no file may grow beyond a part of a checkpoint, until the next save has failed or passed
+    damage: a file of the newest checkpoint is changed, cut or removed, and a rank killed
 """
 
 from __future__ import annotations
@@ -35,32 +37,44 @@ from megapipe.flags.parse import parse, place_of_dashes
 _EXAMPLE = "megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
-"""Launches in a row that end without a fault of ours and without an iteration."""
+"""Launches in a row that end without an injected fault and without an iteration."""
 MOST = 1e6
-"""Minutes of faults, and seconds between two of them, at most."""
-HANGS_S, ORPHANED_S = 900.0, 30.0
-"""Seconds after which a run that says nothing, and processes whose launcher is gone, count as a failure."""
+"""The largest --minutes and --every."""
+HANGS_S = 900.0
+"""A run without an iteration for this many seconds hangs."""
+ORPHANED_S = 30.0
+"""Ranks may live for this many seconds after their launcher has ended."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """A run that is broken: for how long, and how hard. Its launch line stands behind --, with --save-interval."""
+    """Break a run at random, let it recover, and compare it bit by bit with an unbroken run.
+
+    The launch line of the run stands after --, and needs --save-interval.
+    """
 
     minutes: float = 10.0
-    """Minutes in which faults are injected; the run that is compared with comes after them."""
+    """Minutes in which faults are injected. The unbroken run comes after them."""
     kinds: str = ",".join(KINDS)
-    """The faults, with commas between."""
+    """The kinds of faults, separated by commas."""
     every: float = 20.0
-    """Seconds of sound training between two faults, on average."""
+    """Seconds of undisturbed training between two faults, on average."""
     seed: int = 1
-    """The seed of the faults and their moments."""
+    """Seed of the faults and their times."""
     folder: str | None = None
-    """A folder for checkpoints and logs. Default: a new one under the system's temporary folder."""
+    """Folder for checkpoints and logs. Default: a new one in the system's temporary folder."""
 
 
 @dataclass
 class Chaos:
-    """A run that is broken and started again."""
+    """A run that is broken and started again.
+
+    Attributes:
+        command: the launch line.
+        root: the folder for logs and checkpoints.
+        faults: all faults so far.
+        launches: how often the command was started.
+    """
 
     options: Options
     command: list[str]
@@ -74,57 +88,83 @@ class Chaos:
         self.save = self.root / "broken"
 
     def run(self) -> None:
-        """Break it until the time is over or the training done. Raises: ConfigError if it does not heal."""
-        until, in_vain = time.monotonic() + 60 * self.options.minutes, 0
+        """Break the run until the time is over or its training is complete.
+
+        Raises: ConfigError if it does not recover, hangs, or leaves processes.
+        """
+        until = time.monotonic() + 60 * self.options.minutes
+        in_vain = 0
         while time.monotonic() < until:
-            run, before = self.launch(), len(self.faults)
+            faults_before = len(self.faults)
+            run = self.launch()
             try:
                 self.break_until(run, until)
-                if time.monotonic() < until and (left := run.left_behind(ORPHANED_S)):
-                    raise ConfigError(f"processes {left} outlive their launcher by {ORPHANED_S:g} s, see {run.log}")
+                if time.monotonic() < until and (left := run.orphans(ORPHANED_S)):
+                    raise ConfigError(
+                        f"processes {left} outlive their launcher by {ORPHANED_S:g} s, "
+                        f"see {run.log}"
+                    )
             finally:
                 code = run.end()
             if code == 0:
                 return
-            in_vain = 0 if run.iterations or len(self.faults) > before else in_vain + 1
+            if run.iterations or len(self.faults) > faults_before:
+                in_vain = 0
+            else:
+                in_vain += 1
             if in_vain == GIVE_UP:
-                raise ConfigError(f"the run does not heal: {GIVE_UP} launches in a row came to nothing, see {run.log}")
+                raise ConfigError(
+                    f"the run does not recover: {GIVE_UP} launches in a row ended without an "
+                    f"iteration, see {run.log}"
+                )
 
     def launch(self) -> Launched:
+        """Start the command once more, with a log of its own."""
         self.launches += 1
-        return Launched(with_folder(self.command, self.save), self.root / f"launch-{self.launches:03d}.log")
+        log = self.root / f"launch-{self.launches:03d}.log"
+        return Launched(with_folder(self.command, self.save), log)
 
     def break_until(self, run: Launched, until: float) -> None:
-        """One fault after another, each once an iteration has come after the one before."""
+        """Inject one fault after another, with at least one iteration between two faults."""
         at_start = self.draw.random() < 0.1
         while run.poll() is None and time.monotonic() < until:
-            if at_start and "kill" in self.kinds:  # while it is imported, meets or loads
-                run.waits(self.draw.uniform(0, 10), until)
+            # One launch in ten is hit while it imports, while its ranks meet, or while it loads.
+            if at_start and "kill" in self.kinds:
+                run.trains(self.draw.uniform(0, 10), until)
                 self.inject("kill", run)
                 at_start = False
-            seen, patience = len(run.iterations), time.monotonic() + HANGS_S
+            seen = len(run.iterations)
+            hangs_at = time.monotonic() + HANGS_S
             while run.poll() is None and len(run.iterations) == seen:
-                if time.monotonic() > patience:
-                    raise ConfigError(f"the run hangs: no iteration for {HANGS_S:g} s, see {run.log}")
+                if time.monotonic() > hangs_at:
+                    raise ConfigError(
+                        f"the run hangs: no iteration for {HANGS_S:g} s, see {run.log}"
+                    )
                 time.sleep(0.02)
             for fault in self.faults:
                 fault.look(run)
-            if run.waits(self.draw.expovariate(1 / self.options.every), until):
+            if run.trains(self.draw.expovariate(1 / self.options.every), until):
                 self.inject(self.draw.choice(self.kinds), run)
 
     def inject(self, kind: str, run: Launched) -> None:
-        """One fault, if there is something to break."""
+        """Inject one fault and print it. Nothing happens if there is nothing to break."""
         fault = Fault(kind, run)
         breaks: Callable[[Launched], str] = getattr(self, kind)
         if detail := breaks(run):
+            # A full disk is noticed while `disk` waits for the save; any other fault afterwards.
             if kind != "disk":
                 fault.now()
             self.faults.append(fault)
-            print(f"{time.strftime('%H:%M:%S')} iteration {fault.iteration}: {kind}, {detail}", flush=True)
+            now = time.strftime("%H:%M:%S")
+            print(f"{now} iteration {fault.iteration}: {kind}, {detail}", flush=True)
             fault.watch(ends=kind not in ("delay", "disk"))
+
+    # Each method below injects the fault of its name. It returns a text for the log, or an empty
+    # one if there was nothing to break.
 
     def kill(self, run: Launched) -> str:
         where = "in a step"
+        # A folder iter_*.tmp-* exists as long as a checkpoint is being written.
         if self.draw.random() < 0.5 and run.sees(lambda: any(self.save.glob("iter_*.tmp-*")), 30):
             where = "in a save"
             time.sleep(self.draw.random() * 0.05)
@@ -142,26 +182,31 @@ class Chaos:
 
     def disk(self, run: Launched) -> str:
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
-        saves = run.saves
         if not sizes:
             return ""
+        saves = run.saves
         limit = int(self.draw.random() * max(sizes))
+        # A write beyond the limit fails as one on a full disk does. Only the soft limit is
+        # lowered: raising a hard one again needs privileges.
         for pid in run.ranks():
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         run.sees(lambda: run.saves > saves or run.failed_saves > 0, 60 + 5 * self.options.every)
         for pid in run.ranks():
             with suppress(ProcessLookupError, PermissionError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                resource.prlimit(
+                    pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+                )
         return f"files of at most {limit:,} bytes"
 
     def damage(self, run: Launched) -> str:
         sound = newest_sound(self.save)
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:
-            return ""  # the only one: a user would lose all
+            return ""  # without a second checkpoint the run could only start from the beginning
         path = self.draw.choice(sorted(p for p in sound.iterdir() if p.is_file()))
         how = self.draw.choice((_flip, _cut, _unlink))
-        with suppress(OSError):  # --save-keep-last removed it meanwhile
+        # --save-keep-last may have removed the checkpoint in the meantime.
+        with suppress(OSError):
             how(path)
         where = f"after {how.__name__.strip('_')} {sound.name}/{path.name}"
         return run.hit(self.draw, signal.SIGKILL, where=where)
@@ -182,68 +227,91 @@ def _cut(path: Path) -> None:
 
 
 def with_folder(command: Sequence[str], folder: Path) -> list[str]:
-    """The launch line with checkpoints in a folder of ours; a flag given twice counts the second time."""
+    """Return the launch line with checkpoints in `folder`, and a log line for each iteration."""
+    # Of a flag that is given twice, the last counts.
     return [*command, "--save", str(folder), "--load", str(folder), "--log-interval", "1"]
 
 
 def report(chaos: Chaos, minutes: float) -> None:
-    """A table of what was injected, when it was noticed, what it cost."""
+    """Print a table of the faults: how many, how soon they were noticed, and their cost."""
     print(f"\n{len(chaos.faults)} faults and {chaos.launches} launches in {minutes:.1f} minutes")
     print("kind      faults  noticed within s  trains again within s  iterations trained again")
     for kind in chaos.kinds:
         of_kind = [fault for fault in chaos.faults if fault.kind == kind]
-        noticed = max((fault.noticed_s for fault in of_kind if fault.noticed_s is not None), default=0.0)
-        again = max((fault.healed_s for fault in of_kind if fault.healed_s is not None), default=0.0)
+        noticed = max((fault.noticed_s or 0.0 for fault in of_kind), default=0.0)
+        again = max((fault.healed_s or 0.0 for fault in of_kind), default=0.0)
         lost = sum(fault.lost for fault in of_kind)
         print(f"{kind:8}  {len(of_kind):6}  {noticed:16.1f}  {again:21.1f}  {lost:24}")
 
 
 def compare(chaos: Chaos) -> bool:
-    """Train the same flags once more, unbroken, to the newest checkpoint's iteration; say what differs."""
+    """Train the same flags without faults, and print the differences to the broken run.
+
+    Both are compared at the iteration of the newest undamaged checkpoint.
+    Returns: whether weights and printed numbers are bitwise equal.
+    """
     sound = newest_sound(chaos.save)
     if sound is None:
-        raise ConfigError("no checkpoint is there to compare; give a smaller --save-interval, or more --minutes")
-    iteration, whole = int(sound.name.removeprefix("iter_")), chaos.root / "unbroken"
+        raise ConfigError(
+            "the broken run left no complete checkpoint to compare. "
+            "Give a smaller --save-interval, or more --minutes."
+        )
+    iteration = int(sound.name.removeprefix("iter_"))
+    unbroken = chaos.root / "unbroken"
     print(f"comparing {sound} with a run that nobody breaks", flush=True)
-    command = [*with_folder(chaos.command, whole), "--exit-interval", str(iteration)]
+    command = [*with_folder(chaos.command, unbroken), "--exit-interval", str(iteration)]
     run = Launched(command, chaos.root / "unbroken.log")
     if run.wait() != 0:
-        raise ConfigError(f"the unbroken run ends with {run.poll()}, see {run.log}")
-    tensors, differing = difference(sound, whole / sound.name)
+        raise ConfigError(f"the unbroken run ends with exit status {run.poll()}, see {run.log}")
+    tensors, differing = difference(sound, unbroken / sound.name)
     losses, others = numbers(chaos.root, run.log, iteration)
-    print(f"iteration {iteration}: {tensors} tensors, {len(differing)} differ{': ' if differing else ''}", end="")
-    print(f"{', '.join(differing[:5])}; {losses} printed losses and norms, {len(others)} differ {others[:5] or ''}")
+    text = f"iteration {iteration}: {tensors} tensors, {len(differing)} differ"
+    if differing:
+        text += f": {', '.join(differing[:5])}"
+    text += f"; {losses} printed losses and norms, {len(others)} differ"
+    if others:
+        text += f" {others[:5]}"
+    print(text)
     return not differing and not others
 
 
 def _problems(options: Options) -> Iterator[str]:
-    """What is wrong with the flags, before anything starts."""
+    """Yield a text for each wrong flag."""
     for name in ("minutes", "every"):
         number = getattr(options, name)
         if not 0 < number <= MOST:
             yield f"--{name} {number:g} must be above 0 and at most {MOST:g}"
     for kind in dict.fromkeys(options.kinds.split(",")):
         if kind not in KINDS:
-            yield f"--kinds {options.kinds}: {kind or 'an empty name'} is none of {', '.join(KINDS)}"
+            named = kind or "an empty name"
+            yield f"--kinds {options.kinds}: {named} is none of {', '.join(KINDS)}"
     yield from folder_problems({"--folder": options.folder})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 if the weights are equal to the bit."""
+    """Break the run and compare it. Return exit status 0 if all is bitwise equal."""
     at = place_of_dashes(argv, _EXAMPLE)
-    options, command = parse(Options, argv[:at]), [*argv[at + 1 :]]
+    options = parse(Options, argv[:at])
+    command = [*argv[at + 1 :]]
     if not command:
         raise ConfigError(f"give the launch line after --, as in {_EXAMPLE}")
     if "--save-interval" not in command:
-        raise ConfigError("the launch line has no --save-interval, so that nothing would be left to go on from")
+        raise ConfigError(
+            "the launch line has no --save-interval, and without a checkpoint a broken run starts "
+            "from the beginning. Add --save-interval 10."
+        )
     if problems := list(_problems(options)):
         raise ConfigError(problems)
     root = Path(options.folder or mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
     if (root / "broken").exists():
-        raise ConfigError(f"--folder {root} has a run already. Name another, {root}-{secrets.token_hex(2)}")
+        raise ConfigError(
+            f"--folder {root} already holds a run. "
+            f"Give another, such as --folder {root}-{secrets.token_hex(2)}"
+        )
     print(f"{shlex.join(command)}\nfolder {root}, seed {options.seed}", flush=True)
-    chaos, started = Chaos(options, command, root), time.monotonic()
+    chaos = Chaos(options, command, root)
+    started = time.monotonic()
     chaos.run()
     report(chaos, (time.monotonic() - started) / 60)
     return 0 if compare(chaos) else 1

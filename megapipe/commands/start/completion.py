@@ -1,4 +1,4 @@
-"""Completion of commands and flags, from the table of commands and from each command's own help.
+"""Print a script that completes the names of commands and their flags in a shell.
 
 eval "$(megapipe completion bash)"
 """
@@ -16,6 +16,7 @@ _ABOUT = """usage: megapipe completion bash|zsh
 
 Prints a script that completes commands and flags. For every new shell, in ~/.bashrc or ~/.zshrc:
   eval "$(megapipe completion bash)\""""
+# The flags are read from `--help` at each completion, so that they are never out of date.
 _BASH = """_megapipe() {
   local word="${COMP_WORDS[COMP_CWORD]}"
   COMPREPLY=()
@@ -34,7 +35,13 @@ def main(argv: Sequence[str]) -> None:
     if {"--help", "-h"} & {*argv}:
         say(_ABOUT)
     elif len(argv) != 1 or argv[0] not in SHELLS:
-        raise ConfigError(f"completion takes one of {' and '.join(SHELLS)}, got {' '.join(argv) or 'none'}")
+        raise ConfigError(
+            f"completion takes bash or zsh, got {' '.join(argv) or 'none'}. "
+            'Add this line to ~/.bashrc: eval "$(megapipe completion bash)"'
+        )
     else:
-        zsh = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
-        say(zsh * (argv[0] == "zsh") + _BASH.replace("NAMES", " ".join(DOORS)))
+        if argv[0] == "zsh":
+            # zsh runs completions of bash after these two lines.
+            say("autoload -U +X compinit && compinit")
+            say("autoload -U +X bashcompinit && bashcompinit")
+        say(_BASH.replace("NAMES", " ".join(DOORS)))

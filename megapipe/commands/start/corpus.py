@@ -1,9 +1,9 @@
-"""A corpus that needs no download: the source of the Python standard library of the interpreter that runs this.
+"""Write a corpus without a download: the source of this interpreter's standard library.
 
     python -m megapipe.commands.start.corpus --output data/stdlib.jsonl
 
-writes one JSON line per module, {"text": ..., "path": ...}, in an order shuffled by name, so that the validation part
-of a split is like the training part.
+writes one JSON line per module, {"text": ..., "path": ...}. The modules are shuffled, so that the
+validation part of --split resembles the training part.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megapipe.flags.parse import parse, run
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool."""
+    """Write the source of the Python standard library as a corpus."""
 
     output: str | None = None
     """JSON Lines file to write."""
     reuse: bool = False
-    """Keep a file that is there already."""
+    """Keep the file if it exists."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,22 +44,29 @@ def main(argv: Sequence[str]) -> None:
     count = 0
     with complete_file(output) as file:
         for path, text in sources(root):
-            file.write((json.dumps({"text": text, "path": path}, ensure_ascii=False) + "\n").encode())
+            line = json.dumps({"text": text, "path": path}, ensure_ascii=False)
+            file.write(f"{line}\n".encode())
             count += 1
         if not count:
-            raise DataError(f"{root} holds no .py files; this interpreter ships its standard library in another form")
+            raise DataError(
+                f"{root} holds no .py files: this interpreter has its standard library in another "
+                "form. Run the command with another Python."
+            )
     size = output.stat().st_size
     print(f"Wrote {output}: {count} modules of {root}, {size / 1e6:.1f} MB")
 
 
 def sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Relative path and text of every UTF-8 module below root that was not installed later, in hashed order."""
-    names = [p.relative_to(root) for p in root.rglob("*.py")]
-    mine = [n.as_posix() for n in names if not {"site-packages", "dist-packages"} & set(n.parts)]
-    for name in sorted(mine, key=lambda n: hashlib.sha256(n.encode()).digest()):
+    """Yield path and text of each UTF-8 module below `root` that is not an installed package."""
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    installed = {"site-packages", "dist-packages"}
+    names = [path.as_posix() for path in paths if not installed & set(path.parts)]
+    # The hash of the name is a shuffle that every machine draws in the same way.
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         try:
             text = (root / name).read_text("utf-8")
-        except UnicodeDecodeError:  # a few test modules are in other encodings on purpose
+        # A few test modules are in other encodings on purpose.
+        except UnicodeDecodeError:
             continue
         if text:
             yield name, text

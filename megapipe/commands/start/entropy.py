@@ -1,4 +1,7 @@
-"""Unigram entropy of the validation tokens: the loss of a model that knows how frequent each token is, no more.
+"""Print the unigram entropy of the validation tokens.
+
+A model that knows only how frequent each token is has this loss. A lower one shows that the model
+uses the context:
 
 python -m megapipe.commands.start.entropy --data-path data/stdlib_text_document --split 969,30,1
 """
@@ -19,7 +22,7 @@ from megapipe.flags.parse import parse, run
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool, as given to the training run."""
+    """Print the entropy of validation tokens. Give the flags as to the training."""
 
     data_path: str | None = None
     """Prefix of a .bin/.idx pair."""
@@ -33,15 +36,21 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("--data-path is missing: --data-path data/stdlib_text_document")
     dataset = IndexedDataset(flags.data_path)
     begin, end = split_ranges(flags.split, len(dataset))[1] or (0, 0)
-    if not dataset.lengths[begin:end].any():
-        raise DataError(f"--split {flags.split} leaves no validation tokens in {flags.data_path}")
+    # Lengths are int32, and their sum may be larger.
+    count = int(dataset.lengths[begin:end].sum(dtype=np.int64))
+    if not count:
+        raise DataError(
+            f"--split {flags.split} leaves no validation tokens in {flags.data_path}. "
+            "Give validation a larger part: --split 80,10,10"
+        )
     first = dataset.start(begin)
-    tokens = dataset.tokens[first : first + int(dataset.lengths[begin:end].sum(dtype=np.int64))]
-    print(f"Unigram entropy of {tokens.size} validation tokens: {entropy(np.bincount(tokens)):.4f} nats")
+    tokens = dataset.tokens[first : first + count]
+    nats = entropy(np.bincount(tokens))
+    print(f"Unigram entropy of {tokens.size} validation tokens: {nats:.4f} nats")
 
 
 def entropy(counts: NDArray[np.int64]) -> float:
-    """-sum p ln p in nats, p = counts / sum(counts)."""
+    """Return -sum p ln p in nats, where p = counts / sum(counts)."""
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 

@@ -1,4 +1,6 @@
-"""A quick start: in minutes a trained GPT, by a corpus that Python brings along, tokenizer, tokens, a sample.
+"""Train a small GPT in minutes: corpus, tokenizer, tokens, pretraining and a sample.
+
+The corpus is the Python standard library, so that nothing is downloaded.
 
 megapipe quickstart --pipeline-schedule zb-v
 """
@@ -20,36 +22,45 @@ from megapipe.flags.stop import say
 
 RUN = (
     "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --num-layers 8 --hidden-size 192 "
-    "--num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 "
-    "--micro-batch-size 4 --global-batch-size 32 --train-iters 120 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --split 969,30,1 --eval-interval 60 --eval-iters 10 "
+    "--num-attention-heads 6 --seq-length 256 --max-position-embeddings 256 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 32 "
+    "--train-iters 120 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 "
+    "--weight-decay 0.1 --adam-beta2 0.95 --split 969,30,1 --eval-interval 60 --eval-iters 10 "
     "--log-interval 10 --save-interval 60 --profile --use-pytorch-profiler --profile-step-start 10 "
     "--profile-step-end 12"
 )
-"""The training's flags; those of its files come with the folder."""
+"""The flags of the training; the flags of its files depend on --folder."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A small GPT is trained on the source text of this Python's standard library, on two pipeline stages.
+    """Train a small GPT on the source text of Python's standard library, on two pipeline stages.
 
-    All other flags are those of megapipe pretrain; they win over the quickstart's. Run again, it reuses what it made.
+    All other flags go to megapipe pretrain and win over the quickstart's. Run again, it reuses the
+    corpus, the tokenizer and the tokens, and continues from its checkpoint.
     """
 
     folder: str = "runs/quickstart"
-    """The folder in which everything is written."""
+    """The folder for all files."""
     ids: int = 4096
-    """The ids of the tokenizer."""
+    """Size of the tokenizer's vocabulary."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Five steps. Returns: the exit status of the training."""
+    """Run the five steps. Return the exit status of the training."""
     flags, _ = parse_among(Flags, argv)
     folder = Path(flags.folder)
-    text, model, tokens = folder / "stdlib.jsonl", folder / "tokenizer.model", folder / "stdlib_text_document"
-    files = {"--data-path": tokens, "--tokenizer-model": model, "--tensorboard-dir": folder / "tensorboard"}
-    run = flags_of_run(files | {"--save": folder / "checkpoints"}, split_among(Flags, argv)[1])
-    config = parse(Config, run)  # what is wrong with them is told before the work
+    text = folder / "stdlib.jsonl"
+    model = folder / "tokenizer.model"
+    files = {
+        "--data-path": folder / "stdlib_text_document",
+        "--tokenizer-model": model,
+        "--tensorboard-dir": folder / "tensorboard",
+        "--save": folder / "checkpoints",
+    }
+    run = flags_of_run(files, split_among(Flags, argv)[1])
+    # Wrong flags are reported before the minutes of work.
+    config = parse(Config, run)
     saved = str(config.checkpoint.save)
     folder.mkdir(parents=True, exist_ok=True)
     say("== 1/5 Corpus: the source text of the Python standard library")
@@ -60,16 +71,18 @@ def main(argv: Sequence[str]) -> int:
     say("== 3/5 Tokens: Megatron's .bin/.idx")
     prefix = ["--output-prefix", str(folder / "stdlib"), "--tokenizer-model", str(model)]
     preprocess.main([*made, *prefix, "--append-eod", "--workers", "2"])
-    of = config.parallel
-    ranks = of.least_ranks
-    say(f"== 4/5 Pretraining: {ranks} processes, {of.pipeline_schedule}")
+    ranks = config.parallel.least_ranks
+    say(f"== 4/5 Pretraining: {ranks} processes, {config.parallel.pipeline_schedule}")
     if code := train(["--nproc", str(ranks), *_device(ranks), *run], folder / "log.txt"):
         return code
     say("== 5/5 What it learned")
-    if len(config.data.data_path) == 1:  # of a blend there is no one entropy
+    # A blend of several data sets has no single entropy.
+    if len(config.data.data_path) == 1:
         entropy.main(["--data-path", *config.data.data_path, "--split", str(config.data.split)])
-    validated = [line for line in (folder / "log.txt").read_text().splitlines() if "on validation set" in line]
+    lines = (folder / "log.txt").read_text().splitlines()
+    validated = [line for line in lines if "on validation set" in line]
     say("\n".join(validated[-1:]))
+    # torch's import takes a second, which wrong flags should not wait for.
     from megapipe.commands import generate
 
     generate.main(["--load", saved, "--prompt", "def main(", "--num-tokens", "80"])
@@ -80,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
     """Return the flags of the training: the quickstart's, its files, then the user's, which win.
 
-    Without --load it goes on from where it saves.
+    Without --load the training loads from its --save, and so continues an earlier one.
     """
     ours = [word for flag, path in files.items() for word in (flag, str(path))]
     run = [*RUN.split(), *ours, *theirs]
@@ -89,20 +102,23 @@ def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
 
 
 def _device(ranks: int) -> list[str]:
-    """The flag for a machine with some GPUs, but too few."""
+    """Return the flag that trains on the CPU where there are GPUs, but fewer than ranks."""
     import torch
 
     return ["--distributed-backend", "gloo"] if 0 < torch.cuda.device_count() < ranks else []
 
 
 def train(flags: Sequence[str], log: Path) -> int:
-    """Run `megapipe pretrain`, what it prints here and behind what the log has. Returns: its exit status."""
+    """Run `megapipe pretrain`. Print its output and append it to `log`. Return its exit status."""
     env = {"OMP_NUM_THREADS": "1"} | os.environ
-    short = ["--log-format", "short"] if sys.stdout.isatty() else []  # it prints to us, not to the terminal
+    # The training's own output is a pipe, so it cannot see that a terminal reads it in the end.
+    short = ["--log-format", "short"] if sys.stdout.isatty() else []
     command = [sys.executable, "-u", "-m", "megapipe", "pretrain", *short, *flags]
     with (
         log.open("a", encoding="utf-8") as file,
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as started,
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as started,
     ):
         assert started.stdout is not None
         for line in started.stdout:
@@ -114,7 +130,7 @@ def train(flags: Sequence[str], log: Path) -> int:
 _NEXT = """
 Log lines       {folder}/log.txt
 TensorBoard     {folder}/tensorboard        tensorboard --logdir {folder}/tensorboard
-Traces          {folder}/torch_profile/rank-0.json.gz, rank-1.json.gz   open them in https://ui.perfetto.dev
+Traces          {folder}/torch_profile/rank-*.json.gz   open them in https://ui.perfetto.dev
 Checkpoints     {saved}
 Try next        megapipe schedules show 1f1b --pp 4 --microbatches 8
                 megapipe traces {folder}/torch_profile
