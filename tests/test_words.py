@@ -30,6 +30,7 @@ ROOMS = [
     "megapipe/models/moe",
     "megapipe/tensor_parallel",
     "megapipe/tensor_parallel/fp8",
+    "megapipe/training/steps",
 ]
 # A phrase that may not stand -> what to write instead.
 WORDS = {

@@ -115,8 +115,8 @@ class Driver:
 
         def update() -> None:
             if not updates:  # at the first of this rank's stages: all of them are reduced
-                factor, late = 1 / run.mesh.dp.size / scale(), not self._waits(n, course)
-                updates.append(Update.begin(run.stages, run.optimizer, sums, run.rates(), factor, late=late))
+                factor, waits = 1 / run.mesh.dp.size / scale(), self._waits(n, course)
+                updates.append(Update.begin(run.stages, run.optimizer, sums, run.rates(), factor, guess=not waits))
 
         def validate(chunk: int) -> bool:
             # V stands before the first pass that writes a gradient: until here the gradients of the step before are
@@ -141,7 +141,7 @@ class Driver:
         wants = torch.full((), leaving(), dtype=torch.float64, device=run.mesh.device)
         any_leaving = Late(run.mesh.world.start_all_reduce(wants, "max").wait, lambda values: bool(values[0]))
         begun = Open(updates[0], totals, any_leaving)
-        if begun.update.kept is None:
+        if begun.update.backup is None:
             return self.end(begun, course.good)
         return replace(course, result=None, open=begun)
 

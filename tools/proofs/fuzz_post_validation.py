@@ -201,9 +201,9 @@ def run_case(case: Case) -> tuple[list[str], int, int]:
             )
     except Exception as error:
         return ["".join(traceback.format_exception(error))], 0, 0
-    late_steps, undone = (sum(getattr(result, name) for result in late[0].results) for name in ("late", "undone"))
+    late_steps, undone = (sum(getattr(result, name) for result in late[0].results) for name in ("guessed", "undone"))
     for outcome in late:
-        outcome.results[:] = [replace(result, late=False, undone=False) for result in outcome.results]
+        outcome.results[:] = [replace(result, guessed=False, undone=False) for result in outcome.results]
     return differences(plain, late), late_steps, undone
 
 

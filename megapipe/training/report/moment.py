@@ -39,7 +39,7 @@ class Window:
 
     def clear(self) -> None:
         """Start after a line."""
-        self.skipped = self.nan = self.late = self.undone = self.samples = self.iterations = 0
+        self.skipped = self.nan = self.guessed = self.undone = self.samples = self.iterations = 0
         self._sums: dict[str, tuple[float, int]] = {}
         self.seconds = 0.0
         self._since = time.monotonic()
@@ -53,7 +53,7 @@ class Window:
         self.samples += result.batch
         self.skipped += result.skipped
         self.nan += not result.finite
-        self.late += result.late
+        self.guessed += result.guessed
         self.undone += result.undone
         for name, loss in result.shown.items() if not result.skipped else ():
             total, count = self._sums.get(name, (0.0, 0))

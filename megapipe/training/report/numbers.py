@@ -225,7 +225,7 @@ NUMBERS = (
     Number(lambda s: s.over.skipped, "number of skipped iterations: {:3d}"),
     Number(lambda s: s.over.nan, "number of nan iterations: {:3d}"),
     Number(
-        lambda s: (s.over.late, s.over.undone),
+        lambda s: (s.over.guessed, s.over.undone),
         "updates ahead of the norm: {:3d} | updates undone: {:3d}",
         asked=lambda c: c.parallel.enable_optimizer_post_validation,
     ),

@@ -1,4 +1,4 @@
-"""The microbatches that a rank's stages read in a step, each stage in the order of its passes."""
+"""Give this rank's stages their microbatches of a step, each in the order of its passes."""
 
 from __future__ import annotations
 
@@ -18,28 +18,50 @@ from megapipe.schedule import Kind, Pass, Placement, Schedule
 from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
 
 
-def documents_of(config: Config, eod: int, microbatches: Sequence[Microbatch], i: int) -> Documents | None:
-    """Return the borders of a microbatch's documents, which some flags need on every stage, ends or not."""
-    isolate, restart = config.data.reset_attention_mask, config.data.reset_position_ids
+def documents_of(
+    config: Config, eod: int, microbatches: Sequence[Microbatch], i: int
+) -> Documents | None:
+    """Return the documents of microbatch i, which every stage needs.
+
+    Returns None without --reset-attention-mask and --reset-position-ids.
+
+    Args:
+        config: the run's configuration.
+        eod: end-of-document id of the tokenizer.
+        microbatches: the step's microbatches on this data-parallel rank.
+        i: index of the microbatch.
+    """
+    isolate = config.data.reset_attention_mask
+    restart = config.data.reset_position_ids
     if not (isolate or restart):
         return None
-    return find_documents(tokens_of(microbatches[i])[:, :-1], eod, isolate=isolate, restart=restart)
+    inputs = tokens_of(microbatches[i])[:, :-1]
+    return find_documents(inputs, eod, isolate=isolate, restart=restart)
 
 
 def gets_batches(place: Placement, stage: int, also_read: Collection[int]) -> bool:
-    """Return whether a stage has an end of the model, shares the vocabulary, or asked."""
+    """Return whether a stage is given microbatches.
+
+    Stages with an end of the model, a prediction depth or a share of the vocabulary are given
+    microbatches, and all stages in `also_read`.
+    """
     return place.reads(stage) or stage in also_read or stage in place.shares(stage)
 
 
 @dataclass(frozen=True)
 class StepReading:
-    """What a rank's stages read of one step.
+    """Reads one step's microbatches for the stages of this rank.
+
+    `wait` waits for the data of a pass. `batches` returns the iterator that a stage is given.
 
     Attributes:
+        config: the run's configuration, with the batch size of this step.
+        table: the schedule of this step.
+        mesh: this rank's mesh.
         eod: end-of-document id of the tokenizer.
         also_read: stages that get batches in addition to those with embedding or loss.
-        microbatches: of this data-parallel rank; read only where a stage needs them.
-        documents: of a microbatch.
+        microbatches: this data-parallel rank's; an item is read only if a stage needs it.
+        documents: returns a microbatch's documents by its index.
     """
 
     config: Config
@@ -52,39 +74,57 @@ class StepReading:
 
     @property
     def borders(self) -> Callable[[int], Documents | None] | None:
-        """The documents, if slices end with them."""
-        return self.documents if self.config.parallel.pipeline_slice_cuts == DOCUMENTS else None
+        """Return `documents` if slices of a microbatch end where documents end, else None."""
+        if self.config.parallel.pipeline_slice_cuts == DOCUMENTS:
+            return self.documents
+        return None
 
     def wait(self, item: Pass) -> None:
         """Wait until the samples of a pass have been read."""
         data = self.config.data
-        looks = gets_batches(self.table.placement, item.stage, self.also_read)
-        looks = looks or data.reset_attention_mask or data.reset_position_ids
-        if item.kind in (Kind.F, Kind.E) and looks:
+        needs = gets_batches(self.table.placement, item.stage, self.also_read)
+        # Attention masks and positions of documents are needed on every stage.
+        needs = needs or data.reset_attention_mask or data.reset_position_ids
+        if item.kind in (Kind.F, Kind.E) and needs:
+            # Indexing waits for the threads that read ahead.
             self.microbatches[item.microbatch]
 
     def batches(self, stage: int) -> Rewinding[Batch] | None:
-        """Return a stage's microbatches in its order, None where it gets none."""
-        config, mesh, table, place = self.config, self.mesh, self.table, self.table.placement
+        """Return a stage's microbatches, or slices of them, in the order of its forward passes.
+
+        Returns None if the stage is given none.
+        """
+        config = self.config
+        mesh = self.mesh
+        place = self.table.placement
         if not gets_batches(place, stage, self.also_read):
             return None
-        reads = Kind.E if stage in place.shares(stage) else Kind.F
-        steps = table.ranks[mesh.pp.rank]
-        order = [table.number(p) for step in steps for p in step if p.kind is reads and p.stage == stage]
-        depth, per_token = place.depth(stage), config.batch.calculate_per_token_loss
+        # With a shared vocabulary, E looks up this rank's embeddings for all microbatches.
+        kind = Kind.E if stage in place.shares(stage) else Kind.F
+        # Iterators are read in the order of the table, which may take microbatches out of order.
+        row = [item for step in self.table.ranks[mesh.pp.rank] for item in step]
+        own = [item for item in row if item.kind is kind and item.stage == stage]
+        order = [self.table.number(item) for item in own]
+        depth = place.depth(stage)
+        per_token = config.batch.calculate_per_token_loss
         ends = self.eod if config.model.mtp_within_documents else None
-        slices = Slices(lengths_of(table, config.batch.seq_length, mesh, config.model, self.borders))
+        lengths = lengths_of(self.table, config.batch.seq_length, mesh, config.model, self.borders)
+        slices = Slices(lengths)
 
-        @lru_cache(maxsize=1)  # slices of a microbatch follow each other
-        def whole(i: int) -> Batch:
+        # Slices of one microbatch follow each other, so that one entry is enough.
+        @lru_cache(maxsize=1)
+        def microbatch(i: int) -> Batch:
             read = self.microbatches[i]
             named = {"tokens": read} if isinstance(read, Tensor) else read
             here = {name: x.to(mesh.device, non_blocking=True) for name, x in named.items()}
             tokens = here.pop("tokens")
-            usual = make_batch(tokens, self.eod, config.data.eod_mask_loss, config.data.reset_position_ids)
-            return replace(usual, more=here).ahead(depth, weighs=per_token, ends=ends)
+            # Labels and mask are computed here, from the ids, and not read.
+            data = config.data
+            made = make_batch(tokens, self.eod, data.eod_mask_loss, data.reset_position_ids)
+            return replace(made, more=here).ahead(depth, weighs=per_token, ends=ends)
 
         def batch(number: int) -> Batch:
-            return whole(slices.microbatch(number)).cut(Cut(mesh.cp.rank, mesh.cp.size, *slices.tokens(number)))
+            cut = Cut(mesh.cp.rank, mesh.cp.size, *slices.tokens(number))
+            return microbatch(slices.microbatch(number)).cut(cut)
 
         return Rewinding(batch, order)

@@ -1,4 +1,4 @@
-"""The routers of a rank's layers: what they saw of a step, added up, and the biases that follow from it."""
+"""Sum up what the MoE routers of a rank recorded in a step, and update their expert biases."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megapipe.models.moe.router import Router
 
 @dataclass(frozen=True)
 class Routed:
-    """The routers' report of a step over all layers, the same on every rank.
+    """The report of all routers on one step, equal on every rank.
 
     Attributes:
-        losses: by Megatron-LM's names, each a mean over its layers, without its weight.
-        per_layer: the same of each layer of the model, then of each depth; 0 where it has no experts.
-        tokens: rows that each expert has computed, by layer.
+        losses: each loss by Megatron-LM's name, its mean over the layers, without its coefficient.
+        per_layer: the same losses for each layer of the model, then for each prediction depth. A
+            layer without experts has 0.
+        tokens: by layer, the number of rows that each expert has computed.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -31,68 +32,119 @@ class Routed:
 
     @property
     def busiest(self) -> tuple[float, int] | None:
-        """The rows of the busiest expert in means of its layer, and that layer; None where no expert has any."""
-        loads = [(max(rows) * len(rows) / sum(rows), layer) for layer, rows in self.tokens.items() if any(rows)]
+        """Return the load of the busiest expert and its layer; None if no expert has any rows.
+
+        The load is the expert's rows divided by the mean over the experts of its layer.
+        """
+        loads = []
+        for layer, rows in self.tokens.items():
+            if any(rows):
+                loads.append((max(rows) * len(rows) / sum(rows), layer))
         return max(loads, default=None)
 
 
 class Routers:
-    """The routers of one rank.
+    """All routers on one rank.
+
+    `begin` starts a step. `table` returns this rank's sums, and `read` makes the report of the
+    sums over all ranks. `buffer_updates` returns the expert biases after the step.
 
     Args:
-        modules: its stages.
-        mirrored: DualPipe's: a stage exists twice, on mirrored ranks.
+        modules: this rank's stages.
+        mesh: this rank's mesh.
+        model: the model's configuration.
+        mirrored: under DualPipe a stage exists twice, on mirrored ranks, which share their biases.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: ProcessMesh, model: ModelConfig, *, mirrored: bool) -> None:
-        self.mesh, self.model = mesh, model
-        found = (part for module in modules for part in module.modules())
-        self.own = sorted((part for part in found if isinstance(part, Router)), key=lambda router: router.layer)
+    def __init__(
+        self, modules: Sequence[nn.Module], mesh: ProcessMesh, model: ModelConfig, *, mirrored: bool
+    ) -> None:
+        self.mesh = mesh
+        self.model = model
+        found = [part for module in modules for part in module.modules()]
+        routers = [part for part in found if isinstance(part, Router)]
+        self.own = sorted(routers, key=lambda router: router.layer)
         self._twins = mesh.twins if mirrored else None
-        self._kinds = [*model.balancing, *(["z_loss"] if model.moe_z_loss_coeff else [])]
+        self._kinds = list(model.balancing)
+        if model.moe_z_loss_coeff:
+            self._kinds.append("z_loss")
 
     def begin(self) -> None:
-        """Start a step."""
+        """Forget the records of the last step."""
         for router in self.own:
             router.forget()
 
     def table(self) -> Tensor | None:
-        """A table of this rank's part of a step, [n] in float64: of each layer its losses, summed over microbatches,
-        and rows of its experts. None without experts."""
-        if not self.model.has_experts:
+        """Return this rank's sums of a step, [layers x (losses + experts)] in float64.
+
+        Each layer, or depth, has its losses summed over microbatches, then the rows of each expert.
+        Returns None for a model without experts.
+        """
+        model = self.model
+        if not model.has_experts:
             return None
-        width = len(self._kinds) + self.model.experts
-        table = torch.zeros(self.model.layers + self.model.depths, width, dtype=torch.float64, device=self.mesh.device)
-        if self.model.sequence_parallel or self.mesh.tp.rank == 0:
+        layers = model.layers + model.depths
+        width = len(self._kinds) + model.experts
+        table = torch.zeros(layers, width, dtype=torch.float64, device=self.mesh.device)
+        # Without sequence parallelism all tensor-parallel ranks route the same tokens: count once.
+        if model.sequence_parallel or self.mesh.tp.rank == 0:
             for router in self.own:
+                # Sorted, so that slices and schedules add up in one order.
                 for _, seen in sorted(router.seen.items()):
-                    losses = [seen.losses[kind].double() for kind in self._kinds]
-                    table[router.layer] += torch.cat((torch.stack(losses), seen.tokens)) if losses else seen.tokens
+                    row = seen.tokens
+                    if self._kinds:
+                        losses = [seen.losses[kind].double() for kind in self._kinds]
+                        row = torch.cat((torch.stack(losses), seen.tokens))
+                    table[router.layer] += row
         return table.flatten()
 
     def read(self, values: Sequence[float], run: Config) -> Routed:
-        """The report that the sums of all ranks' tables make."""
+        """Return the report of a step.
+
+        Args:
+            values: `table` summed over all ranks, as a flat list; empty without experts.
+            run: the configuration with the batch size of the step.
+        """
         if not values:
             return Routed()
-        model, n = self.model, len(self._kinds)
-        rows = [values[i : i + n + model.experts] for i in range(0, len(values), n + model.experts)]
+        model = self.model
+        n = len(self._kinds)
+        width = n + model.experts
+        rows = [values[i : i + width] for i in range(0, len(values), width)]
+        # Each microbatch adds one loss of each layer, in every data-parallel rank.
         times = run.num_microbatches * run.data_parallel_size
-        per_layer = {LOGGED[kind]: tuple(row[i] / times for row in rows) for i, kind in enumerate(self._kinds)}
-        own = ((layer, layer_config(model, layer)) for layer in range(model.layers + model.depths))
-        layers = [layer for layer, config in own if config.has_experts and not config.no_mlp]
-        if not layers:  # overrides have left none
+        per_layer = {}
+        for i, kind in enumerate(self._kinds):
+            per_layer[LOGGED[kind]] = tuple(row[i] / times for row in rows)
+        # --per-layer-overrides can take the experts out of a layer, or out of all layers.
+        layers = []
+        for layer in range(model.layers + model.depths):
+            own = layer_config(model, layer)
+            if own.has_experts and not own.no_mlp:
+                layers.append(layer)
+        if not layers:
             return Routed()
         losses = {name: sum(of_layers) / len(layers) for name, of_layers in per_layer.items()}
-        return Routed(losses, per_layer, {layer: tuple(map(int, rows[layer][n:])) for layer in layers})
+        tokens = {layer: tuple(map(int, rows[layer][n:])) for layer in layers}
+        return Routed(losses, per_layer, tokens)
 
-    def moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each bias and what it is after this step: a step of --moe-router-bias-update-rate towards the load's
-        mean over all ranks and microbatches. Collective over the ranks with these layers."""
-        biases = [(router.layer, bias) for router in self.own if (bias := router.expert_bias) is not None]
+    def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each expert bias with its value after this step (Wang et al. 2024).
+
+        An expert's bias goes up by --moe-router-bias-update-rate if its load is below the mean, and
+        down if it is above. The load counts all ranks and microbatches. Collective over the
+        ranks with these layers.
+        """
+        biases = []
+        for router in self.own:
+            if router.expert_bias is not None:
+                biases.append((router.layer, router.expert_bias))
         if not biases:
             return []
         layers = sorted({router.layer for router in self.own})
-        counts = torch.zeros(len(layers), self.model.experts, dtype=torch.int64, device=self.mesh.device)
+        size = (len(layers), self.model.experts)
+        # Integers, so that the sum depends on no order.
+        counts = torch.zeros(size, dtype=torch.int64, device=self.mesh.device)
         for router in self.own:
             for seen in router.seen.values():
                 counts[layers.index(router.layer)] += seen.tokens
@@ -101,6 +153,8 @@ class Routers:
         self.mesh.dp_cp.all_reduce(counts)
         if self._twins is not None:
             self._twins.all_reduce(counts)
-        towards = torch.sign(counts.sum(-1, keepdim=True) - counts * self.model.experts).float()
-        steps = dict(zip(layers, towards * self.model.moe_router_bias_update_rate, strict=True))
-        return [(bias, bias + steps[layer]) for layer, bias in biases]
+        # sign(mean - count), multiplied by the number of experts to stay in integers.
+        signs = torch.sign(counts.sum(-1, keepdim=True) - counts * self.model.experts).float()
+        changes = signs * self.model.moe_router_bias_update_rate
+        by_layer = dict(zip(layers, changes, strict=True))
+        return [(bias, bias + by_layer[layer]) for layer, bias in biases]

@@ -1,4 +1,4 @@
-"""Scales of a rank's products in eight bits: quantised weights for a step, largest values for those to come."""
+"""FP8 scales of a rank's layers: quantised weights of one step, and the amax histories."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from megapipe.tensor_parallel.fp8.products import Delayed, Scaled
 
 
 class Scales:
-    """Scales of one rank.
+    """The scales of all FP8 layers on one rank.
+
+    `begin` drops quantised weights of earlier steps. `during_step` keeps each quantised weight for
+    the passes of one step. `buffer_updates` returns the amax histories after the step.
 
     Args:
-        modules: its stages.
-        mirrored: DualPipe's: a stage exists twice, on mirrored ranks.
+        modules: this rank's stages.
+        mesh: this rank's mesh.
+        mirrored: under DualPipe a stage exists twice, on mirrored ranks, which share their scales.
     """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool) -> None:
-        self._axes = [mesh.tp, mesh.dp_cp, *([mesh.twins] if mirrored else [])]
+        self._axes = [mesh.tp, mesh.dp_cp]
+        if mirrored:
+            self._axes.append(mesh.twins)
         named = dict(pair for module in modules for pair in module.named_modules())
-        # By name: in one order on a rank and its mirror image.
+        # Sorted by name, so that a rank and its mirror image have the same order.
         self._own = [part for _, part in sorted(named.items()) if isinstance(part, Scaled)]
         self._delayed = [part for part in self._own if isinstance(part, Delayed)]
 
     def begin(self) -> None:
-        """Start a step, or start it again, with weights that may be others."""
+        """Drop quantised weights at the start of a step, or when a step starts again."""
         for part in self._own:
             part.keeping(True)
 
     @contextmanager
-    def of_a_step(self) -> Iterator[None]:
-        """The passes of a step, in which weights do not change between two of them that read one."""
+    def during_step(self) -> Iterator[None]:
+        """Keep quantised weights inside this context, in which no weight changes between uses."""
         self.begin()
         try:
             yield
@@ -42,12 +48,18 @@ class Scales:
             for part in self._own:
                 part.keeping(False)
 
-    def moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each history and what it is after this step. Collective over the ranks with these layers: one value
-        of each tensor."""
+    def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each amax history with its value after this step.
+
+        Collective over the ranks with these layers; they all use the largest value of a tensor.
+        """
         if not self._delayed:
             return []
+        # One reduction for all tensors and axes.
         seen = torch.stack([part.seen for part in self._delayed])
         for axis in self._axes:
             axis.all_reduce(seen, "max")
-        return [(part.amax_history, part.after(row)) for part, row in zip(self._delayed, seen, strict=True)]
+        return [
+            (part.amax_history, part.after(row))
+            for part, row in zip(self._delayed, seen, strict=True)
+        ]

@@ -1,4 +1,7 @@
-"""All passes of a step on this rank's stages, in training and in evaluation, the same under every schedule."""
+"""Run all passes of a step on this rank's stages, in training and in evaluation.
+
+The same code runs under every schedule.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,27 @@ from megapipe.training.steps.totals import Adder, Totals
 class Stages:
     """The stages of this rank with their data, run under one schedule.
 
+    `run` runs a step. `follow` changes the schedule and `take` the batch size for later steps.
+    `under` returns the same stages for another batch size. `buffer_updates` returns tensors that
+    change without a gradient.
+
     Args:
+        config: the run's configuration.
+        schedule: the table of passes.
         modules: the stages of this rank in ascending order.
-        forward_step: as Megatron's, see pipeline_parallel.loss.
+        forward_step: Megatron's, see pipeline_parallel.loss.
+        mesh: this rank's mesh.
         eod: end-of-document id of the tokenizer.
         also_read: stages that get batches in addition to those with embedding or loss.
-        costs: what the stages take, by which messages are ordered.
+        costs: times of passes and messages; messages are posted in the order that follows.
+
     Attributes:
-        engine: runs their passes.
-        schedule: the table of the steps to come.
-        stopwatch: of the last step of training whose passes are over.
-        routers: of the layers with experts here.
-        scales: of the products in eight bits here.
+        engine: runs the passes.
+        schedule: the table of the next steps, with the passes for reduction and update that flags
+            ask for.
+        stopwatch: times of the last training step whose passes are over.
+        routers: the routers of this rank's layers with experts.
+        scales: the FP8 scales of this rank's layers.
     """
 
     def __init__(
@@ -55,38 +67,56 @@ class Stages:
         also_read: Collection[int] = (),
         costs: Costs = UNIT,
     ) -> None:
-        self.config, self.modules, self.mesh = config, modules, mesh
+        self.config = config
+        self.modules = modules
+        self.mesh = mesh
         self.stopwatch = Stopwatch(mesh.device)
-        self._forward_step, self._eod, self._also_read = forward_step, eod, also_read
-        self._add_up = Adder(mesh)
+        self._forward_step = forward_step
+        self._eod = eod
+        self._also_read = also_read
+        self._adder = Adder(mesh)
         mirrored = schedule.placement.num_chains > 1
         self.routers = Routers(modules, mesh, config.model, mirrored=mirrored)
         self.scales = Scales(modules, mesh, mirrored=mirrored)
         self.follow(schedule, costs)
-        mode = config.parallel.p2p_mode
-        self.engine = ForwardBackward(mesh, self.schedule, p2p_mode=mode, config=config.model)
+        parallel = config.parallel
+        self.engine = ForwardBackward(
+            mesh, self.schedule, p2p_mode=parallel.p2p_mode, config=config.model
+        )
         host = self.engine.kept["offload"]
-        host.share, host.modules = config.parallel.activation_offload_fraction, config.parallel.offload_modules
+        host.share = parallel.activation_offload_fraction
+        host.modules = parallel.offload_modules
 
     def follow(self, schedule: Schedule, costs: Costs) -> None:
-        """Take another table of the same stages from the next step on. All ranks at the same step."""
-        self.schedule, self.costs = whole_step(schedule, self.config, costs), costs
+        """Use another table of the same stages from the next step on.
+
+        All ranks must call this before the same step.
+        """
+        self.schedule = whole_step(schedule, self.config, costs)
+        self.costs = costs
 
     def under(self, config: Config, schedule: Schedule) -> Stages:
-        """Return the same stages, on the same ranks, under the table of another batch."""
+        """Return the same stages on the same ranks, with another batch size and its table."""
+        # Shallow: modules, engine and routers are shared.
         other = copy(self)
         other.take(config, schedule)
         return other
 
     def take(self, config: Config, schedule: Schedule) -> None:
-        """Take the batch of another configuration, under its table, from the next step on. On all ranks at once."""
+        """Use another batch size and its table from the next step on.
+
+        All ranks must call this before the same step.
+        """
         self.config = config
         self.follow(schedule, self.costs)
 
-    def moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Return tensors that the training changes without a gradient, each with its value after this step: routers'
-        biases, histories of largest values. Collective over the ranks with these layers."""
-        return [*self.routers.moved(), *self.scales.moved()]
+    def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
+        """Return tensors that change without a gradient, each with its value after this step.
+
+        They are the expert biases of routers and the amax histories of FP8. Collective over the
+        ranks with these layers.
+        """
+        return [*self.routers.buffer_updates(), *self.scales.buffer_updates()]
 
     def run(
         self,
@@ -98,37 +128,54 @@ class Stages:
         weights: Sequence[Weights] | None = None,
         iteration: int | None = None,
     ) -> Late[Totals]:
-        """All passes of one step; what is returned waits for what they reported, of all ranks.
+        """Run all passes of one step. The result waits for the sums of all ranks' losses.
 
         Args:
-            microbatches: of this data-parallel rank; read only where a stage needs them.
-            consumed: samples trained on before this step, which name its randomness.
-            weights: of each of this rank's stages, what the table's passes of it as a whole do.
-            iteration: as diagnoses name it; default: by the samples.
+            microbatches: this data-parallel rank's; an item is read only if a stage needs it.
+            consumed: samples consumed before this step, which seed its random numbers.
+            evaluate: run forwards alone, without dropout.
+            loss_scale: returns the factor on the loss when a backward needs it.
+            weights: for each stage of this rank, the operations of passes on its weights.
+            iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
         """
-        config, mesh, table, dp = self.config, self.mesh, self.schedule, self.mesh.dp
+        config = self.config
+        mesh = self.mesh
+        table = self.schedule
+        dp = mesh.dp
         b = config.batch.micro_batch
-        what = "evaluation" if evaluate else "iteration"
-        mesh.position.begin(f"{what} {iteration or consumed // config.global_batch_size + 1}")
-        # Each step, as evaluations run between them on the same modules.
+        kind = "evaluation" if evaluate else "iteration"
+        number = iteration or consumed // config.global_batch_size + 1
+        mesh.position.begin(f"{kind} {number}")
+        # In every step, because evaluations use the same modules between training steps.
         for module in self.modules:
             module.train(not evaluate)
         self.routers.begin()
-        losses = list[Loss]()
+        losses: list[Loss] = []
+        # All stages of the rank, and all slices, ask for the same documents.
         documents = lru_cache(maxsize=64)(partial(documents_of, config, self._eod, microbatches))
-        reading = StepReading(config, table, mesh, self._eod, self._also_read, microbatches, documents)
+        reading = StepReading(
+            config, table, mesh, self._eod, self._also_read, microbatches, documents
+        )
+        own = table.placement.stages_on(mesh.pp.rank)
         watch = Stopwatch(mesh.device, table)
-        with self.scales.of_a_step():
+        forward_only = evaluate or config.optimizer.freeze_all_layers
+
+        def stream(i: int) -> Stream:
+            # Named by its first sample, a microbatch has one stream under every layout of ranks.
+            first = consumed + (i * dp.size + dp.rank) * b
+            return Stream(config.batch.seed, first, documents(i))
+
+        with self.scales.during_step():
             self.engine(
                 forward_step_func=self._forward_step,
-                data_iterator=[reading.batches(stage) for stage in table.placement.stages_on(mesh.pp.rank)],
+                data_iterator=[reading.batches(stage) for stage in own],
                 model=self.modules,
                 num_microbatches=table.num_microbatches,
                 seq_length=config.batch.sequence,
                 micro_batch_size=b,
                 schedule=table,
                 costs=self.costs,
-                forward_only=evaluate or config.optimizer.freeze_all_layers,
+                forward_only=forward_only,
                 calculate_per_token_loss=config.batch.calculate_per_token_loss,
                 loss_scale=loss_scale,
                 on_loss=losses.append,
@@ -136,12 +183,14 @@ class Stages:
                 read=reading.wait,
                 stopwatch=watch,
                 weights=weights,
-                stream=lambda i: Stream(config.batch.seed, consumed + (i * dp.size + dp.rank) * b, documents(i)),
+                stream=stream,
             )
-        if not (evaluate or config.optimizer.freeze_all_layers):
+        # Costs are measured in training steps alone.
+        if not forward_only:
             self.stopwatch = watch
+        # A rank that hangs in the sum is reported with this place.
         mesh.position.enter("the sum of the losses")
-        beside = None if evaluate else self.routers.table()
-        finish = self._add_up.start(losses, consumed, evaluate=evaluate, beside=beside)
+        extra = None if evaluate else self.routers.table()
+        finish = self._adder.start(losses, consumed, evaluate=evaluate, extra=extra)
         mesh.position.leave()
         return finish

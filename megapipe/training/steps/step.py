@@ -1,8 +1,9 @@
-"""One step of training from its passes to its end, which is now or, without a barrier, within the next step.
+"""One training step: passes, reduction, clipping and update.
 
-Without a barrier (Qi et al. 2023, section 4) a rank updates as soon as its own gradients are complete, guessing that
-the global norm asks for no clipping and that every number is finite. After a wrong guess what was before the update is
-copied back and the update done right: the same bits as with a barrier.
+Without a barrier (post-validation, Qi et al. 2023, section 4) a rank updates when its own gradients
+are complete. It guesses that the global norm asks for no clipping and that all numbers are finite.
+After a wrong guess the old state is copied back and the update is made again. The results are
+bitwise equal to those with a barrier.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.totals import Totals, counted_tokens
 
 Refuses = Callable[[Mapping[str, float]], bool]
-"""Is a step not to count, by its losses?"""
+"""(losses of a step) -> whether the step must not update anything."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step, as every rank knows it.
+    """The outcome of a step, equal on every rank.
 
     Attributes:
-        losses: what loss_func reported, by name: sum over count of the global batch, or the mean of single numbers.
-            What nothing was counted of is left out. Nothing else depends on them.
-        grad_norm: before clipping; nan if it was not computed.
-        tokens: trained tokens of the global batch: the second of three values of loss_func, 0 if it returns two.
-        skipped: nothing was updated, because the loss or the gradient was not finite.
-        finite: every loss that was differentiated, whatever was reported.
-        spiked: skipped because a loss is above its limit.
-        batch: sequences of the global batch.
-        late: the update did not wait for the norm. undone: and was wrong.
-        routed: of the layers with experts.
+        losses: what loss_func reported, by name: sum over count for the global batch, or the mean
+            of single numbers. A name whose count is 0 is left out. Only reports depend on them.
+        grad_norm: before clipping; NaN if it was not computed.
+        tokens: trained tokens of the global batch, the second of three values that loss_func
+            returns. It is 0 if loss_func returns two.
+        skipped: nothing was updated, because a loss or the gradient was not finite.
+        num_zeros: gradient elements that are 0, with --log-num-zeros-in-grad; else None.
+        finite: every differentiated loss was finite, whatever was reported.
+        spiked: the step was skipped because a loss was above its limit.
+        batch: sequences in the global batch.
+        guessed: the update did not wait for the norm.
+        undone: the update did not wait for the norm and was wrong.
+        routed: the report of the layers with experts.
     """
 
     losses: dict[str, float]
@@ -54,27 +58,33 @@ class StepResult:
     finite: bool = True
     spiked: bool = False
     batch: int = 0
-    late: bool = False
+    guessed: bool = False
     undone: bool = False
     routed: Routed = field(default_factory=Routed)
 
     @property
     def shown(self) -> dict[str, float]:
-        """The losses as logs have them."""
+        """Return all losses for logs: loss_func's, then the routers'."""
         return self.losses | self.routed.losses
 
 
 @dataclass(frozen=True)
 class Update:
-    """The end of a step on one rank: begun when its own gradients are complete, done when all ranks' numbers are there.
+    """The update at the end of a step on one rank.
+
+    `begin` is called when this rank's gradients are complete, `end` when the numbers of all ranks
+    are known.
 
     Attributes:
-        config: of this step; the stages may have another batch when it ends.
-        gradients: as `begin` has left them.
-        moved: as `Stages.moved` has them.
-        steps: updates made before this one.
-        kept: all that the update changes, as it was before, 12 bytes per owned parameter; None if the update waits for
-            the norm.
+        stages: this rank's stages.
+        config: the configuration of this step; `stages` may have another batch size at the end.
+        optimizer: this rank's optimizer.
+        rates: learning rates and weight decay.
+        gradients: the reduced gradients, multiplied by their factors if `begin` has updated.
+        buffers: each tensor that changes without a gradient, with its value after this step.
+        steps: number of updates before this one.
+        backup: copies of all tensors that the update changes, 12 bytes per owned parameter. None if
+            the update waits for the norm.
     """
 
     stages: Stages
@@ -82,38 +92,71 @@ class Update:
     optimizer: Optimizer
     rates: Rates
     gradients: Gradients
-    moved: Sequence[tuple[Tensor, Tensor]]
+    buffers: Sequence[tuple[Tensor, Tensor]]
     steps: int
-    kept: Sequence[Tensor] | None = None
+    backup: Sequence[Tensor] | None = None
 
     @staticmethod
     def begin(
-        stages: Stages, optimizer: Optimizer, sums: Reduction, rates: Rates, scale: float | Tensor, *, late: bool
+        stages: Stages,
+        optimizer: Optimizer,
+        sums: Reduction,
+        rates: Rates,
+        scale: float | Tensor,
+        *,
+        guess: bool,
     ) -> Update:
-        """Reduce the gradients, begin to take their norm times `scale`; if `late`, update without it."""
-        gradients, frozen = optimizer.reduce(scale, sums), stages.config.optimizer.freeze_all_layers
-        # Now, not at the end: the layers forget what they saw when the next step's forwards begin.
-        moved = () if frozen else stages.moved()
-        update = Update(stages, stages.config, optimizer, rates, gradients, moved, optimizer.steps)
-        if not late:
+        """Reduce the gradients and begin to compute their norm.
+
+        Args:
+            stages: this rank's stages, whose backward passes are over.
+            optimizer: this rank's optimizer.
+            sums: the sums of this step's gradients.
+            rates: learning rates and weight decay.
+            scale: factor on the gradients.
+            guess: update at once, without waiting for the norm.
+        """
+        gradients = optimizer.reduce(scale, sums)
+        buffers: Sequence[tuple[Tensor, Tensor]] = ()
+        if not stages.config.optimizer.freeze_all_layers:
+            # Not in `end`: layers forget their records when the next step's forwards begin.
+            buffers = stages.buffer_updates()
+        config = stages.config
+        update = Update(stages, config, optimizer, rates, gradients, buffers, optimizer.steps)
+        if not guess:
             return update
-        update = replace(update, kept=[x.clone() for x in update._changes])
+        # `_apply` keeps the gradients if there is a backup, so the backup comes first.
+        update = replace(update, backup=[x.clone() for x in update._changing])
         return replace(update, gradients=update._apply())
 
-    def end(self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False) -> StepResult:
-        """Update if that was not done or was wrong, and if the losses are not refused. Nothing is updated by numbers
-        that are not finite."""
-        optimizer, late = self.optimizer, self.kept is not None
+    def end(
+        self, norm: float, totals: Totals, refuses: Refuses = lambda losses: False
+    ) -> StepResult:
+        """Complete the update and return the outcome of the step.
+
+        Nothing is updated if a number is not finite or `refuses` returns True for the losses.
+
+        Args:
+            norm: the global gradient norm.
+            totals: the sums of all ranks' losses.
+            refuses: is called with the mean losses if they are finite.
+        """
+        optimizer = self.optimizer
+        guessed = self.backup is not None
         spiked = totals.finite and refuses(totals.means)
         good = totals.finite and not spiked and math.isfinite(norm)
-        zeros = optimizer.count_zeros() if self.config.log.log_num_zeros_in_grad and good else None
-        undone = late and not (good and optimizer.shrink(norm) == 1)
+        # Before the update, which may change the gradients in place.
+        zeros = None
+        if good and self.config.log.log_num_zeros_in_grad:
+            zeros = optimizer.count_zeros()
+        # A guess is right only if it neither clips nor skips: shrink is then exactly 1.
+        undone = guessed and not (good and optimizer.shrink(norm) == 1)
         if undone:
             self._restore()
-        if good and (undone or not late):
+        if good and (undone or not guessed):
             self._apply(optimizer.shrink(norm))
-        # Nothing to update by: the model's own weights are made again of the main parameters that were put back.
         elif undone:
+            # No update follows, so the model's weights are made from the restored parameters.
             optimizer.spread()
         return StepResult(
             totals.means,
@@ -124,44 +167,57 @@ class Update:
             finite=totals.finite,
             spiked=spiked,
             batch=self.config.global_batch_size,
-            late=late,
+            guessed=guessed,
             undone=undone,
-            routed=self.stages.routers.read(totals.beside, self.config),
+            routed=self.stages.routers.read(totals.extra, self.config),
         )
 
     def _apply(self, shrink: float = 1.0) -> Gradients:
-        """Update, and return the gradients as that leaves them."""
-        # Before the update, which may have to quantise weights by them.
-        for x, after in self.moved:
+        """Update with this clipping factor; return the gradients, multiplied by their factors."""
+        # Before the update, which may quantise weights with the new FP8 histories.
+        for x, after in self.buffers:
             x.copy_(after)
-        return self.optimizer.update(self.gradients, self.rates, shrink, keeps_grads=self.kept is not None)
+        # A wrong guess is repaired with the same gradients.
+        keeps_grads = self.backup is not None
+        return self.optimizer.update(self.gradients, self.rates, shrink, keeps_grads=keeps_grads)
 
     def _restore(self) -> None:
-        for x, before in zip(self._changes, self.kept or (), strict=True):
+        """Copy the backup back."""
+        for x, before in zip(self._changing, self.backup or (), strict=True):
             x.copy_(before)
         self.optimizer.steps = self.steps
-        self.stages.scales.begin()  # the next step's forwards so far have seen the wrong weights, and come again
+        # Forwards of the next step have quantised the wrong weights, and will run again.
+        self.stages.scales.begin()
 
     @property
-    def _changes(self) -> list[Tensor]:
-        """All tensors that an update changes."""
+    def _changing(self) -> list[Tensor]:
+        """Return all tensors that an update changes, in one order."""
+        mains = [b.main for b in self.optimizer.owned]
         moments = [x for flats in self.optimizer.moments.values() for x in flats]
-        return [*(b.main for b in self.optimizer.owned), *moments, *(x for x, _ in self.moved)]
+        return [*mains, *moments, *(x for x, _ in self.buffers)]
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:
-    """The work of a step's passes on the weights of each of this rank's stages."""
-    sums, gathers = sums or optimizer.reduction(), optimizer.gathers
-    return [
-        Weights(
+    """Return the operations of a step's passes on the weights of each of this rank's stages.
+
+    Args:
+        optimizer: this rank's optimizer.
+        sums: the sums of this step's gradients; None to begin new ones.
+    """
+    if sums is None:
+        sums = optimizer.reduction()
+    gathers = optimizer.gathers
+    found = []
+    for n in range(len(optimizer.chunks)):
+        weights = Weights(
             partial(sums.start, n),
             partial(gathers.start, n),
             begin=partial(sums.begin, n),
             drop=partial(gathers.drop, n),
             layer_done=partial(sums.start_early, n) if sums.by_layers else None,
         )
-        for n in range(len(optimizer.chunks))
-    ]
+        found.append(weights)
+    return found
 
 
 def train_step(
@@ -175,19 +231,37 @@ def train_step(
     refuses: Refuses = lambda losses: False,
     iteration: int | None = None,
 ) -> StepResult:
-    """Forward, backward, reduce, clip, update. Run again after a step that was skipped it does the same.
+    """Run forward, backward, reduction, clipping and update.
 
-    refuses: is nothing to be updated after these losses?
+    A call after a skipped step, with the same arguments, computes the same.
+
+    Args:
+        stages: this rank's stages.
+        optimizer: this rank's optimizer.
+        microbatches: this data-parallel rank's part of the batch.
+        consumed: samples trained on before this step.
+        rates: learning rates and weight decay.
+        loss_scale: factor on the loss before the backward.
+        refuses: returns whether nothing must be updated after these losses.
+        iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
     """
     optimizer.zero_grad()
-    sums, position = optimizer.reduction(), stages.mesh.position
-    weights = weights_of(optimizer, sums)
-    late = stages.run(microbatches, consumed, loss_scale=lambda: loss_scale, weights=weights, iteration=iteration)
-    per_token = stages.config.batch.calculate_per_token_loss
-    scale = counted_tokens(late).clamp(min=1).reciprocal() if per_token else 1 / stages.mesh.dp.size
-    # The update waits for the reductions: a rank that hangs there is to be named with this place.
+    sums = optimizer.reduction()
+    totals = stages.run(
+        microbatches,
+        consumed,
+        loss_scale=lambda: loss_scale,
+        weights=weights_of(optimizer, sums),
+        iteration=iteration,
+    )
+    scale: float | Tensor = 1 / stages.mesh.dp.size
+    if stages.config.batch.calculate_per_token_loss:
+        # The division stays on the device: the host does not wait for the number of tokens.
+        scale = counted_tokens(totals).clamp(min=1).reciprocal()
+    # The update waits for the reductions. The watchdog then names this place for a rank that hangs.
+    position = stages.mesh.position
     position.enter("the optimizer step")
-    update = Update.begin(stages, optimizer, sums, rates, scale / loss_scale, late=False)
-    totals, norm = read_together(late, update.gradients.norm)
+    update = Update.begin(stages, optimizer, sums, rates, scale / loss_scale, guess=False)
+    read, norm = read_together(totals, update.gradients.norm)
     position.leave()
-    return update.end(norm, totals, refuses)
+    return update.end(norm, read, refuses)

@@ -120,7 +120,7 @@ def started(config: Config, plan: Plan, by: Recorder, answers: Answers) -> Itera
     ):
         training = run_on(mesh, config, plan)
         training.driver._batches_at = lambda consumed: _batch(config) * config.num_microbatches
-        names = training.run.stages._add_up._names  # ranks with the loss tell the others
+        names = training.run.stages._adder._names  # ranks with the loss tell the others
         depths = [f"mtp_{n + 1} loss" for n in range(config.model.mtp_num_layers or 0)]
         names |= {evaluate: ["lm loss", *depths] for evaluate in (False, True)}
         yield training
