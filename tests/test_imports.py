@@ -151,10 +151,6 @@ def test_only_one_module_touches_cuda():
     assert [path.name for path in of_runs if touches(path)] == ["device.py"]
 
 
-NOT_YET = {"plan/plan.py", "plan/make.py"}
-"""Files of the spine that still import copies and shards of plans."""
-
-
 def spine() -> list[Path]:
     """The files that docs/architecture.md lists, in reading order."""
     section = (ROOT / "docs" / "architecture.md").read_text().partition("## The spine")[2].partition("\n## ")[0]
@@ -176,13 +172,13 @@ def test_a_day_is_enough_for_the_spine():
 
 def test_the_spine_knows_no_family_and_no_shape():
     known = {str(path.relative_to(PACKAGE)) for path in spine() if of_families(path.read_text())}
-    assert known == NOT_YET
+    assert known == set()
     assert of_families("from megapipe.schedule.families.offload.rules import MOVES") == [
         "schedule.families.offload.rules"
     ]
 
 
-@pytest.mark.parametrize("floor", ["schedule", "pipeline_parallel"])
+@pytest.mark.parametrize("floor", ["schedule", "pipeline_parallel", "plan"])
 def test_families_know_each_other_by_nothing(floor):
     """A family is read alone."""
     folder = PACKAGE / floor / "families"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megapipe.config import Config
-from megapipe.plan.slices import FLAG, number_of
+from megapipe.plan.shapes.slices import FLAG, number_of
 from megapipe.schedule import Schedule
 from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
 

@@ -81,6 +81,12 @@ class Config:
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts and sum their gradients."""
+        par = self.parallel
+        return max(self.world_size // (par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size), 1)
+
+    @property
     def gathers_fp8(self) -> bool:
         """Are weights gathered in eight bits?"""
         asked = self.model.fp8_param_gather and self.model.fp8_format is not None and self.model.fp8_recipe != "mxfp8"

@@ -94,7 +94,7 @@ def expert_line(plan: Plan, config: Config) -> str:
         return ""
     tokens = (config.batch.seq_length or 0) * config.batch.micro_batch
     forth, back, once = expert_bytes(model, par, tokens, element_bytes=config.precision.element_bytes)
-    replicas = config.world_size // (ep * etp * par.pipeline_model_parallel_size)
+    replicas = config.expert_replicas
     said = (
         f"experts: {model.experts // ep} of {model.experts} on a rank, each split over {etp}, "
         f"on {replicas} rank{'s' * (replicas > 1)} the same"

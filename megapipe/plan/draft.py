@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from megapipe.config import Config
 from megapipe.partition.layout import AUTO
 from megapipe.plan.auto import balanced
-from megapipe.plan.families.offload import LIMIT, Copies
+from megapipe.plan.parts import own_parts
 from megapipe.plan.plan import Plan
 from megapipe.plan.split import counts_of, is_searched, schedule_name
 from megapipe.plan.state import GIB
 from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Placement, Schedule
-from megapipe.schedule.families.offload.rules import MOVES
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,8 @@ class Draft:
             return balanced(self.base.pieces, place.main)
         return counts_of(self.config, place.own_chain)
 
-    def copies(self, table: Schedule) -> Copies:
-        """Return what is copied of a table that moves activations, and the flag that asks for it."""
-        if asked := Copies.asked(self.config):
-            return asked
-        return Copies.of(self.config, "--pipeline-schedule" if table.kinds & MOVES else LIMIT)
-
     def costs(self, table: Schedule) -> Costs:
-        return replace(self.plan(table), copies=self.copies(table)).costs
+        return replace(self.plan(table), own=own_parts(self.config, table)).costs
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
         limit = self.config.parallel.memory_limit_gib

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
-from megapipe.schedule import Costs, Schedule
+from megapipe.plan.part import Part
+from megapipe.plan.plan import OfPlan, Plan
+from megapipe.schedule import Schedule
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES
 from megapipe.schedule.memory.slots import in_flight, splits
@@ -62,14 +65,37 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
         yield f"weights or gradients move between passes ({par.splits_by})"
 
 
-def held(table: Schedule, costs: Costs, hidden: float) -> tuple[float, ...]:
-    """Bytes of the graphs of each rank: they are never given back, and each microbatch in flight has its own.
+@dataclass(frozen=True)
+class Graphs(OfPlan):
+    """Graphs of the passes of a run.
 
-    hidden: of the hidden states of a microbatch; input, output and their gradients have a buffer each.
+    Attributes:
+        hidden: bytes of the hidden states of a microbatch; input, output and their gradients have a buffer each.
     """
-    place, total = table.placement, [0.0] * table.placement.num_ranks
-    held_b, held_w, *_ = costs.memory(place)
-    for stage, rank in enumerate(place.rank_of):
-        one = held_b[stage] + (held_w[stage] if splits(table, stage) else 0.0) + 4 * hidden
-        total[rank] += in_flight(table, stage) * one
-    return tuple(total)
+
+    hidden: float
+
+    def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the bytes of each rank's graphs.
+
+        Their memory is never given back, and each microbatch in flight has its own.
+        """
+        table = plan.schedule
+        place = table.placement
+        held = plan.costs.memory(place)
+        total = [0.0] * place.num_ranks
+        for stage, rank in enumerate(place.rank_of):
+            until_w = held.w[stage] if splits(table, stage) else 0.0
+            one = held.b[stage] + until_w + 4 * self.hidden
+            total[rank] += in_flight(table, stage) * one
+        return tuple(total)
+
+
+def _of(config: Config, _: Schedule | None, made: Schedule | None) -> Graphs | None:
+    if made is None or config.parallel.cuda_graph_impl == "none" or why_not(config, made):
+        return None
+    tokens = config.batch.sequence * config.batch.micro_batch
+    return Graphs(float(tokens * config.model.hidden * config.precision.element_bytes))
+
+
+GRAPHS = Part("graphs", of=_of)

@@ -8,7 +8,7 @@ from typing import Any
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.families.offload import Copies
-from megapipe.plan.slices import cuts_of, own_slices
+from megapipe.plan.shapes.slices import cuts_of, own_slices
 from megapipe.plan.split import (
     chunks_of,
     given_costs,

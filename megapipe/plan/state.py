@@ -3,13 +3,14 @@ checkpoint, on the disk and on a rank's host while it is written."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 
 from megapipe.config import Config, OptimizerConfig
+from megapipe.errors import ConfigError
 from megapipe.optim.rules import find_rule
 from megapipe.partition.layout import FLAG as LAYOUT
-from megapipe.plan.families.sharding import Sharding
+from megapipe.plan.plan import OfPlan, Plan, Stored
 
 GIB = 2**30
 
@@ -26,33 +27,47 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
     return size[optimizer.main_grads_dtype], moments, 4 if half and optimizer.main_params_dtype == "fp32" else 0
 
 
-def bytes_of_expert(config: Config) -> float:
-    """Bytes of an expert's parameter with its state, which ZeRO-1 splits over the ranks that have the same experts, and
-    with what post-validation keeps of it."""
-    par, element = config.parallel, config.precision.element_bytes
-    gradient, moments, master = bytes_of_state(config.optimizer, config.precision.half)
-    ranks = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
-    shares = max(config.world_size // ranks, 1) if par.splits_optimizer else 1
-    kept = moments + (master or element) if par.enable_optimizer_post_validation else 0
-    sharding = Sharding.asked(config, gradient)
-    own = sum(sharding.kept(experts=True)) if sharding else element + gradient
-    return own + (moments + master + kept) / shares
+def bytes_of_parameter(config: Config, own: Iterable[OfPlan], *, experts: bool = False) -> tuple[float, Stored]:
+    """Return the bytes that a rank keeps of a parameter, and how many of them are weight and gradient.
 
+    ZeRO-1 splits all but these over the ranks that have the same parameters.
 
-def too_much(
-    name: str, peaks: Sequence[float], states: Sequence[float], limit: float, *, auto: bool, shards: bool = False
-) -> str:
-    """A sentence on a plan that does not fit. peaks, states: bytes of each rank in all, and between steps.
-
-    auto: a split of the layers that fits may be looked for. shards: gradients, or weights too, are whole for runs.
+    Args:
+        own: parts that may split weight and gradient.
+        experts: of an expert's parameter.
     """
-    also = " and weights and gradients that are whole for a while" * shards
-    need, rank = max((need, rank) for rank, need in enumerate(peaks))
-    look = f", or {LAYOUT} auto, which looks for a split that fits" if auto else ""
-    return (
-        f"--memory-limit-gib {limit / GIB:g} is less than pipeline rank {rank} of {name} is predicted to "
-        f"need, {need / GIB:.3g} GiB: {states[rank] / GIB:.3g} for parameters, gradients and optimizer, "
-        f"{(need - states[rank]) / GIB:.3g} for activations{also}.\n"
+    par = config.parallel
+    stored = whole_parameter(config)
+    for one in own:
+        stored = one.stored(stored, experts=experts)
+    _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
+    # Post-validation keeps a second copy until V.
+    again = moments + (master or config.precision.element_bytes) if par.enable_optimizer_post_validation else 0
+    ranks = 1
+    if par.splits_optimizer:
+        ranks = config.expert_replicas if experts else config.weight_replicas
+    return sum(stored) + (moments + master + again) / ranks, stored
+
+
+def whole_parameter(config: Config) -> Stored:
+    """Return the bytes of a parameter that no rank shares with others."""
+    gradient, *_ = bytes_of_state(config.optimizer, config.precision.half)
+    return Stored(config.precision.element_bytes, gradient)
+
+
+def refuse_too_much(plan: Plan, config: Config) -> None:
+    """Raises: ConfigError for a plan that needs more than --memory-limit-gib."""
+    gib = config.parallel.memory_limit_gib
+    need, rank = max((need, rank) for rank, need in enumerate(plan.peak_bytes))
+    if gib is None or need <= gib * GIB:
+        return
+    state = plan.state_bytes[rank]
+    also = "".join(f" and {one.holds}" for one in plan.own.values() if one.holds)
+    look = f", or {LAYOUT} auto, which looks for a split that fits" if plan.before is None else ""
+    raise ConfigError(
+        f"--memory-limit-gib {gib:g} is less than pipeline rank {rank} of {plan.schedule.name} is predicted to "
+        f"need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients and optimizer, "
+        f"{(need - state) / GIB:.3g} for activations{also}.\n"
         f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger --pipeline-model-parallel-size or "
         f"--tensor-model-parallel-size, a schedule that holds less (v-min){look}."
     )

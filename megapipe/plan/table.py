@@ -9,8 +9,6 @@ from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.context import context_line, expert_line
-from megapipe.plan.families.offload_lines import moved_lines
-from megapipe.plan.families.sharding import whole_line
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_of_state
 
@@ -50,12 +48,20 @@ def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """The table, what a token uses of experts, what a checkpoint takes, what context and expert parallelism send."""
-    ways = (
+    lines = [
+        table(plan, parameters),
+        _active(plan),
+        checkpoint_line(plan, config),
         context_line(plan, config),
         expert_line(plan, config),
-        whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
-    )
-    return "\n".join(filter(None, (table(plan, parameters), _active(plan), checkpoint_line(plan, config), *ways)))
+        *own_lines(plan),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def own_lines(plan: Plan) -> list[str]:
+    """Return what families of passes say below the table."""
+    return [one.summary(plan) for one in plan.own.values()]
 
 
 def _active(plan: Plan) -> str:
@@ -74,7 +80,10 @@ def layout_of_plan(plan: Plan) -> str:
 
 def changes(plan: Plan) -> str:
     """An automatic split beside the one that it replaced, and what the table moves; empty for any other plan."""
-    return "\n".join([*_split_lines(plan), *moved_lines(plan)])
+    lines = _split_lines(plan)
+    for one in plan.own.values():
+        lines += one.changes(plan)
+    return "\n".join(lines)
 
 
 def _split_lines(plan: Plan) -> list[str]:
@@ -116,18 +125,15 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
     """
     place = plan.schedule.placement
     weight, moments = _bytes_of_parameter(config)
-    works = [
-        [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain] for rank in range(place.num_ranks)
-    ]
     gathered = moments if config.parallel.splits_optimizer else 0
-    experts = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
-    most = max(
-        sum(work.parameters - work.experts for work in row)
-        / plan.tp
-        * (2 * (weight + moments) / config.weight_replicas + gathered)
-        + sum(work.experts for work in row) / plan.expert_ranks * (2 * (weight + moments) / experts + gathered)
-        for row in works
-    )
+    of_dense = 2 * (weight + moments) / config.weight_replicas + gathered
+    of_expert = 2 * (weight + moments) / config.expert_replicas + gathered
+    most = 0.0
+    for rank in range(place.num_ranks):
+        works = [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain]
+        dense = sum(work.parameters - work.experts for work in works) / plan.tp
+        experts = sum(work.experts for work in works) / plan.expert_ranks
+        most = max(most, dense * of_dense + experts * of_expert)
     return saved_bytes(plan, config, [work.parameters for work in plan.works]), most
 
 

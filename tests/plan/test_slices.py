@@ -9,7 +9,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.plan import changes, make_plan
-from megapipe.plan.slices import in_words, lengths
+from megapipe.plan.shapes.slices import in_words, lengths
 from megapipe.schedule import Kind, build
 
 FLAGS = (

@@ -105,7 +105,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
     assert isinstance(f_all, tuple)
     assert isinstance(b_all, tuple)
-    if plan.sharding:
+    if "sharding" in plan.own:
         n, ranks = config.weight_replicas, replicas(plan, config)
         own, lent, left = (x if isinstance(x, tuple) else (x,) for x in (costs.mem_a, costs.mem_lent, costs.mem_g))
         whole = tuple(map(add, own, lent)), left
@@ -160,10 +160,10 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
     n, par, place = config.weight_replicas, config.parallel, plan.schedule.placement
     element = config.precision.element_bytes if par.splits_optimizer else 4
     gradient = 4
-    if plan.sharding:  # what the table has
-        gradient, element = 0, 0 if plan.sharding.weights else element
+    if "sharding" in plan.own:  # what the table has
+        gradient, element = 0, 0 if par.shards_weights else element
     works = [[plan.works[s] for s in place.stages_on(r)] for r in range(place.num_ranks)]
-    same = max(config.world_size // (plan.expert_ranks * place.num_ranks), 1)
+    same = config.expert_replicas
     sent, twins = 0.0, 0.0
     for row in works:
         experts = sum(work.experts for work in row) / plan.expert_ranks

@@ -29,9 +29,8 @@ from megapipe.distributed.device import has_cuda
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
-from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, table
-from megapipe.plan.families.sharding import whole_line
-from megapipe.plan.slices import number_of
+from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
+from megapipe.plan.shapes.slices import number_of
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
@@ -93,7 +92,7 @@ def main(argv: Sequence[str]) -> None:
         start_block(config),
         changes(plan),
         table(plan),
-        whole_line(plan.schedule, plan.costs, plan.sharding, plan.given),
+        *own_lines(plan),
         layout,
     ]
     if flags.parts:

@@ -33,7 +33,7 @@ from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, place_of_dashes
 from megapipe.plan import GIB, Plan, in_words, make_plan
-from megapipe.plan.slices import chosen
+from megapipe.plan.shapes.slices import chosen
 from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.training.check import as_here, vocabulary

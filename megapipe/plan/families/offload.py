@@ -1,30 +1,41 @@
-"""The table of a run whose activations are moved out of the way, to the host or by computing them again: as flags ask,
-as a file says, or because --memory-limit-gib leaves no room for all."""
+"""Activations that leave the device, to the host or to be computed again: as flags ask, or for --memory-limit-gib."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
-from megapipe.schedule import Costs, Schedule
+from megapipe.plan.part import NothingToDo, Part
+from megapipe.plan.plan import OfPlan, Plan
+from megapipe.plan.state import GIB
+from megapipe.schedule import Costs, Schedule, Timeline
+from megapipe.schedule.costs import PerStage
+from megapipe.schedule.families.offload.rules import MOVES
+from megapipe.schedule.ingredients import Terms
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.views.moved import describe_moves
 
 LIMIT = "--memory-limit-gib"
 FLOPS_PER_BYTE = 8000.0
-"""FLOPs of a device while a byte goes to the host or back, where --offload-time does not say: 400 TFLOP/s, 50 GB/s."""
+"""FLOPs of a device while a byte goes to the host or back, where --offload-time does not say.
+
+400 TFLOP/s and 50 GB/s.
+"""
 
 
-class Copies(NamedTuple):
-    """Copies that flags ask for.
+@dataclass(frozen=True)
+class Copies(OfPlan):
+    """Copies of activations to the host.
 
     Attributes:
-        flag: the one that asks, or leaves no room.
-        share: of each microbatch's bytes that may go, and of keys and values of slices all. time: of a copy each way
-            over a forward and an input gradient with its weights'; None: by bytes. chunks: only the first so many
-            stages of a rank.
-        input: bytes that a forward begins from, which stay where it runs twice. modules: of --offload-modules, whose
-            part of the bytes goes.
+        flag: the flag that asks for them, or that leaves no room.
+        share: of each microbatch's bytes that may go; keys and values of slices go whole.
+        time: of a copy each way, as a share of a forward with its backward; None: by bytes.
+        chunks: copy for the first stages of a rank alone, this many.
+        input: bytes that a forward begins from, which stay where it runs twice.
+        modules: of --offload-modules, whose part of the bytes goes; () for all.
     """
 
     flag: str
@@ -35,48 +46,140 @@ class Copies(NamedTuple):
     modules: tuple[str, ...] = ()
 
     @classmethod
-    def asked(cls, config: Config) -> Self | None:
+    def asked(cls, config: Config) -> Copies | None:
         """Return the copies that flags ask for; None if none does."""
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
-        flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
-        return cls.of(config, flag)
+        return cls.of(config, "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading")
 
     @classmethod
-    def of(cls, config: Config, flag: str) -> Self:
-        """The copies of a run, for that reason."""
-        par, model = config.parallel, config.model
-        shared = par.context_parallel_size * (par.tensor_model_parallel_size if model.sequence_parallel else 1)
+    def of(cls, config: Config, flag: str) -> Copies:
+        """Return the copies of a run, for the reason that the flag says."""
+        par = config.parallel
+        model = config.model
+        shared = par.context_parallel_size
+        if model.sequence_parallel:
+            shared *= par.tensor_model_parallel_size
         tokens = (config.batch.seq_length or 0) * (config.batch.micro_batch_size or 1) / shared
-        given = par.activation_offload_fraction, par.offload_time, par.offload_chunk_num
-        input_bytes = tokens * model.hidden * config.precision.element_bytes
-        return cls(flag, *given, input_bytes, par.offload_modules)
+        return cls(
+            flag,
+            share=par.activation_offload_fraction,
+            time=par.offload_time,
+            chunks=par.offload_chunk_num,
+            input=tokens * model.hidden * config.precision.element_bytes,
+            modules=par.offload_modules,
+        )
 
-    def priced(self, costs: Costs, byte: float) -> Costs:
-        """The costs of stages, by stage as the plan counts them, with those of copies, of so much for a byte."""
-        held = costs.mem_b if isinstance(costs.mem_b, tuple) else (costs.mem_b,)
-        keys = costs.mem_k if isinstance(costs.mem_k, tuple) else (costs.mem_k,) * len(held)  # which go whole
-        goes = costs.mem_o if self.modules and isinstance(costs.mem_o, tuple) else held
+    def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
+        """Return the costs with what copies take, and with the bytes that they free."""
+        stages = len(plan.counts) + len(plan.pieces.depths)
+        held = _by_stage(costs.mem_b, stages)
+        keys = _by_stage(costs.mem_k, stages)
+        goes = held
+        if self.modules and isinstance(costs.mem_o, tuple):
+            goes = costs.mem_o
         copied = tuple(self.share * max(0.0, x - k) + k for x, k in zip(goes, keys, strict=True))
-        took = tuple(byte * x for x in copied)
+        costs = replace(costs, mem_o=copied, mem_r=(self.input,) * stages)
         if self.time is not None:
-            parts = (x if isinstance(x, tuple) else (x,) * len(held) for x in (costs.f, costs.b, costs.w))
-            took = tuple(self.time * sum(x) for x in zip(*parts, strict=True))
-        elif costs.o or costs.l:
-            return replace(costs, mem_o=copied, mem_r=(self.input,) * len(held))
-        return replace(costs, o=took, l=took, mem_o=copied, mem_r=(self.input,) * len(held))
+            passes = zip(*(_by_stage(x, stages) for x in (costs.f, costs.b, costs.w)), strict=True)
+            took = tuple(self.time * sum(x) for x in passes)
+        elif costs.o or costs.l:  # --pipeline-costs say
+            return costs
+        else:
+            byte = _time_of_a_byte(plan, costs, counted)
+            took = tuple(byte * x for x in copied)
+        return replace(costs, o=took, l=took)
 
-    def check(self, schedule: Schedule, costs: Costs) -> None:
-        """Raises: ConfigError if --offload-modules names nothing that can go."""
-        names = " ".join(self.modules)
-        if isinstance(costs.mem_o, tuple) and not any(costs.mem_o) and self.modules:
-            raise ConfigError(
-                f"--offload-modules {names}: nothing of what a forward keeps is theirs, so "
-                f"{self.flag} has nothing to copy. Name others, or leave --offload-modules out, so that all may go."
-            )
-        if schedule.cuts and self.modules and "core_attn" not in self.modules:
-            raise ConfigError(
-                f"--offload-modules {names}: keys and values of slices go with every copy, and are "
-                "core_attn's. Add core_attn, or leave the slices out."
-            )
+    def changes(self, plan: Plan) -> list[str]:
+        """Return lines on what the table moves and why, what each rank saves by it, and what it takes."""
+        if not plan.schedule.kinds & MOVES:
+            return []
+        step = plan.timeline.makespan
+        first, *rows = describe_moves(
+            plan.schedule,
+            plan.costs,
+            held=lambda x: f"{x / GIB:.3g} GiB",
+            takes=lambda x: f"{x / step:.1%}",
+            also=_saved,
+        )
+        return [f"{self.flag}: {first}", *rows]
+
+
+def _saved(before: Timeline, now: Timeline) -> str:
+    """Return the end of the first line: the peaks with and without moves, and the step."""
+    peak = max(now.peak) / GIB
+    plain = max(before.peak) / GIB
+    longer = now.makespan / before.makespan - 1
+    step = f"takes {longer:.1%} longer" if longer > 5e-4 else "takes no longer"
+    return f": ranks hold at most {peak:.3g} GiB of them and not {plain:.3g}, and the step {step}"
+
+
+def _time_of_a_byte(plan: Plan, costs: Costs, counted: Costs) -> float:
+    """Return the time of a byte to the host, in the unit of the costs."""
+    # Ranks share FLOPs over tensor parallelism, and not a copy.
+    flops = FLOPS_PER_BYTE * plan.tp
+    if plan.given is None:
+        return flops
+    return flops * _work(costs) / _work(counted)
+
+
+def _work(costs: Costs) -> float:
+    """Return the time of a microbatch on a stage, the mean of all."""
+    return sum(fmean(x if isinstance(x, tuple) else (x,)) for x in (costs.f, costs.b, costs.w))
+
+
+def _by_stage(value: PerStage, stages: int) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,) * stages
+
+
+def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies | None:
+    if plain is None:
+        return None
+    if asked := Copies.asked(config):
+        return asked
+    if made is not None and not made.kinds & MOVES:
+        return None
+    # While a table is made, the limit may ask for copies. Only a file's table has them from the start.
+    return Copies.of(config, "--pipeline-schedule" if plain.kinds & MOVES else LIMIT)
+
+
+def _check(config: Config, table: Schedule, terms: Terms) -> None:
+    """Raises: ConfigError if --offload-modules names nothing that can go."""
+    asked = Copies.asked(config)
+    if asked is None or not asked.modules:
+        return
+    names = " ".join(asked.modules)
+    saved = terms.costs(table).mem_o
+    if isinstance(saved, tuple) and not any(saved):
+        raise ConfigError(
+            f"--offload-modules {names}: nothing of what a forward keeps is theirs, so "
+            f"{asked.flag} has nothing to copy. Name others, or leave --offload-modules out, so that all may go."
+        )
+    if table.cuts and "core_attn" not in asked.modules:
+        raise ConfigError(
+            f"--offload-modules {names}: keys and values of slices go with every copy, and are "
+            "core_attn's. Add core_attn, or leave the slices out."
+        )
+
+
+def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
+    """Raises: NothingToDo if everything is to be copied that can be, and nothing can."""
+    asked = Copies.asked(config)
+    everything = recipe.offload is not None and recipe.offload.when == "all"
+    if asked and everything and not table.kinds & MOVES:
+        raise NothingToDo(
+            "offload",
+            f"{asked.flag}: under {table.name} no activation stays long enough to be copied to the host and back "
+            "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
+            "schedule of more microbatches in flight.",
+        )
+
+
+OFFLOAD = Part(
+    "offload",
+    of=_of,
+    check=_check,
+    check_made=_check_made,
+    without=lambda config: config.with_fields(fine_grained_activation_offloading=False, cpu_offload=False),
+)

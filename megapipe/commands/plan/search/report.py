@@ -38,7 +38,7 @@ def report(found: Search, memory: float) -> str:
         tp, cp, pp, micro, ep, etp = x.layout
         experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
         tokens = x.config.global_batch_size * x.config.batch.sequence / x.step
-        shares = ", sharded," * bool(x.plan.sharding)
+        shares = ", sharded," * ("sharding" in x.plan.own)
         worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
         more = (x.parts[worst] - first.parts[worst]) / first.step
         lines += [

@@ -33,7 +33,9 @@ from megapipe.commands.plan.search.cells import (
 from megapipe.commands.plan.search.timed import SUMS, Room, Timed, in_seconds, timed, under, work_of
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan import GIB, Plan, moved_within, pieces_of, plan_of
+from megapipe.plan import GIB, Plan, pieces_of, plan_of, recipe_of
+from megapipe.plan.draft import Draft
+from megapipe.plan.parts import own_parts
 from megapipe.schedule import SCHEDULES, Costs
 from megapipe.schedule.catalogue import PLAIN
 
@@ -115,7 +117,7 @@ def search(
         with suppress(ConfigError, ScheduleError):
             found.take_whole(_as_run(x, device, memory), memory)
     any_order = (x for x in found.first[:BEST] if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches)
-    for x in [x for x in any_order if not x.plan.sharding][:2]:
+    for x in [x for x in any_order if "sharding" not in x.plan.own][:2]:
         _any_order(found, x, device, memory)
     found.best = {layout: _with_limit(x, device, memory) for layout, x in found.best.items()}
     found.plain = found.plain and _with_limit(found.plain, device, memory)
@@ -127,7 +129,7 @@ def _with_limit(x: Timed, device: Device, memory: float) -> Timed:
 
     Sharded weights live as long as a run's memory allows, so the run must know both.
     """
-    if not x.plan.sharding:
+    if "sharding" not in x.plan.own:
         return x
     link = device.flops / device.speed(replicas(x.plan, x.config))
     limit = x.config.parallel.memory_limit_gib or memory / GIB
@@ -157,7 +159,7 @@ def _as_run(x: Timed, device: Device, memory: float) -> Timed:
     limit = memory
     while True:  # by the clock of a run, which knows no messages, it may hold less
         config = _limited(x.config, limit)
-        if x.plan.sharding:
+        if "sharding" in x.plan.own:
             made = under(x.plan, config, config, device, Room(limit, as_run=True))
         else:
             made = timed(plan_of(config, pieces_of(config, config.model)), config, device)
@@ -173,7 +175,18 @@ def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
     with suppress(ConfigError, ScheduleError):
         plan = plan_of(config, pieces_of(config, config.model), moves=False)
         found.take_whole(timed(plan, config, device), memory)
-        found.take_whole(timed(moved_within(plan, config), config, device), memory)
+        found.take_whole(timed(_moved_within(plan, config), config, device), memory)
+
+
+def _moved_within(plan: Plan, config: Config) -> Plan:
+    """Return the plan with what has to leave for it to fit its limit, or what makes it faster in another order."""
+    recipe = recipe_of(config)
+    if recipe.offload is None or recipe.sharding is not None:
+        return plan
+    base = replace(plan, pieces=plan.pieces.without_depths)
+    draft = Draft(config, base, plan.pieces.depths, plan.counts)
+    moved = replace(recipe, pairs=True).finish(plan.schedule, draft).table
+    return replace(plan, schedule=moved, own=own_parts(config, moved, moved))
 
 
 def _limited(config: Config, memory: float) -> Config:
@@ -247,5 +260,5 @@ def screen(
     parts[SUMS] = other.parts[SUMS]  # what shows of gathers is no more under a longer batch
     step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
     # A chunk's microbatches are all held where it has its weights for all of them, but for those that leave.
-    peak = one.peak + turns * (other.peak - one.peak) if plan.sharding and not moves else one.peak
+    peak = one.peak + turns * (other.peak - one.peak) if "sharding" in plan.own and not moves else one.peak
     return found.take(replace(one, step=step, peak=peak, parts=parts), memory)

@@ -11,7 +11,7 @@ from megapipe.commands.plan.search.timed import timed
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import pieces_of, plan_of
-from megapipe.plan.slices import AUTO, CHOICES, chosen
+from megapipe.plan.shapes.slices import AUTO, CHOICES, chosen
 from megapipe.schedule.catalogue import PLAIN
 
 MADE_OF = (PLAIN, None), ("zb-h1", None), ("interleaved-zb", 2)
@@ -30,7 +30,7 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
         own = x.config.parallel.pipeline_schedule or PLAIN, x.config.parallel.num_virtual_stages_per_pipeline_rank
         for count, (name, chunks) in product(counts, dict.fromkeys((own, *MADE_OF))):
             # Slices shorten what ranks wait for alone.
-            if x.layout[2] > 1 and not x.plan.sharding and x.step - x.parts["bubble"] < found.limit(x.layout):
+            if x.layout[2] > 1 and "sharding" not in x.plan.own and x.step - x.parts["bubble"] < found.limit(x.layout):
                 _take(found, chosen(under(x.config, name, chunks), count, always=True), memory, device)
 
 

@@ -14,7 +14,7 @@ from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of, pieces_of
 from megapipe.plan.draft import Draft
-from megapipe.plan.families.offload import LIMIT, Copies
+from megapipe.plan.parts import own_parts
 from megapipe.plan.split import ranks_of_depths
 from megapipe.schedule import SCHEDULES, Costs, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
@@ -92,7 +92,7 @@ def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room 
         recipe = Recipe(name, depths=ranks_of_depths(config, schedule.placement)[0], vocabulary=plan.pieces.shares > 1)
         there = draft.plan(recipe.with_ends(schedule, draft))
     if room is not None:
-        there = _within(replace(there, copies=Copies.of(config, LIMIT)), batch, device, room)
+        there = _within(replace(there, own=own_parts(config, schedule)), batch, device, room)
     return replace(timed(there, batch, device), config=config)
 
 
@@ -101,7 +101,7 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
     schedule, costs = plan.schedule, plan.costs
     if not room.as_run:
         costs = with_messages(in_seconds(plan, config, device), plan, config, device)
-    living = whole_at_most(schedule, costs, AHEAD) if plan.sharding else [0.0] * len(schedule.ranks)
+    living = whole_at_most(schedule, costs, AHEAD) if "sharding" in plan.own else [0.0] * len(schedule.ranks)
     rooms = tuple(room.memory / HAIR - state - whole for state, whole in zip(plan.state_bytes, living, strict=True))
     held, place = costs.memory(schedule.placement).b, schedule.placement
     if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
@@ -114,12 +114,12 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
     """A plan's step under its own batch."""
     whole, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
-    schedule = whole.without(SHARDS) if plan.sharding else whole
+    schedule = whole.without(SHARDS) if "sharding" in plan.own else whole
     held = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
     clock = run_clock(schedule, costs)
     ranks, makespan, shows = len(schedule.ranks), _end(clock), sums(plan, config, device)
     moves = 0.0 if held is schedule else makespan - _end(run_clock(held, costs))
-    if plan.sharding:
+    if "sharding" in plan.own:
         if schedule.kinds == whole.kinds:
             schedule = Recipe(schedule.name, sharding=Sharding(living=AHEAD)).finish(schedule, Fixed(costs)).table
         else:

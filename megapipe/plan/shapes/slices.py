@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from inspect import signature
-from typing import TypeVar
 
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan.layers import Load, layer_work
+from megapipe.plan.part import Part, Planner
+from megapipe.plan.plan import Plan
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.patterns import SLICED, Entry
 from megapipe.schedule.shapes.slices.cuts import DOCUMENTS, in_tokens, shares
 
-P = TypeVar("P")
 FLAG, AUTO = "--pipeline-slices", "auto"
 MOST = 64
 """Slices of a microbatch: what a message's tag can tell apart."""
@@ -38,26 +36,29 @@ def number_of(config: Config) -> int | None:
 
 
 def chosen(config: Config, count: int, *, always: bool = False) -> Config:
-    """The configuration with so many slices in the place of `auto`, or always."""
+    """Return the configuration with this many slices in the place of `auto`, or always."""
     if config.parallel.pipeline_slices != AUTO and not always:
         return config
-    return replace(config, parallel=replace(config.parallel, pipeline_slices=str(count)))
+    return config.with_fields(pipeline_slices=str(count))
 
 
-def best_of_slices(config: Config, plan: Callable[[Config], P], time: Callable[[P], float]) -> P:
-    """The plan in as many slices as take least simulated time, of those that fit.
+def _best(config: Config, planned: Planner) -> Plan | None:
+    """Return the plan in as many slices as take least simulated time, of those that fit.
 
     Raises: ConfigError or ScheduleError if there is none, as for whole microbatches.
     """
-    plans, errors = list[P](), list[ConfigError | ScheduleError]()
+    if config.parallel.pipeline_slices != AUTO:
+        return None
+    plans = list[Plan]()
+    errors = list[ConfigError | ScheduleError]()
     for count in CHOICES:
         try:
-            plans.append(plan(chosen(config, count)))
+            plans.append(planned(chosen(config, count)))
         except (ConfigError, ScheduleError) as error:  # too short, too much memory, or a schedule that has no slices
             errors.append(error)
     if not plans:
         raise errors[0]
-    return min(plans, key=time)
+    return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
 def cuts_of(config: Config) -> tuple[int, ...]:
@@ -116,3 +117,6 @@ def costs_of_layers(config: Config) -> Costs:
     f, b, w = (sum(getattr(work, name) for work in works) for name in ("f", "b", "w"))
     scores_f, scores_b = (sum(getattr(work, name) for work in works) for name in ("scores_f", "scores_b"))
     return Costs(f, b, w, attention_f=scores_f / f if f else 0.0, attention_b=scores_b / b if b else 0.0)
+
+
+SLICES = Part("cuts", best=_best, chosen=lambda config, plan: chosen(config, len(plan.schedule.cuts) or 1))

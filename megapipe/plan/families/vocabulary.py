@@ -1,0 +1,39 @@
+"""Embedding and head shared by all ranks (E, S, C, T, EW), where an automatic layout may leave them whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.partition.layout import AUTO
+from megapipe.plan.part import Part, Planner
+from megapipe.plan.plan import Plan
+
+
+def _best(config: Config, planned: Planner) -> Plan | None:
+    """Return the better of a shared vocabulary with even stages and of the best split of whole layers."""
+    par = config.parallel
+    if not par.vocab_parallel_pipeline or par.pipeline_model_parallel_layout != AUTO:
+        return None
+    shared = config.with_fields(pipeline_model_parallel_layout=None)
+    whole = config.with_fields(vocab_parallel_pipeline=False)
+    plans = list[Plan]()
+    errors = list[ConfigError]()
+    for way in (shared, whole):
+        try:
+            plans.append(planned(way))
+        except ConfigError as error:  # too much memory, or layers that do not divide
+            errors.append(error)
+    if not plans:
+        raise errors[-1]
+    best, *other = sorted(plans, key=_time)
+    return replace(best, before=other[0]) if other else best
+
+
+def _time(plan: Plan) -> float:
+    # FLOPs do not count the messages of a shared vocabulary: it has to win by a hundredth.
+    return plan.timeline.makespan * (1.01 if plan.schedule.placement.vocabulary else 1.0)
+
+
+VOCABULARY = Part("vocabulary", best=_best)

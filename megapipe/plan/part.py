@@ -1,0 +1,57 @@
+"""A part of a plan that not all plans have: a family of passes, a shape of tables, or CUDA graphs.
+
+A plan is made by iterating over the list in `parts`, which alone names them all. What a table is asked
+about a part is in `schedule.families` and `schedule.shapes`, under the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.plan.plan import OfPlan, Plan
+from megapipe.schedule import Schedule
+from megapipe.schedule.ingredients import Refused, Terms
+from megapipe.schedule.recipe import Recipe
+
+Planner = Callable[[Config], Plan]
+
+
+class NothingToDo(ConfigError):
+    """A part that flags ask for, and of which a table of this many microbatches has nothing.
+
+    Attributes:
+        part: its name.
+    """
+
+    def __init__(self, part: str, problem: str) -> None:
+        super().__init__(problem)
+        self.part = part
+
+
+@dataclass(frozen=True)
+class Part:
+    """Answers of a part about a plan.
+
+    Attributes:
+        name: the key in `Plan.own`, and the field of the recipe if it has one.
+        of: what a plan has of it, given the table before and after activations move. Without the
+            second the table is still being made; without both there is none yet. None: nothing.
+        check: raises ConfigError where flags ask for what a table with its ends cannot have.
+        check_made: raises NothingToDo where flags ask for what the finished table has not.
+        best: the best plan, given how to plan one choice; None where flags leave none open.
+        chosen: the configuration that says what `best` chose in a plan.
+        without: the configuration without the flags of the part.
+        refused: the error that names the flags, given the recipe's.
+    """
+
+    name: str
+    of: Callable[[Config, Schedule | None, Schedule | None], OfPlan | None] = lambda *_: None
+    check: Callable[[Config, Schedule, Terms], None] = lambda *_: None
+    check_made: Callable[[Config, Schedule, Recipe], None] = lambda *_: None
+    best: Callable[[Config, Planner], Plan | None] = lambda *_: None
+    chosen: Callable[[Config, Plan], Config] = lambda config, _: config
+    without: Callable[[Config], Config] = lambda config: config
+    refused: Callable[[Config, Refused], Exception] = lambda _, error: error
