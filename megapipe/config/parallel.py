@@ -203,12 +203,16 @@ class ParallelConfig:
     """The same, all of it, under the name that Megatron-LM has for PyTorch's."""
     data_parallel_sharding_strategy: Annotated[
         Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        REPLICAS,
         needs("use_megatron_fsdp", "--use-distributed-optimizer says what is split"),
     ] = "optim_grads_params"
     """no_shard: nothing; optim: as --use-distributed-optimizer; optim_grads: gradients too, each rank keeps a share
     of their sum (ZeRO-2); optim_grads_params: weights too, gathered for each run of a stage's passes (ZeRO-3)."""
     data_parallel_flops_per_byte: Annotated[
-        float, ABOVE_0, Idle(lambda c: not c.parallel.shards_grads, "gradients are whole: nothing is gathered for runs")
+        float,
+        ABOVE_0,
+        REPLICAS,
+        Idle(lambda c: not c.parallel.shards_grads, "gradients are whole: nothing is gathered for runs"),
     ] = 8000.0
     """FLOPs of a device while a byte comes over data parallel: how long shares are whole is chosen by it, where
     --pipeline-costs has no a and g. 400 TFLOP/s over 50 GB/s; 1333 within a node of 300 GB/s. Not in Megatron-LM."""

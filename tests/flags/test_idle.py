@@ -129,6 +129,17 @@ def test_what_megatron_ignores_is_said_in_a_line(flags, line):
     assert idle(parse(Config, flags.split())) == [line]
 
 
+def test_one_rank_names_every_flag_of_sharding():
+    """Found by drawn lines of `megapipe check`: --data-parallel-sharding-strategy was dropped in silence."""
+    flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --data-parallel-flops-per-byte 5"
+    one_copy = "there is one copy of the weights, without several data- or context-parallel ranks"
+    assert idle(parse(Config, flags.split())) == [
+        ("--use-megatron-fsdp", one_copy),
+        ("--data-parallel-sharding-strategy optim_grads", one_copy),
+        ("--data-parallel-flops-per-byte 5", one_copy),
+    ]
+
+
 def test_flags_that_have_nothing_to_act_on_are_taken_out_of_what_runs():
     config = parse(Config, ["--num-layers", "4", "--num-query-groups", "4", "--save-interval", "5", "--no-load-optim"])
     assert to_flags(without_idle(config)) == ["--num-layers", "4"]
