@@ -17,6 +17,9 @@ ROOT = Path(__file__).parent.parent
 ROOMS = [
     "megapipe/commands/chaos",
     "megapipe/commands/start",
+    "megapipe/config",
+    "megapipe/config/model",
+    "megapipe/config/parallel",
     "megapipe/data",
     "megapipe/data/tokenizers",
     "megapipe/distributed",

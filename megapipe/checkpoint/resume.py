@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config import Config, ModelConfig, OptimizerConfig
-from megapipe.config.mla import MLAConfig
+from megapipe.config.model.mla import MLAConfig
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
 

@@ -7,7 +7,7 @@ from math import gcd, lcm
 
 from megapipe.checks.numbers import division, divisors, near
 from megapipe.config import BatchConfig, Config, ModelConfig
-from megapipe.config.moe import layer_frequency
+from megapipe.config.model.moe import layer_frequency
 from megapipe.config.notes import either
 
 _OTHER = {

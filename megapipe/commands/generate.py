@@ -15,7 +15,7 @@ from torch import nn
 from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint
 from megapipe.checkpoint.saved_config import require_provider, saved_config
 from megapipe.config import CheckpointConfig, Config, DataConfig
-from megapipe.config.files import TokenizerType
+from megapipe.config.data import TokenizerType
 from megapipe.config.notes import flag
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.axis import Axis

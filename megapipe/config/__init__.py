@@ -1,8 +1,9 @@
-"""The configuration of a run: frozen dataclasses whose fields are Megatron's flags; `flags` turns one into the other.
+"""The configuration of a run: frozen dataclasses whose fields are Megatron-LM's flags.
 
-The docstring under a field is its help. A boolean field is a switch that is off unless given; where Megatron names the
-negative (`--disable-bias-linear`), the field has that name too and a property says the positive.
-Nothing here is ever changed after parsing: what Megatron fills in during validation is a property.
+The docstring under a field is its help text. A boolean field is a switch, off unless given. Where
+Megatron-LM names the negative, as in `--disable-bias-linear`, the field has that name too, and a
+property says the positive. Nothing is changed after parsing: values that Megatron-LM fills in
+during its validation are properties here.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from megapipe.config.batch import BatchConfig, BatchSizes
-from megapipe.config.files import CheckpointConfig, DataConfig, LogConfig, TokenizerConfig
-from megapipe.config.fp8 import SHARED_SCALES
+from megapipe.config.checkpoint import CheckpointConfig
+from megapipe.config.data import DataConfig, TokenizerConfig
 from megapipe.config.guards import GuardConfig
+from megapipe.config.log import LogConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.model.fp8 import SHARED_SCALES
 from megapipe.config.notes import LISTED, NO_FLAG, needs
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 
-_LAUNCHED = needs("check", "the launch tells")
+_LAUNCHED = needs("check", "the launch says it")
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,23 @@ class CheckConfig:
     """Settings of --check."""
 
     check: bool = False
-    """Check everything, print the plan and what becomes of each flag, and stop: one process, no GPU, status 0 or 2. Not
-    in Megatron-LM."""
+    """Check everything, print the plan and what each flag does, and stop. It takes one process and
+    no GPU, and ends with status 0 or 2. Not in Megatron-LM."""
     check_paths: Annotated[Literal["yes", "no"], _LAUNCHED] = "yes"
-    """no: files and folders that --check misses are listed, and the check goes on without them. Not in Megatron-LM."""
+    """Whether --check needs the run's files and folders. no: it lists missing ones, and goes on
+    without them. Not in Megatron-LM."""
     world_size: Annotated[int | None, LISTED, _LAUNCHED] = None
-    """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1. Not in Megatron-LM."""
+    """Number of processes that --check assumes. Default: WORLD_SIZE in the environment, else 1. Not
+    in Megatron-LM."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run is made of. Each field of model, training and data says what becomes of it when it is not the
-    checkpoint's; the others are free: layout, schedule, files, logs."""
+    """Everything that a run is made of.
+
+    Each field of model, batch, optimizer, precision and data has a note that says how --load treats
+    a value that differs from the checkpoint's. Layout, schedule, files and logs may always differ.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -54,11 +62,11 @@ class Config:
     world_size: Annotated[int, NO_FLAG] = 1
     """Number of processes, from the launcher; not a flag."""
     holding: Annotated[tuple[tuple[str, str], ...], NO_FLAG] = field(default=(), compare=False)
-    """Flags given that set no field, each with what happens instead, see flags.holds; not a flag."""
+    """Flags that were given but set no field, each with what happens instead; see flags.holds."""
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """Sections that the run is made of, without how it was started."""
+        """The sections that the run is made of, without how it was started."""
         return (
             self.model,
             self.parallel,
@@ -73,11 +81,12 @@ class Config:
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of replicas of the model. Each sees other samples."""
         return self.world_size // self.parallel.ranks_of_a_replica
 
     @property
     def weight_replicas(self) -> int:
-        """Ranks that hold the same weights and sum their gradients: data x context parallel."""
+        """Number of ranks with equal weights, whose gradients are summed: data x context."""
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
@@ -88,60 +97,69 @@ class Config:
 
     @property
     def gathers_fp8(self) -> bool:
-        """Are weights gathered in eight bits?"""
-        asked = self.model.fp8_param_gather and self.model.fp8_format is not None and self.model.fp8_recipe != "mxfp8"
-        return asked and self.parallel.splits_optimizer and self.weight_replicas > 1
+        """Return whether weights are gathered in eight bits."""
+        model = self.model
+        in_fp8 = model.fp8_format is not None and model.fp8_recipe != "mxfp8"
+        sharded = self.parallel.splits_optimizer and self.weight_replicas > 1
+        return model.fp8_param_gather and in_fp8 and sharded
 
     @property
     def overlaps_tp(self) -> bool:
-        """Do tensor-parallel ranks multiply in pieces?"""
+        """Return whether tensor-parallel ranks multiply in pieces while others arrive."""
         asked = self.model.tp_comm_overlap and self.parallel.tensor_model_parallel_size > 1
         return asked and not SHARED_SCALES.where(self)
 
     @property
     def gathers_later(self) -> bool:
-        """Does a step leave the gathering of weights to the next one's beginning? In eight bits always: scales that
-        follow from earlier steps are known then."""
+        """Return whether updated weights are gathered at the beginning of the next step.
+
+        In eight bits they always are, because scales of earlier steps are known only then.
+        """
         return self.parallel.overlap_param_gather or self.gathers_fp8
 
     def settled(self, model: ModelConfig) -> Config:
-        """The configuration of a model; flags that have nothing to act on choose no layers in it."""
+        """Return the configuration with this model, without flags that have no effect on it.
+
+        Layers can then be chosen by the model's flags alone.
+        """
         model = replace(model, fp8_param_gather=self.gathers_fp8, tp_comm_overlap=self.overlaps_tp)
         return replace(self, model=model)
 
     @property
     def of_optimizer(self) -> dict[str, Any]:
-        """Settings that optim.optimizer takes of the flags."""
+        """The keyword arguments of `optim.optimizer.Optimizer` that flags decide."""
         par = self.parallel
-        buckets = {"bucket_size": par.ddp_bucket_size, "num_buckets": par.ddp_num_buckets}
-        return {
+        found: dict[str, Any] = {
             "distributed": par.splits_optimizer,
             "shards_grads": par.shards_grads,
             "shards_weights": par.shards_weights,
             "eight_bits": self.gathers_fp8,
             "gathers_later": self.gathers_later,
             "reduces_in_bf16": self.precision.grad_reduce_in_bf16,
-            **(buckets if par.overlap_grad_reduce else {}),
         }
+        if par.overlap_grad_reduce:
+            found |= {"bucket_size": par.ddp_bucket_size, "num_buckets": par.ddp_num_buckets}
+        return found
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Sequences per step, by the samples consumed before it."""
+        """The batch size of each step."""
         return BatchSizes.of(self.batch, self.data_parallel_size)
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences per step; of a batch that grows, in the end."""
+        """Number of sequences per step; for a batch that grows, in the end."""
         return self.batch_sizes.last
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches per step and data-parallel rank."""
+        """Number of microbatches per step and data-parallel rank."""
         assert self.batch.micro_batch_size is not None
         return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
 
     @property
     def train_iters(self) -> int:
+        """Number of steps from the beginning of the run to its end."""
         if self.batch.train_iters is not None:
             return self.batch.train_iters
         assert self.batch.train_samples is not None
@@ -149,33 +167,39 @@ class Config:
 
     @property
     def train_samples(self) -> int:
-        """Samples that a run from the beginning reads."""
+        """Number of samples that the run reads from its beginning to its end."""
         return self.batch.train_samples or self.batch_sizes.after(self.train_iters)
 
     def with_batch(self, size: int) -> Config:
-        """The configuration with a constant batch size."""
-        return self.with_fields(global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None)
+        """Return the configuration with a constant batch of `size` sequences."""
+        return self.with_fields(
+            global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None
+        )
 
     @property
     def evaluation(self) -> Config:
-        """The configuration with the batch of an evaluation, which is constant."""
+        """The configuration with the constant batch of an evaluation."""
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
         size = self.data.eval_micro_batch_size or self.batch.micro_batch_size
         return config.with_fields(micro_batch_size=size)
 
     def with_fields(self, **fields: Any) -> Config:
-        """Return the configuration with these fields, each in its section."""
+        """Return the configuration with these fields changed, each in its section."""
         changed = dict[str, dict[str, Any]]()
         for name, value in fields.items():
             changed.setdefault(SECTION_OF[name], {})[name] = value
-        return replace(self, **{section: replace(getattr(self, section), **to) for section, to in changed.items()})
+        sections = {name: replace(getattr(self, name), **to) for name, to in changed.items()}
+        return replace(self, **sections)
 
     def value(self, name: str) -> Any:
         """Return the value of a field, from its section."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
 
-SECTION_OF = {name: section for section, part in vars(Config()).items() if is_dataclass(part) for name in vars(part)}
+_PARTS = {name: part for name, part in vars(Config()).items() if is_dataclass(part)}
+SECTION_OF = {field: section for section, part in _PARTS.items() for field in vars(part)}
 """The section of each field."""
-KINDS = {name: kind for part in Config().sections for name, kind in get_type_hints(type(part)).items()}
+KINDS = {
+    name: kind for part in Config().sections for name, kind in get_type_hints(type(part)).items()
+}
 """The type of each field of a run's sections."""

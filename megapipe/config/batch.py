@@ -1,4 +1,4 @@
-"""The batch, and how many of them: their sizes, constant or growing with the samples consumed."""
+"""The batch and the length of a run. A batch is constant, or grows with the samples consumed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Annotated
 from megapipe.config.notes import ANY, FREE, MICROBATCH, NAMED, Range, Required, at_least, excludes
 from megapipe.errors import ConfigError
 
-RAMP, STEPS = "--rampup-batch-size", "--step-batch-size-schedule"
+RAMP = "--rampup-batch-size"
+STEPS = "--step-batch-size-schedule"
 MOST_SIZES = 10_000
-"""The most sizes of a ramp-up; each is looked at before anything starts."""
+"""Limit on the sizes of a ramp-up. Each is checked before the run starts."""
 _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([KMBT]?)")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# numpy's RandomState, with which Megatron-LM shuffles, accepts no other seeds.
+_SEEDS = Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32)
 
 
 @dataclass(frozen=True)
@@ -23,51 +26,61 @@ class BatchConfig:
     """Batch, sequences and length of the run."""
 
     micro_batch_size: Annotated[int | None, Required("4"), at_least(1), MICROBATCH] = None
-    """Sequences per microbatch and data-parallel rank. Required."""
+    """Number of sequences per microbatch and data-parallel rank. Required."""
     global_batch_size: Annotated[int | None, at_least(1), NAMED] = None
-    """Sequences per step. Default: micro batch x data-parallel size. The quotient is the number of microbatches."""
+    """Number of sequences per step. Divided by --micro-batch-size and by the data-parallel ranks it
+    is the number of microbatches. Default: one microbatch per rank."""
     rampup_batch_size: Annotated[tuple[int, ...], ANY, NAMED] = ()
-    """START INCREMENT SAMPLES: the batch grows from START by INCREMENT, within SAMPLES, to --global-batch-size."""
+    """START INCREMENT SAMPLES: let the batch grow from START by INCREMENT sequences, until it has
+    --global-batch-size after SAMPLES sequences. Default: a constant batch."""
     step_batch_size_schedule: Annotated[str | None, NAMED] = None
-    """Batch sizes from numbers of tokens on, such as "0:16 2.4B:320"; instead of --global-batch-size."""
+    """Batch sizes with the number of tokens from which on they hold, such as "0:16 2.4B:320",
+    instead of --global-batch-size."""
     seq_length: Annotated[int | None, Required("1024"), at_least(1), NAMED] = None
-    """Tokens per sequence. Required."""
-    # The length is the learning rate's where its curve has none of its own.
+    """Number of tokens per sequence. Required."""
+    # FREE on --load: where it decides the learning rate's curve, the curve is compared.
     train_iters: Annotated[
-        int | None, at_least(1), FREE, excludes("train_samples", "{} and {} both give the length of the run")
+        int | None,
+        at_least(1),
+        FREE,
+        excludes("train_samples", "{} and {} both give the length of the run"),
     ] = None
-    """Steps to train. This or --train-samples is required."""
+    """Number of steps to train. This or --train-samples is required."""
     train_samples: Annotated[int | None, at_least(1), FREE] = None
-    """Sequences to train on, instead of --train-iters."""
-    # numpy's RandomState, which Megatron shuffles with, takes no more
-    seed: Annotated[int, Range("at least 0 and below 2^32", lambda v: 0 <= v < 2**32), NAMED] = 1234
+    """Number of sequences to train on, instead of --train-iters."""
+    seed: Annotated[int, _SEEDS, NAMED] = 1234
     """Seed of initial weights, data order and dropout."""
     calculate_per_token_loss: Annotated[bool, NAMED] = False
-    """Divide by the tokens of the whole global batch instead of averaging the microbatches' means."""
+    """Divide the loss by the number of tokens of the whole batch. Default: average the means of the
+    microbatches."""
 
-    # Sizes that are required, valid once they are given.
+    # Sizes that are required. They are valid once the flags are given.
     @property
     def sequence(self) -> int:
-        """Tokens of a sequence."""
+        """Number of tokens per sequence."""
         assert self.seq_length is not None
         return self.seq_length
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a microbatch."""
+        """Number of sequences per microbatch."""
         assert self.micro_batch_size is not None
         return self.micro_batch_size
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """steps: (samples consumed from which a size holds, the size), ascending, the first from 0 on."""
+    """The batch size of each step.
+
+    Attributes:
+        steps: (samples consumed from which on a size holds, the size), ascending, the first at 0.
+    """
 
     steps: tuple[tuple[int, int], ...]
 
     @staticmethod
     def of(batch: BatchConfig, data_parallel_size: int) -> BatchSizes:
-        """The sizes that flags say. Raises: ConfigError if that is no batch size."""
+        """Return the sizes that the flags give. Raises: ConfigError if they give none."""
         final = batch.global_batch_size
         if batch.rampup_batch_size:
             return BatchSizes(tuple(_ramp(batch.rampup_batch_size, final)))
@@ -83,12 +96,12 @@ class BatchSizes:
 
     @property
     def last(self) -> int:
-        """The size that holds from some point on."""
+        """The size that holds in the end."""
         return self.steps[-1][1]
 
     @property
     def distinct(self) -> tuple[int, ...]:
-        """Every size once."""
+        """Every size once, in order."""
         return tuple(dict.fromkeys(size for _, size in self.steps))
 
     def at(self, consumed: int) -> int:
@@ -99,23 +112,30 @@ class BatchSizes:
         """Return the samples consumed after `iterations` more steps."""
         for stop, size in self._rest(consumed):
             steps = iterations if stop is None else min(iterations, -(-(stop - consumed) // size))
-            consumed, iterations = consumed + steps * size, iterations - steps
+            consumed += steps * size
+            iterations -= steps
         return consumed
 
     def iterations(self, consumed: int, until: int) -> int:
-        """Whole iterations between two numbers of samples."""
+        """Return the number of whole steps between two numbers of consumed samples."""
         count = 0
         for stop, size in self._rest(consumed):
             fit = max(0, until - consumed) // size
-            if stop is None or fit < -(-(stop - consumed) // size):
+            if stop is None:
                 return count + fit
+            # The last step of a size may begin before `stop` and end after it.
             steps = -(-(stop - consumed) // size)
-            consumed, count = consumed + steps * size, count + steps
+            if fit < steps:
+                return count + fit
+            consumed += steps * size
+            count += steps
         raise AssertionError("the last size has no end")
 
     def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
-        """(where it ends, size) of what is still ahead. A size that a step of the last one has passed over has an end
-        before its beginning, and no step."""
+        """Yield (samples at which it ends, size) of the sizes ahead; None for the last end.
+
+        A step can pass over a whole size. That size then ends before it begins, and has no step.
+        """
         for (_, size), (stop, _) in pairwise(self.steps):
             if stop > consumed:
                 yield stop, size
@@ -123,10 +143,15 @@ class BatchSizes:
 
 
 def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]]:
-    """Megatron-LM's until 2025: START, larger by INCREMENT in equal parts of SAMPLES until --global-batch-size."""
+    """Yield `BatchSizes.steps` of --rampup-batch-size, by the rule of Megatron-LM until 2025.
+
+    The size grows from START by INCREMENT, in equal parts of SAMPLES, to --global-batch-size.
+    """
     text = f"{RAMP} {' '.join(map(str, given))}"
     if len(given) != 3 or given[0] < 1 or given[1] < 1 or given[2] < 0:
-        raise ConfigError(f"{text}: expected START INCREMENT SAMPLES, for example {RAMP} 16 16 100000")
+        raise ConfigError(
+            f"{text}: expected START INCREMENT SAMPLES, for example {RAMP} 16 16 100000"
+        )
     start, increment, samples = given
     if final is None:
         raise ConfigError(f"{text} grows to --global-batch-size, which is missing.")
@@ -134,18 +159,28 @@ def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]
     if count < 0 or rest:
         near = max(final - increment * max(count, 0), 1)
         raise ConfigError(
-            f"{text} does not reach --global-batch-size {final}: {final} is not {start} and a multiple of {increment} "
-            f"more. Use {RAMP} {near} {increment} {samples}."
+            f"{text} does not reach --global-batch-size {final}: "
+            f"{final} is not {start} and a multiple of {increment} more. "
+            f"Use {RAMP} {near} {increment} {samples}."
         )
     if count > MOST_SIZES:
-        raise ConfigError(f"{text} has {count:,} sizes up to --global-batch-size {final}. Use a larger INCREMENT.")
-    # the first consumed >= k x samples / count has k increments
-    at = {-(-k * samples // count) if count else 0: start + k * increment for k in range(count + 1)}
+        raise ConfigError(
+            f"{text} has {count:,} sizes up to --global-batch-size {final}. Use a larger INCREMENT."
+        )
+    # A step has k increments from the first consumed >= k x samples / count on. Increments that
+    # fall on the same sample add up.
+    at: dict[int, int] = {}
+    for k in range(count + 1):
+        begin = -(-k * samples // count) if count else 0
+        at[begin] = start + k * increment
     yield from at.items()
 
 
 def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
-    """`TOKENS:SIZE ...`; a suffix K, M, B or T counts in thousands, millions, ..."""
+    """Yield `BatchSizes.steps` of `TOKENS:SIZE ...`.
+
+    A suffix K, M, B or T counts in thousands, millions, billions or trillions.
+    """
     pairs = []
     for entry in text.replace(",", " ").split():
         found = [_NUMBER.fullmatch(part.upper()) for part in entry.split(":")]
@@ -155,10 +190,13 @@ def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
         tokens, size = (int(float(match[1]) * _UNITS[match[2]]) for match in found if match)
         pairs.append((tokens // (seq_length or 1), size))
     pairs.sort(key=lambda pair: pair[0])
-    if not pairs or pairs[0][0] or any(a[0] == b[0] for a, b in pairwise(pairs)) or any(n < 1 for _, n in pairs):
+    begins = [begin for begin, _ in pairs]
+    ascends = bool(pairs) and begins[0] == 0 and len(set(begins)) == len(begins)
+    if not ascends or any(size < 1 for _, size in pairs):
         raise ConfigError(
-            f'{STEPS} "{text}": TOKENS counts tokens that were trained on, not samples or iterations, and SIZE '
-            f"sequences of {seq_length or '--seq-length'} tokens. Sizes are at least 1, the first begins at 0, each of "
-            'the others begins a whole sequence or more after the one before, as in "0:16 2.4B:320"'
+            f'{STEPS} "{text}": TOKENS counts tokens that were trained on, not samples or '
+            f"iterations, and SIZE sequences of {seq_length or '--seq-length'} tokens. "
+            "Sizes are at least 1, the first begins at 0, each of the others begins a whole "
+            'sequence or more after the one before, as in "0:16 2.4B:320"'
         )
     yield from pairs

@@ -1,4 +1,4 @@
-"""Checks of a run on its way, and its ends before the last step."""
+"""Checks while a run trains, and conditions under which it stops early."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from typing import Annotated, Literal
 
 from megapipe.config.notes import ABOVE_0, FREE, Idle, at_least, excludes, needs
 
+COLLECTS = needs("manual_gc", "Python collects when it wants to")
+_NOT_WHOLE = "{} compares weights that {} leaves no rank whole"
+
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """Checks of a run on its way, and when it stops early."""
+    """Checks while a run trains, and when it stops early."""
 
+    # Early ends.
     exit_interval: Annotated[int | None, at_least(1), FREE] = None
-    """Save and stop after an iteration that is a multiple of this, with exit status 0."""
+    """Save and stop after the next iteration that is a multiple of this, with exit status 0.
+    Default: train to the end."""
     exit_duration_in_mins: Annotated[float | None, ABOVE_0, FREE] = None
-    """Save and stop after this many minutes."""
+    """Save and stop after this many minutes. Default: no limit."""
     exit_signal_handler: Annotated[bool, FREE] = False
-    """Save and stop after the iteration in which any rank gets --exit-signal or a first Ctrl-C; repeats are ignored."""
+    """Save and stop after the iteration in which any rank gets --exit-signal or a first Ctrl-C.
+    Further ones are ignored."""
     exit_signal: Annotated[
         Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"],
         FREE,
         needs("exit_signal_handler", "no signal is caught"),
     ] = "SIGTERM"
-    """Which signal, with --exit-signal-handler."""
+    """Signal that --exit-signal-handler waits for."""
+    # Pauses for Python's garbage.
     manual_gc: Annotated[bool, FREE] = False
-    """Collect Python's garbage on all ranks at once, around evaluations, and not whenever each wants to."""
-    manual_gc_interval: Annotated[int, at_least(0), FREE, needs("manual_gc", "Python collects when it wants to")] = 0
-    """Collect it every this many steps too; 0 for never."""
-    no_manual_gc_eval: Annotated[bool, FREE, needs("manual_gc", "Python collects when it wants to")] = False
-    """Do not collect it around evaluations."""
+    """Collect Python's garbage on all ranks at once, around evaluations. Default: each rank when
+    Python decides, for which the others wait."""
+    manual_gc_interval: Annotated[int, at_least(0), FREE, COLLECTS] = 0
+    """Collect garbage after every this many steps too. 0: only around evaluations."""
+    no_manual_gc_eval: Annotated[bool, FREE, COLLECTS] = False
+    """Do not collect garbage around evaluations."""
+    # Wrong numbers.
     check_weight_hash_across_dp_replicas_interval: Annotated[
         int | None,
         at_least(1),
@@ -37,31 +46,37 @@ class GuardConfig:
         Idle(lambda c: c.world_size == 1, "there is no replica, without several ranks"),
         excludes(
             "use_megatron_fsdp use_torch_fsdp2",
-            "{} compares weights that {} leaves no rank whole",
+            _NOT_WHOLE,
             where=lambda c: c.parallel.shards_weights and c.weight_replicas > 1,
         ),
-        excludes("fp8_param_gather", "{} compares weights that {} leaves no rank whole", where=lambda c: c.gathers_fp8),
+        excludes("fp8_param_gather", _NOT_WHOLE, where=lambda c: c.gathers_fp8),
     ] = None
-    """Compare a hash of all weights over their replicas every this many steps, and stop if they differ."""
+    """Compare a hash of all weights with their replicas after every this many steps, and stop if
+    they differ. Default: never."""
     no_check_for_nan_in_loss_and_grad: Annotated[bool, FREE] = False
-    """Skip the update at a loss or gradient that is not finite, as a dynamic loss scale does, instead of stopping."""
+    """Skip the update if loss or gradient is not finite, as a dynamic loss scale does. Default:
+    stop the run."""
     rerun_mode: Annotated[Literal["disabled", "validate_results"], FREE] = "validate_results"
-    """validate_results: a step that is not finite is run a second time before the run stops for it."""
+    """What happens before a run stops for a step that is not finite. validate_results: the step
+    runs a second time. disabled: nothing."""
     error_injection_rate: Annotated[
         int,
         at_least(0),
         FREE,
         needs("rerun_mode", "no step is run again", "validate_results"),
     ] = 0
-    """A drill: one in this many steps counts as wrong and is run again before its update; 0 for none."""
+    """For drills: treat one in this many steps as wrong, and run it again before its update. 0:
+    none."""
     error_injection_type: Annotated[
         Literal["correct_result", "transient_error", "persistent_error"],
         FREE,
         needs("error_injection_rate", "nothing is injected"),
     ] = "transient_error"
-    """What the second run shows; after a persistent error the run stops, as if the step had come out wrong twice."""
+    """Outcome that the second run of --error-injection-rate reports. After a persistent error the
+    run stops, as if the step had been wrong twice."""
     check_for_spiky_loss: Annotated[bool, FREE] = False
-    """Run a step a second time before its update if its loss is 10 times the largest of the last 100."""
+    """Run a step a second time before its update if its loss is 10 times the largest of the last
+    100 steps."""
     max_bad_iterations_in_a_row: Annotated[int, at_least(1), FREE] = 10
-    """Stop after this many steps in a row that were skipped, or with --check-for-spiky-loss spiked; not while a loss
-    scale falls. Not in Megatron-LM."""
+    """Stop after this many steps in a row that were skipped, or spiked with --check-for-spiky-loss.
+    Steps in which a loss scale falls do not count. Not in Megatron-LM."""

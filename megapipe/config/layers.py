@@ -1,7 +1,9 @@
-"""Layers that differ from the rest: other widths, another kind of attention, half a layer or none of it.
+"""Layers that differ from the rest: other widths, other attention, or a half layer.
 
-The overrides are text, a JSON object from layers to changed fields of ModelConfig, so that a configuration stays one
-frozen value that ranks compare and a checkpoint keeps:  {"0-2,5": {"ffn_hidden_size": 512}, "7": {"no_mlp": true}}
+The overrides are text, a JSON object from layers to changed fields of ModelConfig. A configuration
+thus stays one frozen value, which ranks compare and a checkpoint keeps:
+
+    {"0-2,5": {"ffn_hidden_size": 512}, "7": {"no_mlp": true}}
 """
 
 from __future__ import annotations
@@ -15,26 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config import KINDS, ModelConfig
-from megapipe.config.mla import MLAConfig
+from megapipe.config.model.mla import MLAConfig
 from megapipe.config.typed import unfit
 from megapipe.errors import ConfigError
 
 FLAG = "--per-layer-overrides"
 _NAMES = (
-    "ffn_hidden_size swiglu quick_geglu squared_relu num_attention_heads kv_channels group_query_attention "
-    "num_query_groups qk_layernorm position_embedding_type rotary_base rotary_percent rotary_interleaved "
-    "use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon apply_layernorm_1p "
-    "disable_bias_linear add_qkv_bias attention_dropout hidden_dropout no_attention no_mlp"
+    "ffn_hidden_size swiglu quick_geglu squared_relu num_attention_heads kv_channels "
+    "group_query_attention num_query_groups qk_layernorm position_embedding_type rotary_base "
+    "rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor window_size "
+    "normalization norm_epsilon apply_layernorm_1p disable_bias_linear add_qkv_bias "
+    "attention_dropout hidden_dropout no_attention no_mlp"
 )
 FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]
-"""Fields that one layer may decide for itself: the residual stream between layers keeps its width."""
+"""Fields that a layer may change. The hidden state's width is the same for all layers."""
 _LAYERS = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")
 
 Overrides = Mapping[int, Mapping[str, Any]]
 
 
 def inline(model: ModelConfig) -> ModelConfig:
-    """The model with the text of its overrides in place of the file's name.
+    """Return the model with the text of its overrides instead of a file's name.
 
     Raises: ConfigError if the file cannot be read.
     """
@@ -52,9 +55,11 @@ def inline(model: ModelConfig) -> ModelConfig:
 
 
 def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
-    """The model that a layer is built from.
+    """Return the configuration that a layer is built from.
 
-    layer: its number in the whole model, from 0; depths of multi-token prediction go on counting, and are as the last.
+    Args:
+        layer: its number in the whole model, from 0. Depths of multi-token prediction count on
+            after the last layer, and are built like it.
 
     Raises: ConfigError with every problem of the overrides.
     """
@@ -72,7 +77,9 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
 
 @lru_cache(maxsize=8)
 def parse_overrides(text: str, num_layers: int) -> Overrides:
-    """Changed fields of each layer that has any; where two entries name a layer, the later one's fields win.
+    """Return the changed fields of each layer that has any.
+
+    Where two entries name a layer, the fields of the later one win.
 
     Raises: ConfigError with every problem.
     """
@@ -80,8 +87,10 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{FLAG} is not JSON: {error}") from None
-    if not isinstance(entries, dict) or not all(isinstance(fields, dict) for fields in entries.values()):
-        raise ConfigError(f'{FLAG} is an object of objects: {{"0-3,7": {{"ffn_hidden_size": 512}}}}')
+    if not isinstance(entries, dict) or not all(isinstance(x, dict) for x in entries.values()):
+        raise ConfigError(
+            f'{FLAG} is an object of objects: {{"0-3,7": {{"ffn_hidden_size": 512}}}}'
+        )
     problems: list[str] = []
     found: dict[int, dict[str, Any]] = {}
     for where, fields in entries.items():
@@ -89,7 +98,9 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
         if layers is None:
             shown = where if len(where) <= 40 else f"{where[:40]}..."
             problems.append(f'{FLAG} "{shown}": layers are 0 to {num_layers - 1}, such as "0-3,7"')
-        problems += [f'{FLAG} "{where}": {line}' for name, value in fields.items() if (line := _problem(name, value))]
+        for name, value in fields.items():
+            if line := _problem(name, value):
+                problems.append(f'{FLAG} "{where}": {line}')
         for layer in layers or ():
             found[layer] = found.get(layer, {}) | fields
     if problems:
@@ -98,16 +109,21 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
 
 
 def _layers(text: str, num_layers: int) -> list[int] | None:
-    """The layers of "0-3,7"; None if that is no list of layers of this model."""
-    if not _LAYERS.fullmatch(text.replace(" ", "")):
+    """Return the layers of "0-3,7", None if the text is no list of layers of this model."""
+    text = text.replace(" ", "")
+    if not _LAYERS.fullmatch(text):
         return None
-    spans = [[int(n) for n in part.split("-")] for part in text.replace(" ", "").split(",")]
-    if any(span[-1] >= num_layers or span[0] > span[-1] for span in spans):
-        return None
-    return [layer for span in spans for layer in range(span[0], span[-1] + 1)]
+    found: list[int] = []
+    for part in text.split(","):
+        ends = [int(n) for n in part.split("-")]
+        if ends[-1] >= num_layers or ends[0] > ends[-1]:
+            return None
+        found += range(ends[0], ends[-1] + 1)
+    return found
 
 
 def _problem(name: str, value: object) -> str | None:
+    """Return the problem with a changed field, None if there is none."""
     if name not in FIELDS:
         return f"{name} is not a field that one layer can change. There are {', '.join(FIELDS)}"
     return next(unfit(KINDS, {name: value}), None)

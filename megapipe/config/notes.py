@@ -1,8 +1,9 @@
-"""Annotations of a field: all that its type and default do not say of its flag.
+"""Annotations of a field: everything about its flag that its type and default do not say.
 
-`lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Whoever has to know asks for the notes of
-one kind: `checks` for ranges and what is refused, `checkpoint` for what may differ on --load, `flags` for what is idle.
-A note such as SAVES, an Idle, names what the flag needs: it acts with --save alone.
+`lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Readers ask for the notes of
+one kind: `checks` for ranges and refusals, `checkpoint` for what may differ on --load, `flags` for
+runs in which a flag has no effect. Such a note, an Idle, is named after what the flag needs:
+a field with SAVES acts with --save alone.
 """
 
 from __future__ import annotations
@@ -19,32 +20,37 @@ T = TypeVar("T")
 
 
 def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
-    """The notes of a kind, by field of a dataclass, of those that have any."""
-    found = {name: tuple(note for note in notes if isinstance(note, kind)) for name, notes in _notes(cls).items()}
-    return {name: notes for name, notes in found.items() if notes}
+    """Return the notes of a kind for each field of a dataclass that has any, in their order."""
+    found = dict[str, tuple[T, ...]]()
+    for name, notes in _notes(cls).items():
+        wanted = tuple(note for note in notes if isinstance(note, kind))
+        if wanted:
+            found[name] = wanted
+    return found
 
 
 def note_of(cls: type, kind: type[T]) -> dict[str, T]:
-    """The note of each field, of kinds of which a field has one."""
+    """Return the note of each field, for a kind that a field has at most once."""
     return {name: note for name, (note,) in notes_of(cls, kind).items()}
 
 
 @cache
 def _notes(cls: type) -> dict[str, tuple[Any, ...]]:
     hints = get_type_hints(cls, include_extras=True)
-    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in dataclasses.fields(cls)}
+    fields = dataclasses.fields(cls)
+    return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields}
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """Flag whose name is not the field's with dashes."""
+    """A flag whose name is not the field's name with dashes."""
 
     flag: str
 
 
 @dataclass(frozen=True)
 class _NoFlag:
-    """Field that is set by us alone."""
+    """A field that megapipe sets itself."""
 
 
 NO_FLAG = _NoFlag()
@@ -52,32 +58,34 @@ NO_FLAG = _NoFlag()
 
 @dataclass(frozen=True)
 class Required:
-    """Flag that no run does without. example: what it may be."""
+    """A flag that every run needs. example: a value that the error proposes."""
 
     example: str
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a flag may have, in words and as a question. NaN and infinity are in none."""
+    """The numbers that a flag accepts, in words and as a predicate. Infinity never fits."""
 
     words: str
     holds: Callable[[Any], bool]
 
     def problem(self, value: float) -> str | None:
-        """A problem with a value, if there is any."""
-        if self.holds(value) and value != math.inf:
-            return None
-        return f"must be {self.words}" + " and finite" * self.holds(value)
+        """Return the rule that the value breaks, None if it fits."""
+        if not self.holds(value):
+            return f"must be {self.words}"
+        return f"must be {self.words} and finite" if value == math.inf else None
 
 
 def flag(field: str, cls: type | None = None) -> str:
-    """Return the usual name of a field's flag, or the one that the class spells."""
+    """Return the flag of a field: the spelling that `cls` gives it, else its name with dashes."""
     spelled = notes_of(cls, Spelled).get(field) if cls else None
-    return f"--{spelled[0].flag if spelled else field.replace('_', '-')}"
+    name = spelled[0].flag if spelled else field.replace("_", "-")
+    return f"--{name}"
 
 
 def at_least(least: int) -> Range:
+    """Return the range of numbers from `least` on."""
     return Range(f"at least {least}", lambda v: v >= least)
 
 
@@ -86,28 +94,28 @@ UP_TO_1 = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_1 = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 FINITE = Range("finite", lambda v: abs(v) < math.inf)
 ANY = Range("a number", lambda v: True)
-"""What no number breaks, or what another check has to judge."""
+"""For a number that every value suits, or that another check judges."""
 LISTED = Range("at least 1 and at most 100000", lambda v: 1 <= v <= 10**5)
-"""The length of what is listed, rank by rank or layer by layer, before anything starts."""
+"""For lengths of lists, by rank or by layer, that are built before anything starts."""
 CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
-"""Seconds that a clock of the system can count."""
+"""For seconds that a clock of the system can count."""
 
 
 class Resume(StrEnum):
-    """Fates of a setting that is not the checkpoint's."""
+    """The treatment by --load of a setting that differs from the checkpoint's."""
 
     MUST = "must match"
-    """Refused: the weights mean something else."""
+    """Refuse it: the weights would have another meaning."""
     CURVE = "curve"
-    """Refused without --override-opt_param-scheduler or its like."""
+    """Refuse it without --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler."""
     CONTENTS = "contents"
-    """The contents of the files are compared, as NAMED."""
+    """Compare the contents of the files, and treat a difference as NAMED."""
     NAMED = "when named"
-    """Refused unless --override-on-load has the name."""
+    """Refuse it unless --override-on-load names the flag."""
     MICROBATCH = "microbatch"
-    """NAMED where a number hangs on what is computed together."""
+    """Treat it as NAMED where a result depends on which sequences are computed together."""
     FREE = "free"
-    """Decides no number, or its rounding alone."""
+    """Accept it: results stay equal, or differ in rounding alone."""
 
 
 MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume
@@ -115,11 +123,12 @@ MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume
 
 @dataclass(frozen=True)
 class Idle:
-    """Run in which the flag, if given, has nothing to act on.
+    """A kind of run in which the flag, if given, has no effect.
 
     Attributes:
-        where: of a Config: is it such a run?
-        text: what happens instead; it ends in what there is, or is not. Of several notes the first that fits is told.
+        where: takes a Config, and returns whether it is such a run.
+        text: what happens instead, with the condition at its end. Of several notes of a field
+            the first that applies is printed.
     """
 
     where: Callable[[Any], bool]
@@ -127,33 +136,57 @@ class Idle:
 
 
 def of_no_layer(where: Callable[[Any], bool], text: str) -> Idle:
-    """Return the note of a flag that is idle in such a model, unless --per-layer-overrides has other layers."""
-    return Idle(lambda config: where(config.model) and config.model.per_layer_overrides is None, text)
+    """Return the note of a flag without effect in models where `where` holds.
+
+    --per-layer-overrides can give single layers other settings, so with it the flag counts as used.
+    """
+    return Idle(
+        lambda config: where(config.model) and config.model.per_layer_overrides is None,
+        text,
+    )
 
 
 def needs(fields: str, instead: str, *values: object, least: int | None = None) -> Idle:
-    """Flag that acts only beside one of some others: if that is given, has one of the values, or is at least so many.
+    """Return the note of a flag that has no effect without another flag.
 
-    fields: those of the others. instead: what happens without them.
+    Args:
+        fields: the other flags' fields, separated by spaces. One of them is enough.
+        instead: what happens without them.
+        values: the other flag must have one of these values.
+        least: the other flag must have at least this value.
     """
 
-    def acts(config: Any) -> bool:
-        given = [getattr(part, name, None) for part in vars(config).values() for name in fields.split()]
-        return any(x in values if values else x if least is None else x >= least for x in given if x is not None)
+    def enough(value: Any) -> bool:
+        if values:
+            return value in values
+        return bool(value) if least is None else value >= least
 
+    def acts(config: Any) -> bool:
+        for section in vars(config).values():
+            for name in fields.split():
+                value = getattr(section, name, None)
+                if value is not None and enough(value):
+                    return True
+        return False
+
+    condition = ""
+    if least is not None:
+        condition = f" of at least {least}"
+    elif values:
+        condition = f" {either(values)}"
     names = either(list(map(flag, fields.split())))
-    of = f" of at least {least}" if least is not None else f" {either(values)}" if values else ""
-    return Idle(lambda config: not acts(config), f"{instead}, without {names}{of}")
+    return Idle(lambda config: not acts(config), f"{instead}, without {names}{condition}")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Run in which the flag, if given, is refused.
+    """A kind of run in which the flag, if given, is refused.
 
     Attributes:
-        text: the sentence and its remedy, with {} for the flag as typed, and then for the other flag.
-        where: of a Config: is it such a run?
-        others: fields of flags that it does not go with, each by itself. Without any, `where` alone decides.
+        text: the sentence with its remedy. The first {} is the flag as typed, the second the other.
+        where: takes a Config, and returns whether it is such a run.
+        others: fields of flags that exclude this flag, each on its own. If there are none, `where`
+            decides alone.
     """
 
     text: str
@@ -167,12 +200,21 @@ def excludes(
     remedy: str = "Leave one out.",
     where: Callable[[Any], bool] = lambda config: True,
 ) -> Refused:
-    """Return the note of a flag that is refused next to each of the others, where a run is such."""
+    """Return the note of a flag that is refused together with any of the others.
+
+    Args:
+        others: the other flags' fields, separated by spaces.
+        where: restricts the refusal to some runs.
+    """
     return Refused(f"{why}. {remedy}", where, tuple(others.split()))
 
 
 def demands(fields: str, *values: object, says: str = "", least: int | None = None) -> Refused:
-    """Return the note of a flag that is refused where `needs` would let it do nothing."""
+    """Return the note of a flag that is refused without another flag.
+
+    The arguments have the meaning that they have in `needs`, whose note does not refuse the flag.
+    says: the whole sentence, instead of one made from the flags' names.
+    """
     lacking = needs(fields, "{} has no effect", *values, least=least)
     text = f"{lacking.text.replace(',', '', 1)}. Add it, or leave it out."
     return Refused(says or text, lacking.where)
@@ -180,7 +222,9 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
 
 def typed(name: str, value: object) -> str:
     """Return a flag with its value, as on a command line."""
-    values = value if isinstance(value, tuple) else () if value is True else (value,)
+    if value is True:
+        return name
+    values = value if isinstance(value, tuple) else (value,)
     return " ".join((name, *(str(x).removesuffix(".0") for x in values)))
 
 
@@ -192,8 +236,14 @@ def either(choices: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class ReadBy(Idle):
-    """Setting of some optimizers; one of the user's own may read any."""
+    """A setting that some optimizers read. An optimizer of the user's own may read any."""
 
 
 def read_by(*optimizers: str, instead: str) -> ReadBy:
-    return ReadBy(lambda c: c.optimizer.optimizer not in optimizers and ":" not in c.optimizer.optimizer, instead)
+    """Return the note of a setting that these optimizers read. instead: as in `needs`."""
+
+    def unread(config: Any) -> bool:
+        chosen = config.optimizer.optimizer
+        return chosen not in optimizers and ":" not in chosen  # FILE.py:NAME is the user's own
+
+    return ReadBy(unread, instead)

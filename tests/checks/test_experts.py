@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from megapipe.checks.run import validate
-from megapipe.config.moe import layer_frequency
+from megapipe.config.model.moe import layer_frequency
 from megapipe.flags.idle import idle
 
 from .sound import config

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megapipe.config import BatchConfig, Config, ModelConfig, OptimizerConfig
-from megapipe.config.moe import MoEConfig
+from megapipe.config.model.moe import MoEConfig
 from megapipe.convert import SavedTensors, Sizes, export_megatron, export_ranks, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of

@@ -164,9 +164,10 @@ def reads(path: Path) -> set[str]:
     """Attributes of a section of the configuration: of `config.batch`, of a name for it, or of a parameter of its type;
     inside of a section of itself; a note that says when a field is idle does not read."""
     tree = ast.parse(path.read_text())
-    if path.parent.name == "config":
+    in_config = path.is_relative_to(ROOT / "megapipe" / "config")
+    if in_config:
         _WithoutLambdas().visit(tree)
-    owners = SECTIONS | {f"_{name}" for name in SECTIONS} | ({"self"} if path.parent.name == "config" else set())
+    owners = SECTIONS | {f"_{name}" for name in SECTIONS} | ({"self"} if in_config else set())
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:

@@ -98,7 +98,7 @@ def test_what_is_said_to_change_no_number_of_an_update_changes_none():
             "--eval-iters -1 --eval-interval 5",
             ("--eval-interval 5", "nothing is evaluated, without --eval-iters of at least 1"),
         ),
-        ("--world-size 4", ("--world-size 4", "the launch tells, without --check")),
+        ("--world-size 4", ("--world-size 4", "the launch says it, without --check")),
         (
             "--override-opt_param-scheduler",
             ("--override-opt_param-scheduler", "nothing is loaded, without --load"),

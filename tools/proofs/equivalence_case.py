@@ -19,7 +19,7 @@ from megapipe.config import (
     ParallelConfig,
     PrecisionConfig,
 )
-from megapipe.config.parallel import Module
+from megapipe.config.parallel.offload import Module
 from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.shapes.depths import with_depths

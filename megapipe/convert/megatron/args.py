@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from megapipe.config import KINDS, Config, ModelConfig
-from megapipe.config.mla import MLAConfig
+from megapipe.config.model.mla import MLAConfig
 from megapipe.config.typed import unfit
 from megapipe.convert.megatron import experts
 from megapipe.convert.megatron.pickles import Named

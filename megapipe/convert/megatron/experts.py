@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.config.moe import MoEConfig
+from megapipe.config.model.moe import MoEConfig
 
 FIELDS = tuple(MoEConfig.__dataclass_fields__)
 """Fields of our configuration, which Megatron-LM calls the same."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megapipe.config import ModelConfig
-from megapipe.config.parallel import Module
+from megapipe.config.parallel.offload import Module
 from megapipe.distributed.axis import ALONE, CPU
 from megapipe.models.layer import TransformerLayer, name_modules
 from megapipe.pipeline_parallel.families.offload.activations import Activations

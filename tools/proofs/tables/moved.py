@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from megapipe.config.parallel import Module
+from megapipe.config.parallel.offload import Module
 from megapipe.schedule import Schedule
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.families.sharding.runs import GATHERS

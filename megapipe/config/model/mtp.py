@@ -1,4 +1,7 @@
-"""Multi-token prediction (DeepSeek-V3 report, section 2.2): how far ahead a model learns to predict."""
+"""Multi-token prediction: how many tokens ahead a model learns to predict.
+
+DeepSeek-AI, DeepSeek-V3 Technical Report (2024), section 2.2.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ FURTHER = needs("mtp_num_layers", "tokens are predicted one ahead", least=1)
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """Depths behind the model's last layer, each a layer that predicts one token further. Usually there are none."""
+    """Layers after the model's last layer that each predict one token further. Default: none."""
 
     mtp_num_layers: Annotated[
         int | None,
@@ -21,7 +24,8 @@ class MTPConfig:
         MUST,
         excludes(
             "enable_optimizer_post_validation",
-            "{} does not go with {}: a depth's embedding and head come from their owners when an update is valid",
+            "{} does not go with {}: "
+            "a depth's embedding and head come from their owners when an update is valid",
             where=lambda c: c.model.depths,
         ),
         excludes(
@@ -30,19 +34,20 @@ class MTPConfig:
             where=lambda c: c.model.depths,
         ),
     ] = None
-    """Depths of multi-token prediction: layers behind the last one, of which each predicts a token further."""
+    """Depths of multi-token prediction. Each is a layer after the last one and predicts one token
+    further ahead, which adds a term to the loss. Default: none."""
     mtp_loss_scaling_factor: Annotated[float, at_least(0), NAMED, FURTHER] = 0.1
-    """Weight of the mean of the depths' losses in what is trained."""
+    """Weight of the multi-token loss, the mean over the depths, in the loss that is trained."""
     mtp_within_documents: Annotated[bool, NAMED, FURTHER] = False
-    """Depths learn no token of another document than they stand in. Default: they do, as Megatron-LM's. Not in
-    Megatron-LM."""
+    """Compute a depth's loss only where its target is in the same document. Default: targets may
+    be in the next document, as in Megatron-LM. Not in Megatron-LM."""
 
     @property
     def depths(self) -> int:
-        """The number of them."""
+        """The number of depths, 0 without multi-token prediction."""
         return self.mtp_num_layers or 0
 
     @property
     def depth_weight(self) -> float:
-        """The weight of the loss of each."""
+        """The weight of one depth's loss."""
         return self.mtp_loss_scaling_factor / max(self.depths, 1)

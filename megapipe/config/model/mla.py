@@ -1,4 +1,7 @@
-"""Latents of attention (DeepSeek-V2, Liu et al. 2024, section 2.1): their widths, the heads and their rotation."""
+"""Multi-head latent attention: the widths of its latents and heads, and how heads are rotated.
+
+Liu et al., DeepSeek-V2 (2024), section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -31,34 +34,41 @@ YARN = of_no_layer(
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Queries, keys and values from latents that all heads share. Without --multi-latent-attention there are none."""
+    """Attention from latents that all heads share. Acts with --multi-latent-attention alone."""
 
     multi_latent_attention: Annotated[
         bool,
         MUST,
-        excludes("group_query_attention", "{} has a key and a value for each head", "Leave {} out."),
+        excludes(
+            "group_query_attention", "{} has a key and a value for each head", "Leave {} out."
+        ),
     ] = False
-    """Keys and values come from one latent for all heads (DeepSeek-V2), queries too with --q-lora-rank."""
+    """Compute the keys and values of all heads from one latent per token (DeepSeek-V2). With
+    --q-lora-rank queries have a latent too."""
     q_lora_rank: Annotated[int | None, at_least(1), MUST, LATENT] = None
-    """Width of the queries' latent. Default: they come from the hidden state."""
+    """Width of the queries' latent. Default: queries are projected from the hidden state."""
     kv_lora_rank: Annotated[int, at_least(1), MUST, LATENT] = 32
     """Width of the latent of keys and values."""
     qk_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
-    """Channels of a query and key head that are not rotated."""
+    """Channels of each query and key head that are not rotated."""
     qk_pos_emb_head_dim: Annotated[int, at_least(2), MUST, LATENT] = 64
-    """Channels of one that are; all heads share those of the key."""
+    """Rotated channels of each query and key head. All heads share the rotated part of the key."""
     v_head_dim: Annotated[int, at_least(1), MUST, LATENT] = 128
-    """Channels of a value head."""
+    """Channels of each value head."""
     rope_type: Annotated[Literal["rope", "yarn"] | None, MUST, LATENT] = None
-    """Rotation of these channels, plain or stretched from 4096 positions (Peng et al. 2023). Default: yarn."""
+    """How the rotated channels turn. rope: plain rotary embedding. yarn: stretched from 4096
+    positions (Peng et al. 2023). Default: yarn."""
     rotary_scaling_factor: Annotated[float, ABOVE_0, MUST, LATENT] = 1.0
-    """How far yarn stretches positions; scores are scaled by it with either rotation, see --mscale-all-dim."""
+    """Factor by which yarn stretches the positions. It scales attention scores under rope too,
+    see --mscale-all-dim."""
     mscale: Annotated[float, at_least(0), MUST, LATENT, YARN] = 1.0
-    """Rotated channels count (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim ln(factor) + 1)."""
+    """Coefficient in yarn's factor on rotated channels,
+    (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim ln(factor) + 1)."""
     mscale_all_dim: Annotated[float, at_least(0), MUST, LATENT] = 0.0
-    """Scores count the square of 0.1 mscale-all-dim ln(factor) + 1."""
+    """Coefficient in the factor on attention scores, the square of
+    0.1 mscale-all-dim ln(factor) + 1."""
 
     @property
     def qk_dim(self) -> int:
-        """Channels of a query or key head."""
+        """Channels of a query or key head, rotated or not."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

@@ -1,0 +1,102 @@
+"""The checkpoints of a run: which it writes, keeps and loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megapipe.config.notes import Refused, at_least, demands, excludes, needs
+
+SAVES = needs("save", "nothing is saved")
+LOADS = needs("load", "nothing is loaded")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and loading."""
+
+    # Which checkpoints are saved, and which are kept.
+    save: Annotated[
+        str | None,
+        demands("save_interval", says="{} needs --save-interval, for example --save-interval 1000"),
+    ] = None
+    """Folder to save checkpoints in. Default: save none."""
+    save_interval: Annotated[int | None, at_least(1), SAVES] = None
+    """Save after every this many steps, and at the end."""
+    save_retain_interval: Annotated[int | None, at_least(1), SAVES] = None
+    """Keep, of this run's checkpoints, the multiples of this step and the newest. The log names
+    each one that is removed. Default: keep all."""
+    save_keep_last: Annotated[int | None, at_least(1), SAVES] = None
+    """Keep this many of the newest checkpoints, and the ones of --save-retain-interval. Remove the
+    run's others. Default: keep all. Not in Megatron-LM."""
+    save_remove_earlier: Annotated[
+        bool, SAVES, needs("save_keep_last save_retain_interval", "nothing is removed")
+    ] = False
+    """Let --save-keep-last and --save-retain-interval also remove checkpoints of earlier runs in
+    the folder. Default: only what this run saved or resumed from. Not in Megatron-LM."""
+    save_failure: Annotated[Literal["stop", "continue"], SAVES] = "stop"
+    """What the run does when a checkpoint cannot be saved. stop: it ends. continue: it warns, and
+    tries again at the next save. Not in Megatron-LM."""
+    # Loading, and settings that may differ.
+    load: str | None = None
+    """Folder to resume from. Without a checkpoint in it the run starts from the beginning."""
+    exit_on_missing_checkpoint: Annotated[bool, LOADS] = False
+    """Stop with an error if --load holds no checkpoint."""
+    ckpt_step: Annotated[int | None, at_least(0), LOADS] = None
+    """Load the checkpoint of this iteration. Default: the newest."""
+    override_on_load: Annotated[tuple[str, ...], LOADS] = ()
+    """Names of settings that may differ from the checkpoint's, such as: seq-length seed data-path.
+    Not in Megatron-LM."""
+    use_checkpoint_args: Annotated[
+        bool,
+        LOADS,
+        excludes(
+            "moe_use_upcycling",
+            "{} is the dense model's architecture, and {} makes another",
+            "Leave it out.",
+        ),
+    ] = False
+    """Take the architecture from the checkpoint instead of the flags, if there is a checkpoint."""
+    moe_use_upcycling: Annotated[
+        bool,
+        Refused(
+            "{} takes the dense model from --load and saves the one with experts in --save. "
+            "Give both.",
+            lambda c: c.checkpoint.load is None or c.checkpoint.save is None,
+        ),
+        demands("num_experts", says="{} needs --num-experts, for example --num-experts 8"),
+        excludes(
+            "moe_shared_expert_intermediate_size",
+            "{}: a dense model has no weights for a shared expert",
+            "Leave out {}.",
+            lambda c: c.model.has_experts,
+        ),
+    ] = False
+    """Turn each MLP of the dense checkpoint in --load into experts, save that model in --save, and
+    train from there."""
+    moe_upcycling_granularity: Annotated[
+        int, at_least(1), needs("moe_use_upcycling", "no experts are made")
+    ] = 1
+    """Width of the dense checkpoint's MLP as a multiple of --ffn-hidden-size. An expert is a slice
+    of it."""
+    finetune: Annotated[bool, LOADS] = False
+    """Load the weights only, and start at iteration 0."""
+    no_save_optim: Annotated[bool, SAVES] = False
+    """Leave the optimizer state out of checkpoints."""
+    no_load_optim: Annotated[
+        bool,
+        LOADS,
+        excludes(
+            "use_checkpoint_opt_param_scheduler",
+            "{} begins the learning rate's curve anew, as in Megatron-LM, "
+            "so there is nothing for {} to take",
+        ),
+    ] = False
+    """Do not load the optimizer state. It and the learning rate's curve begin anew."""
+    # Saving by hand, and while the run goes on.
+    trigger_path: str | None = None
+    """Folder to look into every --log-interval steps. A file `save` or `exit` there makes the run
+    save, or save and stop, and is removed. Not in Megatron-LM."""
+    async_save: Annotated[bool, SAVES] = False
+    """Copy a checkpoint to shared memory, and write it by a process next to each rank while the run
+    goes on. The first save of a run waits."""
