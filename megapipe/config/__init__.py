@@ -91,9 +91,10 @@ class Config:
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that hold the same experts and sum their gradients."""
+        """Number of ranks with equal experts, whose gradients are summed, at least 1."""
         par = self.parallel
-        return max(self.world_size // (par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size), 1)
+        copy = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
+        return max(self.world_size // copy, 1)
 
     @property
     def gathers_fp8(self) -> bool:
