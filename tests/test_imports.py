@@ -1,10 +1,12 @@
 """Who may import whom: the arrows of the architecture, read from the source."""
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -164,10 +166,27 @@ def of_families(source: str) -> list[str]:
     return [name for name in found if not name.endswith(".families.family")]
 
 
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def size(source: str) -> int:
+    """The tokens of code. Lines would count what helps the reader: comments, docstrings and short lines."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(token.type not in LAYOUT for token in tokens)
+
+
 def test_a_day_is_enough_for_the_spine():
     files = spine()
     assert len(set(files)) == len(files) <= 40
-    assert sum(len(path.read_text().splitlines()) for path in files) <= 8_000
+    assert sum(size(path.read_text()) for path in files) <= 53_000
 
 
 def test_the_spine_knows_no_family_and_no_shape():

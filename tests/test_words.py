@@ -28,6 +28,8 @@ ROOMS = [
     "megapipe/optim/sharded",
     "megapipe/partition",
     "megapipe/kernels",
+    "megapipe/schedule",
+    "megapipe/schedule/memory",
     "megapipe/models",
     "megapipe/models/attention",
     "megapipe/models/moe",

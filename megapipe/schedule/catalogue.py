@@ -1,4 +1,4 @@
-"""Every schedule by name, for the command line and for `build`."""
+"""The catalogue: every schedule by name, for the command line and for `build`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from difflib import get_close_matches
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.own import own_generator
 from megapipe.schedule.generators.waves import loop, mirror, vee
-from megapipe.schedule.own import own_generator
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import OWN, PATTERNS, SLICED, Entry, make
 from megapipe.schedule.text import load
@@ -35,12 +35,14 @@ def _zb_auto(
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
     given = locals()
-    from megapipe.schedule.search.auto import zb_auto  # only who searches pays for loading the search
+    # Only a search takes the time to import it.
+    from megapipe.schedule.search.auto import zb_auto
 
     return zb_auto(**given)
 
 
-_PLACE = [*PATTERNS].index("zb-h2") + 1  # in lists the search stands behind what it begins from
+# Lists show zb-auto after the zero-bubble schedules from which it starts.
+_PLACE = [*PATTERNS].index("zb-h2") + 1
 SCHEDULES: dict[str, Entry] = dict(
     [
         *[*PATTERNS.items()][:_PLACE],
@@ -51,16 +53,19 @@ SCHEDULES: dict[str, Entry] = dict(
 
 
 def usual(chunks: int | None) -> str:
-    """The schedule of a run that names none. chunks: stages on each rank."""
+    """Return the schedule of a run that names none. chunks: stages on each rank."""
     return "interleaved" if (chunks or 1) > 1 else PLAIN
 
 
 def entry_of(name: str) -> Entry:
-    """The entry of a name, in any case, or of a function of the user's: FILE.py:NAME or MODULE:NAME.
+    """Return the entry of a name, in any case, or of a user's function.
 
-    Raises: ScheduleError if there is none.
+    Args:
+        name: a name of the catalogue, FILE.py:NAME or MODULE:NAME.
+    Raises: ScheduleError if there is no such schedule, with names that are close.
     """
-    if (entry := (SCHEDULES | SLICED).get(name.lower())) is not None:
+    entry = (SCHEDULES | SLICED).get(name.lower())
+    if entry is not None:
         return entry
     if ":" in name:
         made = own_generator(name)
@@ -68,16 +73,19 @@ def entry_of(name: str) -> Entry:
         takes = inspect.signature(made).parameters
         return Entry(made, OWN, None if "chunks" in takes else 1, about)
     close = get_close_matches(name.lower(), [*SCHEDULES, *SLICED], n=2)
-    hint = (
-        f"did you mean {' or '.join(close)}?"
-        if close
-        else f"there are {', '.join([*SCHEDULES, *SLICED])}, a .json or .csv file, or FILE.py:NAME of a function."
-    )
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        names = ", ".join([*SCHEDULES, *SLICED])
+        hint = f"there are {names}, a .json or .csv file, or FILE.py:NAME of a function."
     raise ScheduleError(f"unknown schedule {name or repr(name)}; {hint}")
 
 
 def own_entry(name: str) -> Entry:
-    """The list's row of a user's schedule, from the table it makes for 4 ranks and 8 microbatches, or has."""
+    """Return the row of a user's schedule in the list of schedules.
+
+    It describes the table in the file, or the table of the function for 4 ranks, 8 microbatches.
+    """
     if is_file(name):
         made = load(name)
         about = f"{made.placement.num_ranks} ranks, {made.num_microbatches} microbatches"
@@ -92,12 +100,16 @@ def own_entry(name: str) -> Entry:
     split = any(kind.is_split for kind in made.kinds)
     takes_chunks = not is_file(name) and entry.chunks is None
     return replace(
-        entry, placement=placement, chunks=None if takes_chunks else chunks, split=split, copies=place.num_chains
+        entry,
+        placement=placement,
+        chunks=None if takes_chunks else chunks,
+        split=split,
+        copies=place.num_chains,
     )
 
 
 def is_file(name: str) -> bool:
-    """Is it a table in a file, which knows its ranks and microbatches itself?"""
+    """Return whether a name is a file with a table, which has its own ranks and microbatches."""
     return name.lower().endswith((".json", ".csv"))
 
 
@@ -111,15 +123,19 @@ def build(
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
-    """Make a schedule by its name, in any case, or by a function FILE.py:NAME, or read it from a .json or .csv file.
+    """Make a schedule by its name, by a user's function, or from a file.
 
     Args:
-        chunks: stages on each rank, where the schedule leaves a choice. None: the schedule's own default.
-        costs: for schedules that are searched, or put W where these costs leave a wait. None: the papers' tables.
+        name: a name of the catalogue in any case, FILE.py:NAME of a function, or a .json or .csv
+            file.
+        chunks: stages on each rank, where the schedule leaves a choice; None for its default.
+        costs: for a searched schedule, and for one that puts W into the waits under these costs.
+            None makes the papers' tables.
         memory: limit for a searched schedule; any other is refused if it holds more.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
-    Raises: ScheduleError if there is no such schedule, it cannot mean these numbers, or its table cannot be run.
+    Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or
+        if its table cannot run.
     """
     if is_file(name):
         schedule = _from_file(name, ranks, microbatches)
@@ -127,7 +143,9 @@ def build(
         return schedule
     entry = entry_of(name)
     key = name if entry.placement == OWN else name.lower()
-    return make(key, entry, ranks, microbatches, chunks=chunks, costs=costs, memory=memory, **options)
+    return make(
+        key, entry, ranks, microbatches, chunks=chunks, costs=costs, memory=memory, **options
+    )
 
 
 def _from_file(path: str, ranks: int, microbatches: int) -> Schedule:
@@ -135,6 +153,7 @@ def _from_file(path: str, ranks: int, microbatches: int) -> Schedule:
     made_for = schedule.placement.num_ranks, schedule.num_microbatches
     if made_for != (ranks, microbatches):
         raise ScheduleError(
-            f"{path} is made for {made_for[0]} ranks and {made_for[1]} microbatches, not {ranks} and {microbatches}."
+            f"{path} is made for {made_for[0]} ranks and {made_for[1]} microbatches, "
+            f"not {ranks} and {microbatches}."
         )
     return schedule

@@ -1,8 +1,9 @@
-"""Costs as a JSON file, the same for every tool: `--costs FILE.json`.
+"""Costs as a JSON file, in the same format for every tool: `--costs FILE.json`.
 
-An object with the fields of `Costs`: a number, or a list with one for each stage (of `comm`: for each link). In place
-of a time, `comm` may be {"latency": L, "bytes": N, "bandwidth": R}, each a number or a list: a message takes L + N / R.
-A schedule that `show --json` wrote has its costs in it, and is read as a file of them too.
+The file is an object with the fields of `Costs`. A value is a number, or a list with one for each
+stage (of `comm`: for each link). `comm` may also be {"latency": L, "bytes": N, "bandwidth": R},
+each a number or a list: a message then takes L + N / R. A schedule from `show --json` contains its
+costs, so it is read as a costs file too.
 """
 
 from __future__ import annotations
@@ -31,55 +32,85 @@ def load_costs(path: str | Path) -> Costs:
         raise ScheduleError(f"{path} is no costs file: {error}") from None
     if isinstance(given, dict) and "ranks" in given:
         if "costs" not in given:
-            raise ScheduleError(f"{path} is a schedule without costs. Give costs, or what `show --json` writes.")
+            raise ScheduleError(
+                f"{path} is a schedule without costs. Give costs, or what `show --json` writes."
+            )
         given = given["costs"]
     return read_costs(given, path)
 
 
 def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
-    """Costs of the JSON that a costs file is. Raises: ScheduleError as `load_costs`."""
+    """Return the costs that the parsed JSON of a costs file gives.
+
+    Args:
+        path: names the file in errors.
+    Raises: ScheduleError as `load_costs`.
+    """
     if not isinstance(given, dict):
-        raise ScheduleError(f'{path} is no costs file: an object is needed, such as {{"f": 10, "b": 11, "w": 8}}.')
+        raise ScheduleError(
+            f'{path} is no costs file: an object is needed, such as {{"f": 10, "b": 11, "w": 8}}.'
+        )
     known = [field.name for field in fields(Costs)]
-    if unknown := [name for name in given if name not in known]:
+    unknown = [name for name in given if name not in known]
+    if unknown:
         raise ScheduleError(f"{path} names {', '.join(unknown)}; costs have {', '.join(known)}.")
     values: dict[str, Any] = {name: _value(path, name, value) for name, value in given.items()}
     try:
         costs = Costs(**values)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
-    if not any(any(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w)):
-        raise ScheduleError(f"{path}: f, b and w are all 0, and no step can be predicted of that. Give one a time.")
+    if not any(any(_numbers(time)) for time in (costs.f, costs.b, costs.w)):
+        raise ScheduleError(
+            f"{path}: f, b and w are all 0, and no step can be predicted of that. Give one a time."
+        )
     return costs
 
 
 def dump_costs(costs: Costs) -> str:
-    """The text of a costs file; `load_costs` reads the same costs from it."""
+    """Return the text of a costs file, from which `load_costs` reads equal costs."""
     return json.dumps(by_field(costs), indent=1) + "\n"
 
 
 def by_field(costs: Costs) -> dict[str, Any]:
-    """The object that a costs file is."""
+    """Return the object that a costs file contains: all fields that are not None."""
     return {name: value for name, value in vars(costs).items() if value is not None}
 
 
+def _numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:
+    """Return a field's value from its JSON. Raises: ScheduleError that names file and field."""
     if name == "comm" and isinstance(value, dict):
-        if missing := [part for part in _MESSAGE if part not in value]:
-            raise ScheduleError(f"{path}: comm lacks {', '.join(missing)}; it has {', '.join(_MESSAGE)}.")
+        missing = [part for part in _MESSAGE if part not in value]
+        if missing:
+            raise ScheduleError(
+                f"{path}: comm lacks {', '.join(missing)}; it has {', '.join(_MESSAGE)}."
+            )
         return _message(path, {part: _value(path, part, value[part]) for part in _MESSAGE})
-    numbers: list[Any] = value if isinstance(value, list) and name not in _SINGLE else [value]
+    numbers: list[Any] = [value]
+    if isinstance(value, list) and name not in _SINGLE:
+        numbers = value
     numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)
-    if not numbers or not numeric or any(abs(x) > MOST for x in numbers):  # the most that float takes is not much more
+    # The limit comes before float(), which overflows for an integer of 400 digits.
+    if not numbers or not numeric or any(abs(x) > MOST for x in numbers):
         lists = "" if name in _SINGLE else " or a list of numbers"
-        raise ScheduleError(f"{path}: {name} must be a number{lists}, got {json.dumps(value)[:100]}.")
+        raise ScheduleError(
+            f"{path}: {name} must be a number{lists}, got {json.dumps(value)[:100]}."
+        )
     return tuple(map(float, numbers)) if isinstance(value, list) else float(numbers[0])
 
 
-def _message(path: str | Path, parts: dict[str, float | tuple[float, ...]]) -> float | tuple[float, ...]:
-    links = max(len(x) if isinstance(x, tuple) else 0 for x in parts.values())
-    rows = [x if isinstance(x, tuple) else (x,) * max(links, 1) for x in parts.values()]
+def _message(
+    path: str | Path, parts: dict[str, float | tuple[float, ...]]
+) -> float | tuple[float, ...]:
+    """Return latency + bytes / bandwidth, for each link if a part is a list."""
+    links = max(len(_numbers(x)) for x in parts.values())
+    rows = [x if isinstance(x, tuple) else (x,) * links for x in parts.values()]
     if len({len(row) for row in rows}) > 1 or min(rows[2]) <= 0:
         raise ScheduleError(f"{path}: comm needs lists of one length and a bandwidth above 0.")
-    times = tuple(latency + size / bandwidth for latency, size, bandwidth in zip(*rows, strict=True))
-    return times if links else times[0]
+    columns = zip(*rows, strict=True)
+    times = tuple(latency + size / bandwidth for latency, size, bandwidth in columns)
+    is_list = any(isinstance(x, tuple) for x in parts.values())
+    return times if is_list else times[0]

@@ -1,4 +1,4 @@
-"""Dependencies: the passes of a table that must be done before a pass can start, by the rules of `kinds`."""
+"""Dependencies between passes: what must be done before a pass starts, by the rows of `kinds`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
 class Dependencies:
-    """The needs of a table's passes.
+    """The dependencies of a table's passes.
+
+    `of` lists the passes that one pass waits for. `beyond_microbatch` lists, for all passes, the
+    dependencies on passes of another microbatch or of a whole stage.
 
     Args:
-        schedule: the table; its passes are looked at once.
+        schedule: the table; its passes are read once.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -28,21 +31,37 @@ class Dependencies:
         self._of_rows = dict[tuple[Pass, Made], tuple[Pass, ...]]()
         for family in FAMILIES:
             self._of_rows.update(family.needs(schedule))
-        self._before = {item: before for lane in schedule.shared for before, item in pairwise(lane.order)}
+        self._before: dict[Pass, Pass] = {}
+        for lane in schedule.shared:
+            for before, item in pairwise(lane.order):
+                self._before[item] = before
 
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
-        """The passes that must be done before `item`; those that the table lacks are among them, as B, W, ...
+        """Return the passes that must be done before `item`.
 
-        beyond: only those that are not of its own microbatch.
+        A pass that the table lacks is included, as the first kind that would produce the result.
+
+        Args:
+            beyond: only dependencies beyond the pass's own microbatch, as `is_beyond` has them.
         """
         needs = self._schedule.needs[item.kind]
         wanted = [need for need in needs if is_beyond(item.kind, need)] if beyond else needs
-        makers = [maker for need in wanted for maker in self._makers(item, need)]
-        return [*makers, self._before[item]] if item in self._before else makers
+        makers: list[Pass] = []
+        for need in wanted:
+            makers += self._makers(item, need)
+        # On a stream that several ranks share, copies run in one order over all these ranks.
+        if item in self._before:
+            makers.append(self._before[item])
+        return makers
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """The needs of each pass that are not of its own microbatch."""
-        return {item: makers for item in self._there if (makers := self.of(item, beyond=True))}
+        """Return the dependencies of each pass beyond its own microbatch; none are left out."""
+        found = {}
+        for item in self._there:
+            makers = self.of(item, beyond=True)
+            if makers:
+                found[item] = makers
+        return found
 
     def _makers(self, item: Pass, need: Need) -> Iterator[Pass]:
         if need.where is Where.RUN:
@@ -51,93 +70,113 @@ class Dependencies:
         for stage in self._schedule.placement.needed(item.stage, need):
             for number in self._numbers(item, need, stage):
                 makers = [Pass(kind, stage, *number) for kind in _MAKERS[need.made]]
-                # A result may come of one of several kinds: a gradient of B, or of BW.
+                # Several kinds may produce a result: a gradient comes from B or from BW.
                 there = next((maker for maker in makers if maker in self._there), None)
                 if there is not None or not need.optional:
                     yield there or makers[0]
 
     def _numbers(self, item: Pass, need: Need, stage: int) -> list[tuple[int, int | None]]:
-        """The microbatches, or steps, and slices that are meant."""
-        schedule, number, piece = self._schedule, item.microbatch - need.back, item.slice
+        """Return the microbatches (or training steps) and slices to which a need refers."""
+        schedule = self._schedule
+        number = item.microbatch - need.back
+        piece = item.slice
         if need.where is Where.STEP:
             return [(item.microbatch // schedule.num_microbatches - need.back, None)]
         if need.where is Where.MICROBATCHES:
-            return [(i, j) for i in _carried(stage, number, schedule) for j in schedule.slices]
+            carried = _carried(stage, number, schedule)
+            return [(i, j) for i in carried for j in schedule.slices]
         if need.where is Where.BEHIND:
             return [(number, n) for n in schedule.document(item) if n > (piece or 0)]
         if need.where in OF_SLICES:
-            piece = (piece or 0) + (1 if need.where is Where.LATER else -1)
-            return [(number, piece)] if piece in schedule.document(item) else []
+            other = (piece or 0) + (1 if need.where is Where.LATER else -1)
+            return [(number, other)] if other in schedule.document(item) else []
         return [(number, piece)]
 
 
 def wrong_documents(schedule: Schedule) -> str | None:
-    """The reason why documents cannot begin where the table says."""
-    n, rows = len(schedule.cuts), schedule.documents
-    if len(rows) not in (0, 1, m := schedule.num_microbatches):
+    """Return why documents cannot begin where the table says; None if they can."""
+    n = len(schedule.cuts)
+    m = schedule.num_microbatches
+    rows = schedule.documents
+    if len(rows) not in (0, 1, m):
         return f"documents has {len(rows)} rows; it has one, or one for each of {m} microbatches"
     if any(rows) and n < 2:
-        return "documents begin at slices, but microbatches are not cut: leave out documents, or name several cuts"
+        return (
+            "documents begin at slices, but microbatches are not cut: leave out documents, "
+            "or name several cuts"
+        )
     for row in rows:
         if list(row) != sorted({*row} & {*range(1, n)}):
-            return f"documents begin at slices {[*row]}: name them in ascending order, from 1 to {n - 1}"
+            return (
+                f"documents begin at slices {[*row]}: "
+                f"name them in ascending order, from 1 to {n - 1}"
+            )
     return None
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
-    """The number of each rank's first steps that all ranks together can run a second time.
+    """Return the number of each rank's first steps that can all run a second time.
 
-    They write no gradient, and what they need of any rank is among those of that rank: the forwards at the beginning of
-    a step, which are run again when the weights under them turn out to be wrong.
+    They add to no gradient, and every dependency of theirs is among them. These are the forwards at
+    the start of a training step. Post-validation runs them again when it takes back an update.
     """
     needs = Dependencies(schedule)
-    cuts = [
-        next((i for i, step in enumerate(row) if not all(can_repeat(x.kind) for x in step)), len(row))
-        for row in schedule.ranks
-    ]
-    # A step that is cut off takes those with it that need it, on any rank: again until none falls.
+    cuts = []
+    for row in schedule.ranks:
+        repeats = (all(can_repeat(x.kind) for x in step) for step in row)
+        cuts.append(next((i for i, again in enumerate(repeats) if not again), len(row)))
+    # A step outside the prefix removes the steps that depend on it, on any rank. Repeat until no
+    # step is removed.
     while True:
-        inside = {x for row, cut in zip(schedule.ranks, cuts, strict=True) for step in row[:cut] for x in step}
-        open_at = [
-            next(
-                (i for i, step in enumerate(row[:cut]) if any(n not in inside for x in step for n in needs.of(x))), cut
-            )
-            for row, cut in zip(schedule.ranks, cuts, strict=True)
-        ]
-        if open_at == cuts:
+        prefixes = [row[:cut] for row, cut in zip(schedule.ranks, cuts, strict=True)]
+        inside = {x for row in prefixes for step in row for x in step}
+        found = []
+        for row in prefixes:
+            closed = (all(inside.issuperset(needs.of(x)) for x in step) for step in row)
+            found.append(next((i for i, whole in enumerate(closed) if not whole), len(row)))
+        if found == cuts:
             return cuts
-        cuts = open_at
+        cuts = found
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """The microbatches of each stage that are n of those it has between F and B, whenever it has the most.
+    """Return, for each stage, n of every window of microbatches between their F and B.
 
-    Megatron-LM's choice among outstanding microbatches (max_outstanding_backprops): the first n of every window.
+    A window has the stage's largest number of microbatches in flight. The first n of each window
+    are chosen, as Megatron-LM does with max_outstanding_backprops.
     """
-    begun: list[list[int]] = [[] for _ in range(schedule.placement.num_stages)]
-    most, done = [0] * len(begun), [0] * len(begun)
+    stages = schedule.placement.num_stages
+    begun: list[list[int]] = [[] for _ in range(stages)]
+    most = [0] * stages
+    done = [0] * stages
     for item in schedule.passes():
-        kind, stage = item[:2]
-        if kind.is_forward:
+        stage = item.stage
+        if item.kind.is_forward:
             begun[stage].append(schedule.number(item))
             most[stage] = max(most[stage], len(begun[stage]) - done[stage])
-        done[stage] += kind.is_backward
-    return tuple(
-        frozenset(m for i, m in enumerate(order) if i % window < n) for order, window in zip(begun, most, strict=True)
-    )
+        done[stage] += item.kind.is_backward
+    chosen = []
+    for order, window in zip(begun, most, strict=True):
+        chosen.append(frozenset(m for i, m in enumerate(order) if i % window < n))
+    return tuple(chosen)
 
 
 def can_repeat(kind: Kind) -> bool:
-    """Does a second run of such a pass leave what the first did?"""
+    """Return whether a second run of such a pass leaves the same state as the first."""
     return kind.traits.evaluates or kind.traits.repeats
 
 
 def is_beyond(kind: Kind, need: Need) -> bool:
-    """Is it of another pass than of the same microbatch, or one that not every microbatch has?"""
+    """Return whether a need reaches beyond the pass's own microbatch.
+
+    It does if it refers to a whole stage, to other microbatches, or to a pass that not every
+    microbatch has.
+    """
     return kind.traits.per_stage or need.optional or need.where not in _OF_MICROBATCH
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
-    """The microbatches of a step that run through a stage."""
-    m, chain = schedule.num_microbatches, stage // schedule.placement.chain
+    """Return the microbatches of a training step that run through a stage."""
+    m = schedule.num_microbatches
+    chain = stage // schedule.placement.chain
     return [i for i in range(step * m, (step + 1) * m) if schedule.chain_of(i) == chain]

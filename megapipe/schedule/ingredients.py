@@ -1,4 +1,4 @@
-"""The terms by which a table is judged while it is made, and how a searched order is searched."""
+"""The terms by which tables are judged while they are made, and the settings of a search."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ from typing import Protocol
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Placement, Schedule
+
+_CUT = "{0} cuts a table of F, B and W: leave out {1}."
+EXCLUDED = (
+    ("cuts", "pairs", _CUT),
+    ("cuts", "vocabulary", _CUT),
+    ("cuts", "depths", _CUT),
+    (
+        "pairs",
+        "vocabulary",
+        "{0} are made in a table of F, B and W, not with {1}. Leave one of them out.",
+    ),
+    (
+        "sharding",
+        "step",
+        "{0} sums gradients after runs of passes, {1} once a step. Leave one of them out.",
+    ),
+)
+"""(part, part, reason) for parts of a recipe that exclude each other."""
 
 
 class Refused(ScheduleError):
@@ -25,9 +43,10 @@ class Refused(ScheduleError):
 
 
 class Terms(Protocol):
-    """What a table is judged by while it is made: times and memory of its stages, and the room of its ranks.
+    """The costs and memory limits by which a table is judged while it is made.
 
-    A plan answers by the layers that it puts on the table's stages, `Fixed` always the same.
+    A plan answers by the layers that it puts on the table's stages, `Fixed` with the same values
+    for every table. `costs` returns times and memory of stages, `room` the limits of ranks.
     """
 
     def costs(self, table: Schedule) -> Costs:
@@ -35,17 +54,22 @@ class Terms(Protocol):
         ...
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        """Return the most activation that each rank may hold, in the unit of the costs; None for no limit."""
+        """Return the most activation that each rank may hold, in the unit of the costs.
+
+        Returns None for no limit.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Terms of a table whose stages are known, or all of one kind.
+    """Terms that are the same for every table.
 
     Attributes:
-        price: the costs of any table; memory: the room of each rank, or of all of them; None for no limit.
-        depths: of multi-token prediction, which lists of costs name last and a table may not have yet.
+        price: the costs of any table.
+        memory: the limit of each rank, or one for all of them; None for no limit.
+        depths: number of depths of multi-token prediction. A list of costs names them last, and is
+            cut before them for a table that does not have them yet.
     """
 
     price: Costs = UNIT
@@ -65,11 +89,11 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Search:
-    """How the order is searched.
+    """The settings of a search for an order of passes.
 
     Attributes:
-        placements: the stages to choose from.
-        objective, effort, seconds, portable: as `search` takes them.
+        placements: the placements to choose from.
+        objective, effort, seconds, portable: as `search.auto` takes them.
         progress: called with the share of the effort spent.
     """
 

@@ -1,7 +1,8 @@
-"""Kinds of pass, each in one place: where it runs, what it needs, what it leaves for others, what it holds.
+"""The kinds of pass: what each one needs, produces and holds, and which stream of a rank it uses.
 
-Clock, verifier, lowering, pictures, files and executor read these rows; a new kind is a row here, an entry in its
-family in `pipeline_parallel.families`, and a field of that family's costs if no other is its time.
+Clock, verifier, lowering, pictures, files and executor read these rows. A new kind is a row here
+and an entry in its family in `pipeline_parallel.families`. It has a field in the costs of its
+family, unless another field is its time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import NamedTuple, Self
 
 
 class Lane(StrEnum):
-    """A resource of a rank. Passes of one lane run one after another, in the order of the table; lanes side by side."""
+    """A stream of a rank: arithmetic, data-parallel collectives, copies to the host and back.
+
+    Passes of one stream run one after another in the order of the table. Streams run concurrently.
+    """
 
     COMPUTE = "compute"
     DP = "dp"
@@ -23,12 +27,15 @@ class Lane(StrEnum):
 
 
 COPIES = {Lane.D2H, Lane.H2D}
-"""Lanes to the host and back. A copy begins where it stands in the row, when what stands before it there is over; ranks
-behind one switch may share such a lane, see `passes.Shared`."""
+"""Streams of copies between device and host.
+
+A copy starts when the passes before it in the row have ended. Ranks with a common PCIe switch may
+share such a stream, see `passes.Shared`.
+"""
 
 
 class Made(StrEnum):
-    """Results that a pass leaves for others."""
+    """Results that a pass produces for other passes."""
 
     OUTPUT = "output"
     KEYS = "keys and values"
@@ -47,44 +54,50 @@ class Made(StrEnum):
     ON_HOST = "activations on the host"
     BACK = "activations in place again"
     KEYS_BACK = "keys and values in place again"
-    WEIGHTS = "weights of the stage, whole for a run"
+    WEIGHTS = "gathered weights of the stage, for a run of passes"
     SCATTERED = "share of the gradient of a run"
 
 
 class Where(StrEnum):
-    """Whose result is meant. A pass of a stage as a whole is numbered by its step, others by their microbatch."""
+    """The passes that a need refers to, seen from the pass that has the need.
 
-    OWN = "the stage's own, of the same number"
-    PREV = "of the stage before, nothing at the embedding"
-    NEXT = "of the stage behind, nothing at the loss"
-    STEP = "the stage's own, of the step that the microbatch is of"
-    MICROBATCHES = "the stage's and its replicas', of every microbatch of the step"
-    REPLICAS = "the stage's and its replicas', of the same number"
-    RANK = "of every stage of the rank, of the same number"
-    EVERYWHERE = "of every stage, of the same number"
-    EMBEDS = "of the stages that embed tokens, depths behind the first, of the same number"
-    LOSSES = "of the stages with a loss, depths behind the last, of the same number"
-    SHARES = "of every rank's share of the vocabulary, of the same number; none where it is not shared"
-    EARLIER = "the stage's own, of the slice before; nothing at the first"
-    LATER = "the stage's own, of the slice behind; nothing at the last"
-    BEHIND = "the stage's own, of all slices behind it in its document"
-    RUN = "the stage's own, of the run of passes that it is in"
+    A pass of a whole stage is numbered by its training step, any other pass by its microbatch. "The
+    same number" means the same step or microbatch.
+    """
+
+    OWN = "the same stage, the same number"
+    PREV = "the previous stage; nothing at the embedding"
+    NEXT = "the next stage; nothing at the loss"
+    STEP = "the same stage, the training step of this microbatch"
+    MICROBATCHES = "the stage and its replicas, every microbatch of the step"
+    REPLICAS = "the stage and its replicas, the same number"
+    RANK = "every stage of the rank, the same number"
+    EVERYWHERE = "every stage, the same number"
+    EMBEDS = "the stages that embed tokens: the first, and depths of multi-token prediction"
+    LOSSES = "the stages with a loss: the last, and depths of multi-token prediction"
+    SHARES = "every rank's share of the vocabulary; none where the vocabulary is not shared"
+    EARLIER = "the same stage, the previous slice of the document; nothing at the first"
+    LATER = "the same stage, the next slice of the document; nothing at the last"
+    BEHIND = "the same stage, all later slices of the document"
+    RUN = "the same stage, the run of passes to which this pass belongs"
 
 
 OF_SLICES = {Where.EARLIER, Where.LATER, Where.BEHIND}
-"""Needs of tables alone that cut microbatches in slices."""
+"""Needs that exist only in tables whose microbatches are cut into slices."""
 HANDED = {Where.PREV, Where.NEXT, Where.EMBEDS, Where.LOSSES, Where.SHARES}
-"""Needs that are met by a tensor which another stage hands over."""
+"""Needs that are met by a tensor from another stage: a message if that stage is on another rank."""
 
 
 class Need(NamedTuple):
-    """A need: a result that must be there before a pass can start.
+    """A result that must exist before a pass can start.
 
     Attributes:
-        back: steps before this one.
-        optional: only if the table has the pass that makes it.
-        unless: only in tables without this kind.
-        at: only of the stages that this names.
+        made: the result.
+        where: the passes that produce it.
+        back: number of training steps before this one.
+        optional: applies only if the table has a pass that produces the result.
+        unless: applies only in tables without the kind of this letter.
+        at: applies only to the stages that this names.
     """
 
     made: Made
@@ -97,22 +110,28 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """A row: everything that the machinery knows about a kind.
+    """The row of a kind: everything that the core knows about it.
 
     Attributes:
-        meaning: in words, for legends.
+        meaning: the kind in words, for legends.
         colour: #rrggbb in pictures.
-        costs: fields of `Costs` that its duration is the sum of, a letter each.
-        memory: how often a field of `Costs` that begins with mem_ is taken, by the letter behind: when it starts if the
-            first is positive, when it ends if negative.
-        per_stage: once a step for a stage, not once for a microbatch.
-        at: the only stages that have such a pass, where ranks share the vocabulary; None: every stage of any table.
-        reads: takes the next microbatch of the data, the shares' own or that of both ends of the model.
-        evaluates: part of an evaluation too, which updates nothing.
-        repeats: a second run leaves what the first did, as that of every pass of an evaluation does.
-        posted: begins where it stands in the row, when what stands before it there is over, though its lane is free.
-        further: may be of the step behind the last of its table, or of the next table's first.
-        border: no message is on its way while it runs: what stands before it may have to run again.
+        costs: the fields of `Costs` whose sum is its duration, one letter each.
+        needs: results that must exist before it can start.
+        makes: results that it produces; the first one is sent to other ranks.
+        memory: change of the memory held, as {letter: count} over the fields `mem_<letter>` of
+            `Costs`. If the first count is positive the change applies at the start of the pass,
+            else at its end.
+        per_stage: runs once per training step and stage, and not once per microbatch.
+        at: the only stages that run it, where ranks share the vocabulary; None for all stages.
+        reads: takes the next microbatch from the data iterator.
+        evaluates: is also part of an evaluation, which updates nothing.
+        repeats: a second run leaves the same state as the first. This holds for every kind that
+            `evaluates` too.
+        posted: starts only after the compute pass before it in the row, even if its own stream is
+            free earlier.
+        further: may also belong to the training step after the last one of its table.
+        border: no message is in flight while it runs, because the passes before it may have to run
+            again.
     """
 
     meaning: str
@@ -122,6 +141,7 @@ class Traits:
     makes: tuple[Made, ...]
     memory: Mapping[str, int] = field(default_factory=dict)
     lane: Lane = Lane.COMPUTE
+    """The stream it runs on."""
     per_stage: bool = False
     at: Where | None = None
     reads: bool = False
@@ -135,38 +155,54 @@ class Traits:
 _OF_WEIGHTS = {Made.WEIGHT_GRADIENT, Made.HEAD_GRADIENT, Made.ROWS_GRADIENT}
 _VALID = Need(Made.VALIDATED, Where.STEP, optional=True)
 _GATHERED = Need(Made.GATHERED, Where.STEP, optional=True)
-# A slice attends to the keys and values of those before it: F makes them, F and B of later slices read them, the B of
-# their own slice frees them. Its gradients come to them meanwhile, so that they are whole when that B runs.
-_PREFIX, _SUFFIX = Need(Made.KEYS, Where.EARLIER), Need(Made.KEYS_GRADIENT, Where.LATER)
-# Between the last F of a document and its first B nobody reads them: the O of its last slice copies those of all, and
-# its L brings them back, before that B and so before all others. In a run a window or a document may end sooner: keys
-# leave with the last slice that sees them. So an R, which reads them too, waits for the L of all slices behind it.
+# Slices of one document share keys and values. F of a slice stores its own; F and B of later slices
+# read them and add to their gradients; B of the slice itself comes last and frees them.
+_PREFIX = Need(Made.KEYS, Where.EARLIER)
+_SUFFIX = Need(Made.KEYS_GRADIENT, Where.LATER)
+# Nobody reads keys between the last F of a document and its first B. So O of the last slice copies
+# the keys of all slices, and its L brings them back. With an attention window, or with documents
+# that end earlier, keys leave with the last slice that attends to them. R reads keys too, so it
+# waits for L of all later slices.
 _KEYS_BACK = Need(Made.KEYS_BACK, Where.BEHIND, optional=True)
-# As long as weights are sharded a pass that reads them waits for the gather before its run, and one that begins a
-# gradient for the reduction of the one before.
+# With sharded weights a pass that reads weights waits for the gather before its run of passes. A
+# pass that starts a new gradient waits until the previous gradient has been reduced.
 _WHOLE = Need(Made.WEIGHTS, Where.RUN, optional=True)
 _FREE = Need(Made.SCATTERED, Where.RUN, optional=True)
 _LOOKED_UP = Need(Made.LOOKED_UP, Where.SHARES, at=Where.EMBEDS)
-_FORWARD = Need(Made.OUTPUT, Where.PREV), _LOOKED_UP, _GATHERED, _PREFIX, _WHOLE
 _LOSS = Need(Made.LOSS, Where.OWN, optional=True, at=Where.LOSSES)
 _BACK = Need(Made.BACK, Where.OWN, optional=True)
-_BACKWARD = Need(Made.OUTPUT, Where.OWN), Need(Made.GRADIENT, Where.NEXT), _LOSS, _VALID, _SUFFIX, _BACK, _WHOLE, _FREE
-_OUTPUT, _INPUT = (Made.OUTPUT, Made.KEYS), (Made.GRADIENT, Made.KEYS_GRADIENT)
+
+_FORWARD = Need(Made.OUTPUT, Where.PREV), _LOOKED_UP, _GATHERED, _PREFIX, _WHOLE
+_BACKWARD = (
+    Need(Made.OUTPUT, Where.OWN),
+    Need(Made.GRADIENT, Where.NEXT),
+    _LOSS,
+    _VALID,
+    _SUFFIX,
+    _BACK,
+    _WHOLE,
+    _FREE,
+)
 _WEIGHTS = Need(Made.GRADIENT, Where.OWN), _FREE
+_OUTPUT = Made.OUTPUT, Made.KEYS
+_INPUT = Made.GRADIENT, Made.KEYS_GRADIENT
+_BOTH = *_INPUT, Made.WEIGHT_GRADIENT
 _REDUCE = (
     Need(Made.WEIGHT_GRADIENT, Where.MICROBATCHES),
     Need(Made.HEAD_GRADIENT, Where.MICROBATCHES, optional=True),
     Need(Made.ROWS_GRADIENT, Where.MICROBATCHES, optional=True),
 )
-# With V in the table an update waits for its own rank alone; V reads what all others have in the next step.
+# With V in the table an update waits for its own rank only. V checks all other ranks' gradients in
+# the next step, and takes the update back if they overflow.
 _UPDATE = Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")
-# back=1: step n gathers what step n - 1 has updated, on every rank that has a share of it.
+# back=1: step n gathers the weights that step n - 1 has updated on each replica.
 _GATHER = (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),)
 _VALIDATE = (
     Need(Made.REDUCED, Where.EVERYWHERE, back=1, optional=True),
     Need(Made.GATHERED, Where.RANK, optional=True),
 )
-_SHARE = Need(Made.OUTPUT, Where.LOSSES, optional=True), _GATHERED  # an evaluation runs no depths
+# Optional, because an evaluation leaves out the depths of multi-token prediction.
+_SHARE = Need(Made.OUTPUT, Where.LOSSES, optional=True), _GATHERED
 _COMBINE = (Need(Made.SHARE, Where.SHARES),)
 _OWN = (Need(Made.OUTPUT, Where.OWN),)
 _AGAIN = Need(Made.OUTPUT, Where.OWN), _WHOLE, _KEYS_BACK
@@ -183,81 +219,179 @@ _of_run = partial(Traits, lane=Lane.DP, posted=True)
 
 
 class Kind(StrEnum):
-    """A kind of pass: what it does.
+    """A kind of pass, named by one or two letters.
 
-    Of a microbatch: F forward, B input gradient, W weight gradient, BW both, as autograd does. Of a stage as a whole,
-    once a step: G reduce its gradients over data parallel, U update the owned share, A gather the updated weights for
-    step n, V validate the update of the step before. Of a microbatch where ranks share the vocabulary: E look up the
-    rank's rows of the embedding, S its rows of the head with their part of softmax and input gradient, C combine all
-    into loss and gradient at the end of the model, T and EW the gradients of the rows of head and embedding. Of a
-    microbatch whose activations are in the way: O copies them to the host, L brings them back, R computes them again.
-    Of a run of passes of a stage, as often as the table says: AF and AB gather its weights over data parallel, named by
-    the run's first pass, a forward (AF) or another (AB); RS reduce-scatters the gradients that passes have left since
-    the one before, named by the last of them. See `families.sharding.runs` for what is whole when.
+    For each microbatch and stage: F is the forward, B the gradient of the input, W the gradient of
+    the weights, and BW both at once, as autograd does. Qi et al. 2023, "Zero Bubble Pipeline
+    Parallelism", sec. 2, split the backward into B and W.
+
+    Once per training step and stage: G reduces the gradients over data parallelism. U updates the
+    rank's shard of the weights. A gathers the updated weights for step n. V validates the update of
+    step n - 1.
+
+    For each microbatch, where ranks share the vocabulary: E looks up the rank's rows of the
+    embedding. S multiplies with its rows of the head and computes its part of softmax and input
+    gradient. C combines the parts into loss and gradient at the end of the model. T and EW are the
+    gradients of the rows of head and embedding.
+
+    For each microbatch with offload or recomputation: O copies its activations to the host. L
+    copies them back, R recomputes them.
+
+    For a run of passes of one stage, as often as the table says: AF and AB gather its weights over
+    data parallelism. They carry the number of the first pass of the run, which is a forward for AF
+    and any other pass for AB. RS reduce-scatters all gradients accumulated since the previous RS,
+    and carries the number of the last pass that added to them. See `families.sharding.runs`.
+
+    Each member has its row as `traits`.
     """
 
     _value_: str
     traits: Traits
 
     def __new__(cls, letter: str, traits: Traits | None = None) -> Self:
-        assert traits is not None  # Kind("F") alone looks a member up and makes none
+        assert traits is not None  # Kind("F") looks a member up and creates none
         kind = str.__new__(cls, letter)
         kind._value_ = letter
         kind.traits = traits
         return kind
 
-    F = "F", Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, {"b": 1}, evaluates=True, reads=True)
+    F = (
+        "F",
+        Traits("forward", "#2166b0", "f", _FORWARD, _OUTPUT, {"b": 1}, evaluates=True, reads=True),
+    )
     B = "B", Traits("input gradient", "#f2a93b", "b", _BACKWARD, _INPUT, {"b": -1, "w": 1})
     W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), {"w": -1})
-    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, (*_INPUT, Made.WEIGHT_GRADIENT), {"b": -1})
+    BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, {"b": -1})
 
     G = "G", _of_stage("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP)
     U = "U", _of_stage("update", "#332233", "u", _UPDATE, (Made.UPDATED,))
     A = (
         "A",
         _of_stage(
-            "gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), lane=Lane.DP, repeats=True, further=True
+            "gather weights",
+            "#84e4b4",
+            "a",
+            _GATHER,
+            (Made.GATHERED,),
+            lane=Lane.DP,
+            repeats=True,
+            further=True,
         ),
     )
     V = "V", _of_stage("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), border=True)
 
     E = (
         "E",
-        Traits("look up rows", "#f0f018", "e", (_GATHERED,), (Made.LOOKED_UP,), at=_ALL, evaluates=True, reads=True),
+        Traits(
+            "look up rows",
+            "#f0f018",
+            "e",
+            (_GATHERED,),
+            (Made.LOOKED_UP,),
+            at=_ALL,
+            evaluates=True,
+            reads=True,
+        ),
     )
-    S = "S", Traits("vocabulary share", "#f048f0", "s", _SHARE, (Made.SHARE,), {"s": 1}, at=_ALL, evaluates=True)
-    C = "C", Traits("combine shares", "#60006c", "e", _COMBINE, (Made.LOSS,), at=Where.LOSSES, evaluates=True)
-    T = "T", Traits("weight gradient of the share", "#e4a8f0", "t", _HEAD, (Made.HEAD_GRADIENT,), {"s": -1}, at=_ALL)
+    S = (
+        "S",
+        Traits(
+            "vocabulary share",
+            "#f048f0",
+            "s",
+            _SHARE,
+            (Made.SHARE,),
+            {"s": 1},
+            at=_ALL,
+            evaluates=True,
+        ),
+    )
+    C = (
+        "C",
+        Traits(
+            "combine shares",
+            "#60006c",
+            "e",
+            _COMBINE,
+            (Made.LOSS,),
+            at=Where.LOSSES,
+            evaluates=True,
+        ),
+    )
+    T = (
+        "T",
+        Traits(
+            "weight gradient of the share",
+            "#e4a8f0",
+            "t",
+            _HEAD,
+            (Made.HEAD_GRADIENT,),
+            {"s": -1},
+            at=_ALL,
+        ),
+    )
     EW = "EW", Traits("gradient of rows", "#1824a8", "e", _ROWS, (Made.ROWS_GRADIENT,), at=_ALL)
 
     O = "O", _copy("offload", "#ccf09c", "o", _OWN, (Made.ON_HOST,), {"o": -1}, lane=Lane.D2H)
-    L = "L", _copy("load again", "#a8a860", "l", _ON_HOST, (Made.BACK, Made.KEYS_BACK), {"o": 1}, lane=Lane.H2D)
-    R = "R", Traits("forward again", "#606084", "f", _AGAIN, (Made.BACK,), {"b": 1, "r": -1}, repeats=True)
+    L = (
+        "L",
+        _copy(
+            "load again",
+            "#a8a860",
+            "l",
+            _ON_HOST,
+            (Made.BACK, Made.KEYS_BACK),
+            {"o": 1},
+            lane=Lane.H2D,
+        ),
+    )
+    R = (
+        "R",
+        Traits(
+            "forward again", "#606084", "f", _AGAIN, (Made.BACK,), {"b": 1, "r": -1}, repeats=True
+        ),
+    )
 
-    # The collectives of A and G, more than once a step: never in one table with them, and drawn in their colours.
-    AF = "AF", _of_run("gather for a run", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), repeats=True, evaluates=True)
-    AB = "AB", _of_run("gather for a run back", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), repeats=True)
+    # The collectives of A and G, more than once a step. No table has both, so they share colours.
+    AF = (
+        "AF",
+        _of_run(
+            "gather for a run",
+            "#84e4b4",
+            "a",
+            _GATHER_RUN,
+            (Made.WEIGHTS,),
+            repeats=True,
+            evaluates=True,
+        ),
+    )
+    AB = (
+        "AB",
+        _of_run(
+            "gather for a run back", "#84e4b4", "a", _GATHER_RUN, (Made.WEIGHTS,), repeats=True
+        ),
+    )
     RS = "RS", _of_run("reduce-scatter of a run", "#9900ff", "g", _REDUCE_RUN, (Made.SCATTERED,))
 
-    # Enum's own hash runs in Python; passes are keys of large dicts.
+    # The hash of Enum runs in Python, and passes are keys of large dicts.
     __hash__ = str.__hash__
 
     @property
     def is_gradient_of_weights(self) -> bool:
-        """True for the passes that add into the gradient of weights of their stage."""
+        """Return whether the pass adds to the gradient of weights of its stage."""
         return not _OF_WEIGHTS.isdisjoint(self.traits.makes)
 
     @property
     def is_forward(self) -> bool:
-        """True for the passes that produce the output of the stage, which the next one takes."""
+        """Return whether the pass produces the stage's output, which the next stage takes."""
         return Made.OUTPUT in self.traits.makes
 
     @property
     def is_backward(self) -> bool:
-        """True for the passes that produce the gradient of the stage's input, which the one before takes."""
+        """Return whether the pass produces the input gradient, which the previous stage takes."""
         return Made.GRADIENT in self.traits.makes
 
     @property
     def is_split(self) -> bool:
-        """True for a backward that leaves the gradient of the weights to a pass of its own."""
+        """Return whether the pass is a backward that leaves the weight gradient to a later pass."""
         return self.is_backward and Made.WEIGHT_GRADIENT not in self.traits.makes

@@ -1,8 +1,8 @@
 """Lowering of a table to programs: where each rank sends and receives.
 
-One clock sorts all passes and messages; each rank's program is its own slice of that one order. Whoever follows one
-global order cannot meet another rank in the opposite one, so no schedule deadlocks even if every send waits for its
-receive.
+One clock sorts all passes and messages into a global order, and each rank's program is its part of
+that order. Ranks that follow one global order never wait for each other in a circle. So no schedule
+deadlocks, even if every send waits for its receive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapipe.schedule.simulate import Clock, run_clock
 
 
 class Message(NamedTuple):
-    """A message: the result of a pass, on its way from rank src to rank dst."""
+    """The result of a pass, sent from rank src to rank dst."""
 
     made_by: Pass
     src: int
@@ -31,7 +31,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that one rank posts together, in the one global order."""
+    """Messages that one rank posts together, in the global order."""
 
     messages: tuple[Message, ...]
 
@@ -40,20 +40,24 @@ Program = tuple[Step | Exchange, ...]
 """The program of one rank: steps and exchanges, in order."""
 
 _Entry = tuple[int, int, int, int, Step | Message]
-"""A place in the global order (which V stand before it, tick, number within the tick, 0 for a step or the number of a
-message), and what stands there."""
+"""A step or message with its place in the global order.
+
+The place is (number of V passes before it, tick, number within the tick, 0 for a step or the number
+of a message).
+"""
 
 
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
-    """The program of each rank: its steps in order, and exchanges of messages between them.
+    """Return the program of each rank: its steps in order, with exchanges of messages between them.
 
-    A send stands right behind the pass that made it; its receive, in the receiver's program, where the sender is done
-    by the clock, before the pass that takes it. Costs move messages between steps; every choice is correct. Messages
-    with no step between them form one exchange. That is safe: it only posts a message earlier, and what follows waits
-    for the same set.
+    A send stands immediately after the pass that makes the tensor. Its receive stands, in the
+    receiver's program, where the sender is done by the clock, before the pass that takes the
+    tensor. Costs move messages between steps; every choice is correct. Messages with no step
+    between them form one exchange. That only posts some messages earlier, so it is safe.
 
-    What is made before V is received before V, and nothing else is: where V says that what stands before it must run
-    again, no message is half way. As V stands behind a closed prefix, this too is one global order.
+    A tensor that is made before V is received before V, and no other tensor is. If V rejects an
+    update, the passes before it run again while no message is in flight. V follows a closed prefix
+    (`dependencies.closed_prefix`), so the order with V is still one global order.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
@@ -61,72 +65,98 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
-    """`lower` by a clock that has run already."""
-    # Times that differ by rounding count as one, so that a receive is posted before the step that starts with it.
+    """Return the programs as `lower` does, by a clock that has run already."""
+    # Times that differ only by rounding count as one tick, so that a receive is posted before the
+    # step that starts when it arrives.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
     entries: list[list[_Entry]] = [[] for _ in schedule.ranks]
     computes = {kind for kind in schedule.kinds if kind.traits.lane is Lane.COMPUTE}
     borders = {kind for kind in schedule.kinds if kind.traits.border}
     links = schedule.links
-    posted = [0] * len(schedule.ranks)  # where the last pass of the compute lane ends
-    passed = [0] * len(schedule.ranks)  # behind the V of step n it is 2 n + 2, V itself in between
+    posted = [0] * len(schedule.ranks)  # where the last compute pass of each rank ends
+    passed = [0] * len(schedule.ranks)  # 2 n + 1 at the V of step n, 2 n + 2 after it
     messages = count(1)
     for number, (rank, i) in enumerate(clock.order):
         step = schedule.ranks[rank][i]
-        tick, done = round(clock.start[rank][i] * ticks), round(clock.end[rank][i] * ticks)
-        if step[0].kind not in computes:  # posted in its place of the row; it waits on its own lane
+        tick = round(clock.start[rank][i] * ticks)
+        done = round(clock.end[rank][i] * ticks)
+        # A copy or collective is posted at its place in the row. It then waits on its own stream.
+        if step[0].kind not in computes:
             tick = done = posted[rank]
         posted[rank] = done
-        # V is a border of the global order: messages made before it sort before it on both ranks, whatever their
-        # times.
+        # V splits the global order: messages made before it sort before it on both ranks, whatever
+        # their times.
         bordering = step[0].kind in borders
         if bordering:
             passed[rank] = 2 * step[0].microbatch + 2
         entries[rank].append((passed[rank] - bordering, tick, number, 0, step))
-        # Before all that starts when it is there; of a pass that takes no time, right behind it: by the clock's order
-        # that is behind what it takes and before who takes it.
+        # A message sorts before every step that starts when it arrives. The message of a pass of no
+        # duration sorts immediately after the pass. In the clock's order that is after the pass's
+        # inputs and before its receiver.
         within = number if done == tick else -1
         for item in step:
             for dst in links[item[:2]].sends:
-                entry = (passed[rank], done, within, next(messages), Message(item, rank, dst))
+                message = Message(item, rank, dst)
+                entry = (passed[rank], done, within, next(messages), message)
                 entries[rank].append(entry)
                 entries[dst].append(entry)
     return tuple(_program(own) for own in entries)
 
 
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
-    """The most messages of each rank that are made and not yet taken at one time by the clock."""
+    """Return, for each sending rank, the most messages made and not yet taken at any time."""
     links = schedule.links
-    steps = [
-        (rank, p, clock.start[rank][i], clock.end[rank][i]) for rank, i in clock.order for p in schedule.ranks[rank][i]
-    ]
-    taken = {(made, stage, *p[2:], rank): start for rank, p, start, _ in steps for made, stage in links[p[:2]].takes}
+    steps = []
+    for rank, i in clock.order:
+        for item in schedule.ranks[rank][i]:
+            steps.append((rank, item, clock.start[rank][i], clock.end[rank][i]))
+    taken = {}
+    for rank, item, start, _ in steps:
+        for made, stage in links[item[:2]].takes:
+            taken[made, stage, *item[2:], rank] = start
     changes: list[list[tuple[float, int]]] = [[] for _ in schedule.ranks]
-    for rank, p, _, end in steps:
-        for dst in links[p[:2]].sends:
-            # Negative, so that of two at one time the one that is made counts before the one that is taken.
-            changes[rank] += (end, -1), (taken[p.kind.traits.makes[0], *p[1:], dst], 1)
-    return tuple(max(accumulate((-less for _, less in sorted(own)), initial=0)) for own in changes)
+    for rank, item, _, end in steps:
+        made = item.kind.traits.makes[0]
+        for dst in links[item[:2]].sends:
+            # A message counts -1, so that at equal times messages made sort before messages taken.
+            changes[rank].append((end, -1))
+            changes[rank].append((taken[made, *item[1:], dst], 1))
+    most = []
+    for own in changes:
+        most.append(max(accumulate((-less for _, less in sorted(own)), initial=0)))
+    return tuple(most)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return a table with what an evaluation does: its forwards, without those of multi-token prediction, and what
-    these need."""
+    """Return the table of an evaluation: its forwards and the passes that they need.
+
+    Depths of multi-token prediction are left out.
+    """
     place = schedule.placement
     named: dict[Pass, Pass | None] = {}
     for family in FAMILIES:
         named.update(family.evaluated(schedule))
 
     def evaluated(step: Step) -> Step:
-        usual = ((x, x if x.kind.traits.evaluates else None) for x in step if not place.depth(x.stage))
-        found = (named.get(x, other) for x, other in usual)
-        return tuple(x for x in found if x is not None)
+        found = []
+        for item in step:
+            if place.depth(item.stage):
+                continue
+            usual = item if item.kind.traits.evaluates else None
+            other = named.get(item, usual)
+            if other is not None:
+                found.append(other)
+        return tuple(found)
 
-    rows = (map(evaluated, row) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(tuple(step for step in row if step) for row in rows), shared=())
+    rows = []
+    for row in schedule.ranks:
+        steps = map(evaluated, row)
+        rows.append(tuple(step for step in steps if step))
+    return replace(schedule, ranks=tuple(rows), shared=())
 
 
 def _program(entries: list[_Entry]) -> Program:
+    """Return the entries of one rank in order, adjacent messages joined in one exchange."""
     entries.sort()
     program: list[Step | Exchange] = []
     together: list[Message] = []

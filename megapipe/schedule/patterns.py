@@ -1,4 +1,9 @@
-"""The papers' patterns by name: every schedule that is not searched, and what makes a table of an entry."""
+"""The papers' schedules by name, all but the searched ones, and how an entry becomes a table.
+
+Bubbles and memory stand in the paper's symbols: p ranks, m microbatches, v chunks on each rank, n
+slices. F, B and W are times of a device share, F&B the time of an overlapped pair. Memory counts
+the activations of one microbatch in one device share.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +26,10 @@ from megapipe.schedule.generators.interleaved import (
     interleaved,
     interleaved_zb,
 )
+from megapipe.schedule.generators.own import own_schedule
 from megapipe.schedule.generators.sliced import seq1f1b, slimpipe, terapipe
 from megapipe.schedule.generators.waves import chimera, hanayo, loop, vee, wave
 from megapipe.schedule.generators.zb_v import zb_v
-from megapipe.schedule.own import own_schedule
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.verify import verify
 
@@ -39,15 +44,16 @@ class Entry:
     """One schedule of the catalogue.
 
     Attributes:
-        generate: takes (ranks, microbatches) and those of chunks, costs, memory and further options it names.
-        placement: loop, v or mirror; for a search also "loop or v"; OWN of a function of the user's.
-        chunks: stages on each rank; None: any number.
-        about: one line.
-        split: do input and weight gradient run apart?
-        copies: of the parameters.
-        searched: takes seconds, under the memory limit and the costs at hand.
-        dominated: another takes no longer and holds less, whatever passes cost.
-        pairs: has forwards and backwards that a rank may run together.
+        generate: the function that makes its table. It takes (ranks, microbatches), and chunks,
+            costs, memory and options if it has arguments of these names.
+        placement: loop, v, wave or mirror; "loop or v" for the search; OWN for a user's function.
+        chunks: stages on each rank; None for any number.
+        about: a line of description.
+        split: B and W are separate passes.
+        copies: copies of the parameters.
+        searched: it is searched for the costs and the memory limit, which takes seconds.
+        dominated: another schedule takes no longer and holds less, whatever passes cost.
+        pairs: has overlapped pairs of a forward and a backward.
     """
 
     generate: Callable[..., Schedule]
@@ -62,28 +68,50 @@ class Entry:
 
     @property
     def grouped(self) -> bool:
-        """Does a chunk take groups of microbatches, whose size may be said?"""
+        """Return whether a user may choose the size of the groups of microbatches."""
         return GROUP_SIZE in inspect.signature(self.generate).parameters
 
     @property
     def sliced(self) -> bool:
-        """Are its microbatches in slices, whose number may be said?"""
+        """Return whether a user may choose the number of slices of a microbatch."""
         return "slices" in inspect.signature(self.generate).parameters
 
     @property
     def any_chunks(self) -> bool:
-        """Is the number of stages on a rank the user's to say? A search chooses."""
+        """Return whether a user may choose the number of stages on a rank. A search chooses it."""
         return self.chunks is None and not self.searched
 
 
 PATTERNS: dict[str, Entry] = {
-    "naive": Entry(naive, "loop", 1, "one microbatch at a time; a rank computes 1/p of the time", dominated=True),
-    "gpipe": Entry(gpipe, "loop", 1, "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m", dominated=True),
-    "1f1b": Entry(one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"),
-    "interleaved": Entry(interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"),
-    "interleaved-zb": Entry(interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True),
+    "naive": Entry(
+        naive,
+        "loop",
+        1,
+        "one microbatch at a time; a rank computes 1/p of the time",
+        dominated=True,
+    ),
+    "gpipe": Entry(
+        gpipe,
+        "loop",
+        1,
+        "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m",
+        dominated=True,
+    ),
+    "1f1b": Entry(
+        one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"
+    ),
+    "interleaved": Entry(
+        interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"
+    ),
+    "interleaved-zb": Entry(
+        interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True
+    ),
     "breadth-first": Entry(
-        breadth_first, "loop", None, "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m", dominated=True
+        breadth_first,
+        "loop",
+        None,
+        "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m",
+        dominated=True,
     ),
     "group-interleaved": Entry(
         group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
@@ -91,45 +119,76 @@ PATTERNS: dict[str, Entry] = {
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
     "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
-    "hanayo": Entry(hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"),
+    "hanayo": Entry(
+        hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"
+    ),
     "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
-    "v-half": Entry(v_half, "v", 2, "memory (p+2)//2, below half of 1F1B's bubble at F = B = W", split=True),
+    "v-half": Entry(
+        v_half, "v", 2, "memory (p+2)//2, below half of 1F1B's bubble at F = B = W", split=True
+    ),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
-    "chimera": Entry(chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2),
+    "chimera": Entry(
+        chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2
+    ),
     "dualpipe": Entry(
-        dualpipe, "mirror", 2, "bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1", split=True, copies=2, pairs=True
+        dualpipe,
+        "mirror",
+        2,
+        "bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1",
+        split=True,
+        copies=2,
+        pairs=True,
     ),
     "dualpipe-v": Entry(
-        dualpipe_v, "v", 2, "bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2", split=True, pairs=True
+        dualpipe_v,
+        "v",
+        2,
+        "bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2",
+        split=True,
+        pairs=True,
     ),
 }
 
 SLICED: dict[str, Entry] = {
-    "terapipe": Entry(terapipe, "loop", 1, "GPipe in n slices of the sequence; bubble (p-1)(F+B+W)/n, memory m"),
-    "seq1f1b": Entry(seq1f1b, "loop", 1, "1F1B in n slices; bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n"),
+    "terapipe": Entry(
+        terapipe, "loop", 1, "GPipe in n slices of the sequence; bubble (p-1)(F+B+W)/n, memory m"
+    ),
+    "seq1f1b": Entry(
+        seq1f1b, "loop", 1, "1F1B in n slices; bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n"
+    ),
     "slimpipe": Entry(
-        slimpipe, "loop", None, "interleaved in n slices; bubble (p-1)(F+B+W)/(v n), memory 1 + 2(p-1)/(v n)"
+        slimpipe,
+        "loop",
+        None,
+        "interleaved in n slices; bubble (p-1)(F+B+W)/(v n), memory 1 + 2(p-1)/(v n)",
     ),
 }
-"""Schedules whose microbatches are in slices: what is made of tables of whole ones does not take them."""
+"""Schedules with microbatches in slices; transforms of whole microbatches refuse them."""
 
 
 def fixed(
-    ranks: int, microbatches: int, chunks: int, costs: Costs | None = None, placement: Placement | None = None
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    costs: Costs | None = None,
+    placement: Placement | None = None,
 ) -> Iterator[Schedule]:
-    """Yield every schedule of one copy of the model that is not searched, in so many chunks per rank, where it can be.
+    """Yield every pattern with one copy of the parameters that exists for these numbers.
 
-    They are not verified: these are our own tables, and a search that asks for dozens plays them anyway.
+    Tables are not verified, because a search asks for dozens of them and simulates each anyway.
 
     Args:
-        placement: those of these stages alone; None: all.
+        chunks: stages on each rank.
+        placement: only patterns of this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
-    return iter(_fixed(*arguments)) if ranks * microbatches * chunks <= _KEPT else _each(*arguments)
+    if ranks * microbatches * chunks <= _KEPT:
+        return iter(_fixed(*arguments))
+    return _each(*arguments)
 
 
 _KEPT = 4096
-"""Forwards of a table, up to which it is kept: searches ask for the same ones again and again."""
+"""Most forwards of a table that is cached: searches ask for the same small tables repeatedly."""
 
 
 @lru_cache(maxsize=32)
@@ -148,23 +207,32 @@ def _each(
         yield from one_of(name, ranks, microbatches, chunks, costs)
 
 
-def one_of(name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Iterator[Schedule]:
-    """Yield the pattern of this name as `fixed` does, if there is one of these numbers."""
-    with suppress(ScheduleError):  # other numbers of ranks, microbatches, chunks or stages than it needs
+def one_of(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
+) -> Iterator[Schedule]:
+    """Yield the pattern of this name as `fixed` does, or nothing if none has these numbers."""
+    with suppress(ScheduleError):
         yield made(name, PATTERNS[name], ranks, microbatches, chunks=chunks, costs=costs)
 
 
 def _shape(entry: Entry, ranks: int, chunks: int) -> Placement:
-    shapes = {"loop": loop(ranks, chunks), "v": vee(ranks), "wave": wave(ranks, max(1, chunks // 2))}
+    shapes = {
+        "loop": loop(ranks, chunks),
+        "v": vee(ranks),
+        "wave": wave(ranks, max(1, chunks // 2)),
+    }
     return shapes[entry.placement]
 
 
 def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Raises: ScheduleError for a table that nobody has the time and memory to make."""
-    if (cells := ranks * chunks * microbatches) > MOST_CELLS or ranks * chunks > MOST_STAGES:
+    """Check that a table is small enough to be made. Raises: ScheduleError if it is not."""
+    stages = ranks * chunks
+    cells = stages * microbatches
+    if cells > MOST_CELLS or stages > MOST_STAGES:
         raise ScheduleError(
-            f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a table of {cells:,} "
-            f"forwards in {ranks * chunks:,} stages; tables have at most {MOST_CELLS:,} in {MOST_STAGES:,}."
+            f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a "
+            f"table of {cells:,} forwards in {stages:,} stages; tables have at most "
+            f"{MOST_CELLS:,} in {MOST_STAGES:,}."
         )
 
 
@@ -179,7 +247,7 @@ def make(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Make a table of an entry and verify it. Arguments and errors as of `catalogue.build`."""
+    """Return a verified table of an entry. Arguments and errors are as in `catalogue.build`."""
     size = ranks, microbatches
     schedule = made(name, entry, *size, chunks=chunks, costs=costs, memory=memory, **options)
     verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
@@ -197,10 +265,12 @@ def made(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Make a table of an entry without verifying it. Arguments and errors as of `catalogue.build`."""
+    """Return an unverified table of an entry. Arguments and errors are as in `catalogue.build`."""
     check_size(name, ranks, microbatches, chunks or 1)
     if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"{name} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+        raise ScheduleError(
+            f"{name} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}."
+        )
     takes = inspect.signature(entry.generate).parameters
     unknown = [option for option in options if option not in takes]
     if unknown:

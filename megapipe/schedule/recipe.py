@@ -1,12 +1,13 @@
-"""A recipe says how a table is made, and this is the one place that knows in which order.
+"""A recipe says how a table is made. Only this file knows the order of the transforms.
 
-    order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> the rest of the step
+    order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> rest of the step
 
-Pairs come first because they are made of F, B, W and BW alone. Depths of multi-token prediction are the exception: a
-pair may have a depth's pass, so with depths the pairs come after them. Offload and sharding are chosen together, as
-both ask for the same memory. G, U, A and V stand around everything else.
+Pairs come before the other parts because they consist of F, B, W and BW. A pair may also have the
+pass of a depth of multi-token prediction, so with depths the pairs come after these. Offload and
+sharding are chosen together, because both use the same memory. G, U, A and V go around everything.
 
-Flags, commands, searches, growing batches and rescheduling make recipes; nobody else calls a transform.
+Flags, commands, searches, growing batches and rescheduling make recipes. Nothing else calls a
+transform.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megapipe.schedule.families.sharding.sharded import (
     with_sharded_weights,
 )
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import Refused, Search, Terms
+from megapipe.schedule.ingredients import EXCLUDED, Refused, Search, Terms
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
@@ -44,23 +45,16 @@ from megapipe.schedule.shapes.slices.slices import Documents, in_place, slices
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import load
 
-_CUT = "{0} cuts a table of F, B and W: leave out {1}."
-EXCLUDED = (
-    ("cuts", "pairs", _CUT),
-    ("cuts", "vocabulary", _CUT),
-    ("cuts", "depths", _CUT),
-    ("pairs", "vocabulary", "{0} are made in a table of F, B and W, not with {1}. Leave one of them out."),
-    ("sharding", "step", "{0} sums gradients after runs of passes, {1} once a step. Leave one of them out."),
-)
-"""Parts of a recipe that exclude each other, and a sentence that says why."""
 _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 
 
 @dataclass(frozen=True)
 class Built:
-    """A table and how it came about.
+    """A table with the tables before its last transforms.
 
     Attributes:
+        recipe: the recipe of the table.
+        table: the result.
         plain: the table before offload and sharding.
         chain: the table of the model's own chain with its pairs, before depths and vocabulary.
     """
@@ -73,20 +67,30 @@ class Built:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a table is made. Fields stand in the order in which they are applied.
+    """A description of how a table is made, with the parts in the order of their application.
+
+    `build` makes the table. A plan that needs costs of the finished chain calls `chain`,
+    `with_pairs`, `with_ends` and `finish` one after another. `problems` yields contradictions.
 
     Attributes:
         order: a name of the catalogue, a .json or .csv file, or FILE.py:NAME of a function.
-        table: the order itself, where it has been made; `order` is then its name alone.
-        chunks: stages of a rank, where the order leaves a choice; options: further arguments of the generator.
-        fitted: costs by which the generator puts W where they leave a wait; None: the papers' tables.
-        search: how a searched order is searched.
-        cuts: lengths of the slices of a microbatch; documents: slices that begin a document.
-        room_of_slices: most activation of a rank, up to which forwards may come sooner than they must.
-        pairs: True keeps the pairs that an order has, False takes them apart, a Pairing makes the best ones.
-        depths: ranks of the depths of multi-token prediction.
+        ranks, microbatches: the size of the table.
+        chunks: stages on each rank, where the order leaves a choice.
+        options: further arguments of the generator.
+        fitted: costs by which the generator puts W into waits; None for the papers' tables.
+        table: the order itself if it exists already; `order` is then only its name.
+        search: settings of the search, for an order that is searched.
+        cuts: lengths of the slices of a microbatch.
+        documents: slices that begin a document.
+        room_of_slices: most activation of a rank. Up to this limit forwards of slices may come
+            earlier than necessary.
+        pairs: True keeps the pairs of the order, False separates them, a Pairing forms the best
+            pairs.
+        depths: the rank of each depth of multi-token prediction.
         vocabulary: ranks share embedding and head.
-        lenient: where nothing fits the room make the table that needs least, and let the caller say so.
+        offload, sharding, step: the settings of these families; None for none of their passes.
+        lenient: if nothing fits the memory limit, make the table that needs least. The caller then
+            reports it.
     """
 
     order: str
@@ -112,7 +116,7 @@ class Recipe:
         """Yield a sentence for each two parts that exclude each other.
 
         Args:
-            flags: what the user calls a part.
+            flags: the user's name of each part.
         """
         asked = {
             "cuts": bool(self.cuts),
@@ -121,14 +125,15 @@ class Recipe:
             "vocabulary": self.vocabulary,
             "sharding": self.sharding is not None,
             # Shards of gradients alone leave the gather of updated weights to the step.
-            "step": self.step.reduce or (self.step.gather and self.sharding is not None and self.sharding.weights),
+            "step": self.step.reduce
+            or (self.step.gather and self.sharding is not None and self.sharding.weights),
         }
         for first, second, why in EXCLUDED:
             if asked[first] and asked[second]:
                 yield why.format(flags.get(first, first), flags.get(second, second))
 
     def build(self, terms: Terms) -> Built:
-        """Return the table with all of this but the rest of the step, which `step.around` puts around it.
+        """Return the table with all parts but `step`, which `StepPasses.around` adds.
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
@@ -136,29 +141,34 @@ class Recipe:
         return self.finish(self.with_ends(chain, terms), terms, chain)
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the order on the model's own chain, from the embedding to the loss, without pairs that are asked for.
+        """Return the order on the model's own chain, before a Pairing forms pairs.
 
-        A plan chooses its split by this table. Pairs are chosen under the costs of the split.
+        A plan splits the layers by this table. Pairs are chosen under the costs of that split.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return the chain with the pairs that are asked for. Where depths follow, `finish` makes the pairs."""
+        """Return the chain with the pairs of a Pairing. With depths `finish` adds them instead."""
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return the chain with depths of multi-token prediction and the passes of a shared vocabulary."""
+        """Return the chain with depths of multi-token prediction and a shared vocabulary."""
         if not (self.depths or self.vocabulary):
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
-        # Costs name each stage, depths too: they are those of the placement to come.
+        # Costs name each stage, depths too, so ask for the costs of the new placement.
         costs = self._linked(terms.costs(replace(chain, placement=place)))
         with _naming("vocabulary" if self.vocabulary else "depths"):
             return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
 
     def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
-        """Return the table with what leaves the device, and with shards that are gathered."""
+        """Return the table with passes of offload and sharding, and with pairs if it has depths.
+
+        Args:
+            table: what `with_ends` returned.
+            chain: what `with_pairs` returned, for `Built.chain`.
+        """
         plain = self._paired(table, terms) if self.depths else table
         costs = terms.costs(plain)
         room = terms.room(plain)
@@ -166,7 +176,8 @@ class Recipe:
         tables = [plain]
         if asked is not None and asked.other:
             tables = [self.with_ends(other, terms) for other in asked.other]
-        if self.sharding is not None and plain.kinds.isdisjoint(SHARDS):  # a file may have its own
+        # A table from a file may have its own gathers and reductions.
+        if self.sharding is not None and plain.kinds.isdisjoint(SHARDS):
             made = self._sharded(self.sharding, tables, costs, room)
         elif self.sharding is None and asked is not None:
             made = self._moved(asked, tables, costs, room)
@@ -194,37 +205,48 @@ class Recipe:
             count = self.microbatches * len(self.cuts)
             if f"got {count}" not in str(error):
                 raise
-            raise ScheduleError(f"{error} (its {self.microbatches} microbatches are {count} in slices)") from None
+            raise ScheduleError(
+                f"{error} (its {self.microbatches} microbatches are {count} in slices)"
+            ) from None
 
     def _generated(self, microbatches: int) -> Schedule:
         size = self.ranks, microbatches, self.chunks
-        if ":" in self.order:  # a function of the user's, which may be changed meanwhile
+        # A user's function may return another table on each call, so it is not cached.
+        if ":" in self.order:
             return _built.__wrapped__(self.order, *size, self.options, self.fitted)
         return _built(self.order, *size, self.options, self.fitted)
 
     def _searched(self, search: Search, terms: Terms) -> Schedule:
-        """Return the best order that a search finds under the costs of the stages, on any of its placements."""
-        from megapipe.schedule.search.auto import Candidate, limits, search_among  # only a search pays for loading it
+        """Return the best order that a search finds, on any of its placements."""
+        # Only a search takes the time to import it.
+        from megapipe.schedule.search.auto import Candidate, limits, search_among
         from megapipe.schedule.search.sliced import fastest_slices
 
         check_size(self.order, self.ranks, self.microbatches, 1)
         candidates = []
         for place in search.placements:
-            empty = Schedule(self.order, place, self.microbatches, ((),) * place.num_ranks, cuts=self.cuts)
+            rows = ((),) * place.num_ranks
+            empty = Schedule(self.order, place, self.microbatches, rows, cuts=self.cuts)
             costs = terms.costs(empty)
-            candidates.append(Candidate(place, costs, limits(place, costs, self._left(empty, costs, terms))))
+            most = limits(place, costs, self._left(empty, costs, terms))
+            candidates.append(Candidate(place, costs, most))
         chosen: dict[str, Any] = {
             "effort": search.effort,
             "portable": search.portable,
             "progress": search.progress,
         }
         if self.cuts:
-            return fastest_slices(candidates, self.microbatches, self.cuts, documents=self.documents, **chosen)
+            return fastest_slices(
+                candidates, self.microbatches, self.cuts, documents=self.documents, **chosen
+            )
         chosen |= {"objective": search.objective, "seconds": search.seconds}
         return search_among(candidates, self.microbatches, **chosen).schedule
 
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
-        """Return the room that gathered weights and gradients leave for activations, however shortly they live."""
+        """Return the memory that gathered weights and gradients leave for activations.
+
+        They are counted with the shortest time in which they can be gathered.
+        """
         room = terms.room(table)
         if room is None or self.sharding is None:
             return room
@@ -243,9 +265,16 @@ class Recipe:
             return pairs(table, costs, memory=min(room) if room else None, split=self.pairs.split)
 
     def _sharded(
-        self, asked: Sharding, tables: Sequence[Schedule], costs: Costs, room: tuple[float, ...] | None
+        self,
+        asked: Sharding,
+        tables: Sequence[Schedule],
+        costs: Costs,
+        room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the fastest table with shards. Where they leave too little room, activations are moved."""
+        """Return the fastest table with sharded weights or gradients.
+
+        Where they leave too little memory, activations are offloaded or recomputed.
+        """
         start, *_ = tables
         moved = None
         if self.offload is not None and self.offload.when == "all":
@@ -265,9 +294,13 @@ class Recipe:
                 return smallest
 
     def _moved(
-        self, asked: Offload, tables: Sequence[Schedule], costs: Costs, room: tuple[float, ...] | None
+        self,
+        asked: Offload,
+        tables: Sequence[Schedule],
+        costs: Costs,
+        room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the table, or the best of several, with activations that leave the device."""
+        """Return the table, or the best of several, with activations offloaded or recomputed."""
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -288,17 +321,22 @@ def _built(
     options: tuple[tuple[str, Any], ...],
     costs: Costs | None,
 ) -> Schedule:
-    """Return a verified table of the catalogue. A launch asks for the same one several times."""
+    """Return a verified table of the catalogue, cached: a launch builds the same one repeatedly."""
     return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
 
 
-def _fitted(asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]) -> Schedule:
-    """Return the fastest of the tables that holds, copies and recomputes within the room."""
+def _fitted(
+    asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]
+) -> Schedule:
+    """Return the fastest of the tables, with offload and recomputation, that fits the limits."""
     return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
 def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
-    """Return the table with every copy that is back in time, of stages that leave something to copy."""
+    """Return the table with every copy that returns in time for its backward.
+
+    Only stages with activations to copy have copies.
+    """
     place = plain.placement
     goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()
     stages = set()
@@ -307,15 +345,21 @@ def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
             if not goes or goes[place.position(stage)]:
                 stages.add(stage)
     size = asked.switch
-    groups = [range(r, min(r + size, place.num_ranks)) for r in range(0, place.num_ranks, size)] if size else []
+    groups = []
+    if size:
+        firsts = range(0, place.num_ranks, size)
+        groups = [range(first, min(first + size, place.num_ranks)) for first in firsts]
     with _naming("offload"):
         return with_offload(plain, costs, stages=stages, switches=groups)
 
 
-def _where_needed(asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]) -> Schedule:
-    """Return the table as it is if it fits, else the fastest that does; itself where none fits.
+def _where_needed(
+    asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]
+) -> Schedule:
+    """Return the table itself if it fits, else the fastest table that fits.
 
-    Where any order is allowed, a table that moves activations is taken for being faster too.
+    If none fits it returns the table itself. If any order is allowed, a faster table with offloaded
+    or recomputed activations replaces one that fits.
     """
     time = simulate(plain, costs)
     tight = any(held > most for held, most in zip(time.peak, room, strict=True))
@@ -324,18 +368,22 @@ def _where_needed(asked: Offload, plain: Schedule, costs: Costs, room: tuple[flo
     tables = [plain]
     if asked.any_order and plain.kinds <= _PLAIN and not (plain.placement.depths or plain.cuts):
         place = plain.placement
-        tables += searched(place.num_ranks, plain.num_microbatches, costs, room, place=place, portable=True)
+        tables += searched(
+            place.num_ranks, plain.num_microbatches, costs, room, place=place, portable=True
+        )
     try:
         found = replace(solve(tables, costs, room, tries=asked.tries).schedule, name=plain.name)
     except ScheduleError:
         return plain
-    # Costs are estimates: 1% less is no reason for passes that move.
-    return found if tight or simulate(found, costs).makespan < 0.99 * time.makespan else plain
+    # Costs are estimates, so a gain of 1% does not justify offloading.
+    if tight or simulate(found, costs).makespan < 0.99 * time.makespan:
+        return found
+    return plain
 
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Name the part of the recipe in a ScheduleError."""
+    """Turn a ScheduleError within the block into a Refused that names this part of the recipe."""
     try:
         yield
     except ScheduleError as error:

@@ -1,6 +1,6 @@
 """A recipe as one line: the words after `megapipe schedules show` that make the same table.
 
-The line says how the table is made and not what its passes take: costs and memory stand in a costs file.
+The line says how the table is made. It has no costs and no memory: these are in a costs file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from megapipe.schedule.shapes.pairs.asked import Pairing
 
 
 def to_line(recipe: Recipe) -> str:
-    """Return the arguments of `show` that make the recipe's table. A searched order is searched again."""
+    """Return the arguments of `show` that make the recipe's table.
+
+    For a searched order `show` searches again.
+    """
     return shlex.join((*_words(recipe), *_parts(recipe)))
 
 
 def parts_line(recipe: Recipe) -> str:
-    """Return the flags of `show` and `compare` for what the recipe adds to any order."""
+    """Return the flags of `show` and `compare` for the parts that a recipe adds to its order."""
     return shlex.join(_parts(recipe))
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
+    """Yield the order with its numbers, slices and pairs."""
     yield recipe.order
     if not is_file(recipe.order):
         yield from ("--pp", str(recipe.ranks), "--microbatches", str(recipe.microbatches))
@@ -49,6 +53,7 @@ def _words(recipe: Recipe) -> Iterator[str]:
 
 
 def _parts(recipe: Recipe) -> Iterator[str]:
+    """Yield depths, vocabulary, offload, sharding and the rest of the step."""
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))
     if recipe.vocabulary:
@@ -75,4 +80,5 @@ def _step(step: StepPasses) -> Iterator[str]:
 
 
 def _numbers(values: tuple[float, ...]) -> str:
+    # 17 digits give back every float exactly.
     return ",".join(f"{value:.17g}" for value in values)

@@ -1,7 +1,7 @@
-"""The clock: when every pass runs, what each rank holds, what it waits for.
+"""The clock: when every pass runs, how much each rank holds, and what it waits for.
 
-Every step starts as soon as its rank has finished the step before and every input has arrived. This one clock judges a
-schedule (`simulate`), finds what blocks it (`verify`) and orders its messages (`lower`).
+A step starts once its rank has finished the step before and every input has arrived. The same clock
+evaluates a schedule (`simulate`), finds deadlocks (`verify`) and orders messages (`lower`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 @dataclass(frozen=True)
 class Timeline:
-    """The course of a schedule under given costs. Times and memory are in the units of the costs.
+    """The times and memory of a schedule under given costs, in the units of these costs.
 
     Attributes:
-        start, end: of every pass; both passes of an overlapped pair have the pair's.
-        busy: time each rank computes; what runs on other lanes does not count.
+        start, end: times of every pass; both passes of an overlapped pair have the pair's times.
+        busy: time each rank computes, without copies and collectives on other streams.
         span: each rank's time from its first start to its last end.
+        makespan: the last end of any rank.
         curves: for each rank (time, activation held from then on), in order of time.
-        sent: tensors each rank sends to another rank.
-        parameters: each rank's parameters in device shares (1/P of the model each).
+        sent: number of tensors each rank sends to another rank.
+        parameters: each rank's parameters in device shares, 1/P of the model each.
     """
 
     start: Mapping[Pass, float]
@@ -47,22 +48,22 @@ class Timeline:
 
     @property
     def period(self) -> float:
-        """Longest span: the time of an iteration when iterations follow each other without a barrier."""
+        """Return the longest span: the time of a training step without a barrier between steps."""
         return max(self.span)
 
     @property
     def bubble(self) -> float:
-        """The papers' bubble: the most any rank waits between its first and its last pass."""
+        """Return the papers' bubble: the longest idle time of a rank within its span."""
         return max(map(_left, self.span, self.busy))
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Time each rank does not compute, until the last rank is done."""
+        """Return the time each rank does not compute until the last rank is done."""
         return tuple(_left(self.makespan, busy) for busy in self.busy)
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Most activation each rank holds at once."""
+        """Return the most activation each rank holds at any time."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
     def __repr__(self) -> str:
@@ -71,13 +72,18 @@ class Timeline:
 
 
 def _left(time: float, busy: float) -> float:
-    """Return what is left of a time: none if the two differ by no more than the rounding of their sums."""
+    """Return time - busy, and 0 if the difference is within rounding of the sums."""
     return time - busy if time - busy > 1e-9 * time else 0.0
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Start and end of every step, [rank][step], and one order of all (rank, step) in which each follows its inputs."""
+    """The result of the clock.
+
+    Attributes:
+        start, end: times of every step, [rank][step].
+        order: all (rank, step) in an order in which each follows its inputs.
+    """
 
     start: list[list[float]]
     end: list[list[float]]
@@ -86,7 +92,10 @@ class Clock:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause the search for cycles: none of a table's small tuples is in one, and it takes two fifths of the time."""
+    """Disable the garbage collector within a `with` block.
+
+    A table has many small tuples and no cycles. The collector would take two fifths of the time.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -97,12 +106,14 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Timeline:
-    """Play a schedule under costs.
+def simulate(
+    schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
+) -> Timeline:
+    """Return the times and memory of a schedule under these costs.
 
     Args:
-        took: what single passes take, overhead included, in place of what the costs say of their kind.
-    Raises: ScheduleError if ranks wait for each other for ever, saying which rank waits where and for what.
+        took: measured durations of single passes, overhead included; they replace the costs.
+    Raises: ScheduleError if ranks deadlock, with each waiting rank, its step and what it lacks.
         TypeError for a name in place of a schedule, or numbers in place of costs.
     """
     if not isinstance(schedule, Schedule):
@@ -110,37 +121,65 @@ def simulate(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float]
     if not isinstance(costs, Costs):
         raise TypeError(f"simulate takes Costs, such as Costs(f=10, b=11, w=8), not {costs!r}")
     clock = run_clock(schedule, costs, took)
-    place, links = schedule.placement, schedule.links
     start: dict[Pass, float] = {}
     end: dict[Pass, float] = {}
-    sent = [0] * len(schedule.ranks)
-    for rank, steps in enumerate(schedule.ranks):
-        for step, begin, finish in zip(steps, clock.start[rank], clock.end[rank], strict=True):
+    busy: list[float] = []
+    span: list[float] = []
+    sent: list[int] = []
+    makespan = 0.0
+    for steps, starts, ends in zip(schedule.ranks, clock.start, clock.end, strict=True):
+        computed = []
+        messages = 0
+        for step, begin, finish in zip(steps, starts, ends, strict=True):
+            if step[0].kind.traits.lane is Lane.COMPUTE:
+                computed.append(finish - begin)
             for item in step:
-                start[item], end[item] = begin, finish
-                sent[rank] += len(links[item[:2]].sends)
-    ends = [(min(s), max(e)) if s else (0.0, 0.0) for s, e in zip(clock.start, clock.end, strict=True)]
+                start[item] = begin
+                end[item] = finish
+                messages += len(schedule.links[item[:2]].sends)
+        busy.append(sum(computed))
+        sent.append(messages)
+        span.append(max(ends) - min(starts) if ends else 0.0)
+        makespan = max([makespan, *ends])
+    place = schedule.placement
+    curves = []
+    for curve in memory_steps(schedule, costs, clock):
+        curves.append(tuple(moment[:2] for moment in curve))
+    chunks = [len(place.stages_on(rank)) for rank in range(place.num_ranks)]
     return Timeline(
         start,
         end,
-        busy=tuple(
-            sum([e - s for step, s, e in zip(*row, strict=True) if step[0].kind.traits.lane is Lane.COMPUTE])
-            for row in zip(schedule.ranks, clock.start, clock.end, strict=True)
-        ),
-        span=tuple(last - first for first, last in ends),
-        makespan=max(last for _, last in ends),
-        curves=tuple(tuple(x[:2] for x in curve) for curve in memory_steps(schedule, costs, clock)),
+        busy=tuple(busy),
+        span=tuple(span),
+        makespan=makespan,
+        curves=tuple(curves),
         sent=tuple(sent),
-        parameters=tuple(len(place.stages_on(r)) * place.num_ranks / place.chain for r in range(place.num_ranks)),
+        parameters=tuple(count * place.num_ranks / place.chain for count in chunks),
     )
 
 
-def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None) -> Clock:
-    """Start and end of every step, in time linear in the number of passes. took: as in `simulate`."""
-    rows, n, (at, each) = schedule.ranks, len(schedule.cuts), _places(schedule)
+def run_clock(
+    schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float] | None = None
+) -> Clock:
+    """Return start and end of every step, in time linear in the number of passes.
+
+    Each rank advances until a step lacks an input. The pass that produces the input then wakes it.
+
+    Args:
+        took: as in `simulate`.
+    Raises: ScheduleError as `simulate`.
+    """
+    rows = schedule.ranks
+    n = len(schedule.cuts)
+    at, each = _places(schedule)
     lane_of, needs, makes, others, waiters = _wire(schedule, costs)
-    by_kind = _lengths(costs, schedule.placement, schedule.cuts, schedule.documents)
-    length = by_kind if took is None else lambda step: took[step[0]] if step[0] in took else by_kind(step)
+    length = _lengths(costs, schedule.placement, schedule.cuts, schedule.documents)
+    if took is not None:
+        by_kind = length
+
+        def length(step: Step) -> float:
+            return took[step[0]] if step[0] in took else by_kind(step)
+
     done: dict[Pass, float] = {}
 
     def after_others(item: Pass) -> float:
@@ -148,17 +187,21 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
 
     clock = Clock([[] for _ in rows], [[] for _ in rows], [])
     free = [[0.0] * len(_LANES) for _ in rows]
-    # A dict as an ordered set: a rank that is woken twice is looked at once, the one that was woken last first.
-    ready = dict.fromkeys(reversed(range(len(rows))))  # ranks that may go on, the last one first
+    # Ranks that may advance, the one woken last first. A dict as an ordered set: a rank that is
+    # woken twice is visited once.
+    ready = dict.fromkeys(reversed(range(len(rows))))
     while ready:
         rank = next(reversed(ready))
-        steps, starts, ends, lanes = rows[rank], clock.start[rank], clock.end[rank], free[rank]
+        steps = rows[rank]
+        starts = clock.start[rank]
+        ends = clock.end[rank]
+        lanes = free[rank]
         for i in range(len(ends), len(steps)):
             step = steps[i]
             lane = lane_of[step[0][0]]
-            # Inlined, with local names: this loop runs once for each pass of each table that a search tries.
+            # Inlined, with local names: this loop runs for each pass of each table of a search.
             now = lanes[lane]
-            if lane and step[0][0] in _POSTED:  # it begins where it stands in the row
+            if lane and step[0][0] in _POSTED:  # not before the compute pass ahead of it in the row
                 now = max(now, lanes[_COMPUTE])
             for item in step:
                 kind, stage, microbatch, piece = item
@@ -169,7 +212,7 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
                         now = there
                 if others and item in others:
                     now = max(now, after_others(item))
-            # Not made yet: the rank leaves the loop, and whoever makes it wakes the rank.
+            # An input does not exist yet: leave the rank until the producer of the input wakes it.
             if now == inf:
                 break
             clock.order.append((rank, i))
@@ -188,7 +231,8 @@ def run_clock(schedule: Schedule, costs: Costs = UNIT, took: Mapping[Pass, float
         del ready[rank]
     stuck = [(r, len(clock.end[r])) for r in range(len(rows)) if len(clock.end[r]) < len(rows[r])]
     if stuck:
-        raise ScheduleError(f"{schedule.name} cannot proceed:" + "".join(_waits(schedule, clock, stuck)))
+        waits = "".join(_waits(schedule, clock, stuck))
+        raise ScheduleError(f"{schedule.name} cannot proceed:{waits}")
     return clock
 
 
@@ -196,22 +240,36 @@ _LANES = tuple(Lane)
 _COMPUTE = _LANES.index(Lane.COMPUTE)  # 0
 _POSTED = {kind for kind in Kind if kind.traits.posted}
 _Arrival = tuple[dict[int, float], int, float]
-"""The place of a result's time: by stage * microbatches + microbatch, shifted; and how long it travels."""
+"""(times of a result by key, shift of the key, time of its message), see `_places` for the key."""
 
 
 def _places(schedule: Schedule) -> tuple[list[int], int]:
-    """Places of all slices of all microbatches among those times, with a gap behind each document; and how many there
-    are, gaps included. Of whole microbatches none are listed: each has its own number."""
-    at, end = list[int](), 0
+    """Return the place of each slice of each microbatch, and the number of places.
+
+    A result of a stage has the key stage * places + place. An empty place follows each document, so
+    that no slice finds a neighbour in another document. Where microbatches are not cut the list is
+    empty: the place is the microbatch's number.
+    """
+    at: list[int] = []
+    end = 0
     for microbatch, piece in product(range(schedule.all_microbatches), range(len(schedule.cuts))):
         at.append(end)
-        end += 2 if piece == schedule.document(Pass(Kind.F, 0, microbatch, piece))[-1] else 1
+        is_last = piece == schedule.document(Pass(Kind.F, 0, microbatch, piece))[-1]
+        end += 2 if is_last else 1
     return at, end or schedule.all_microbatches
 
 
 class _Wires(NamedTuple):
-    """The kinds of a table for the clock. `needs` and `makes` by kind and stage, within one microbatch; `others`, of
-    each pass, what it needs beyond, and `waiters`, of each of those, the ranks that may wait for it."""
+    """The dependencies of a table, prepared for the clock's inner loop.
+
+    Attributes:
+        lane_of: index of each kind's stream.
+        needs: what a pass waits for within its own microbatch, by kind and stage.
+        makes: where a pass records its results, and the rank that may wait for them, by kind and
+            stage.
+        others: what each pass waits for beyond its own microbatch, with the time of the message.
+        waiters: the ranks that may wait for a pass in `others`.
+    """
 
     lane_of: dict[Kind, int]
     needs: dict[Kind, list[list[_Arrival]]]
@@ -221,47 +279,56 @@ class _Wires(NamedTuple):
 
 
 def _wire(schedule: Schedule, costs: Costs) -> _Wires:
-    place, (at, m) = schedule.placement, _places(schedule)
+    place = schedule.placement
+    at, m = _places(schedule)
     tables: dict[Made, dict[int, float]] = {made: {} for made in Made}
     needs: dict[Kind, list[list[_Arrival]]] = {}
-    waits: dict[tuple[Made, int], int] = {}  # the rank that may wait for it, its own if no other does
+    # The rank that may wait for a result: another rank than its own, if there is one.
+    waits: dict[tuple[Made, int], int] = {}
     beyond = bool(schedule.shared)
     for kind, rows in schedule.needs.items():
         needs[kind] = [[] for _ in place.rank_of]
         within = [need for need in rows if not is_beyond(kind, need)]
         beyond = beyond or len(within) < len(rows)
-        # Results are found by one number, so that a need of another stage is a shift: no tuple is made for a lookup.
+        # One integer is the key of a result, so another stage or slice is a constant shift and the
+        # inner loop builds no tuple. Neighbouring stages differ by m, slices by 1.
         for need, (stage, rank) in product(within, enumerate(place.rank_of)):
             aside = _ASIDE.get(need.where, 0)
-            for other in place.needed(stage, need):  # neighbours lie m apart
+            for other in place.needed(stage, need):
                 src = place.rank_of[other]
-                needs[kind][stage].append(
-                    (tables[need.made], (other - stage) * m + aside, costs.lag(src, rank, place.num_ranks))
-                )
+                lag = costs.lag(src, rank, place.num_ranks)
+                needs[kind][stage].append((tables[need.made], (other - stage) * m + aside, lag))
                 if rank != src or (need.made, other) not in waits:
                     waits[need.made, other] = rank
-    # Nothing is before the first slice of a document and behind the last: it was always there.
-    gaps = [-1, *({*range(place.num_stages * m)} - {s * m + x for s in range(place.num_stages) for x in at})]
-    for made in {need.made for rows in schedule.needs.values() for need in rows if need.where in _ASIDE}:
-        tables[made].update(dict.fromkeys(gaps, 0.0))
-    makes = {
-        kind: [
-            [(tables[made], waits[made, s]) for made in kind.traits.makes if (made, s) in waits]
-            for s in range(place.num_stages)
-        ]
-        for kind in schedule.kinds
-    }
-    beyond_own = Dependencies(schedule).beyond_microbatch() if beyond else {}
-    others = {item: [(x, _travels(x, item, place, costs)) for x in wanted] for item, wanted in beyond_own.items()}
+    # The first slice of a document needs nothing before it, the last nothing after it. So results
+    # at the empty places have been there since time 0.
+    used = {stage * m + slot for stage in range(place.num_stages) for slot in at}
+    gaps = [-1, *({*range(place.num_stages * m)} - used)]
+    for rows in schedule.needs.values():
+        for need in rows:
+            if need.where in _ASIDE:
+                tables[need.made].update(dict.fromkeys(gaps, 0.0))
+    makes: dict[Kind, list[list[tuple[dict[int, float], int]]]] = {}
+    for kind in schedule.kinds:
+        makes[kind] = []
+        for stage in range(place.num_stages):
+            waited = [made for made in kind.traits.makes if (made, stage) in waits]
+            makes[kind].append([(tables[made], waits[made, stage]) for made in waited])
+    others: dict[Pass, list[tuple[Pass, float]]] = {}
     waiters: dict[Pass, set[int]] = {}
-    for item, wanted in others.items():
-        for maker, _ in wanted:
-            waiters.setdefault(maker, set()).add(place.rank_of[item.stage])
-    return _Wires({kind: _LANES.index(kind.traits.lane) for kind in schedule.kinds}, needs, makes, others, waiters)
+    if beyond:
+        for item, wanted in Dependencies(schedule).beyond_microbatch().items():
+            others[item] = [(maker, _travels(maker, item, place, costs)) for maker in wanted]
+            for maker in wanted:
+                waiters.setdefault(maker, set()).add(place.rank_of[item.stage])
+    lane_of = {kind: _LANES.index(kind.traits.lane) for kind in schedule.kinds}
+    return _Wires(lane_of, needs, makes, others, waiters)
 
 
 def _travels(maker: Pass, item: Pass, place: Placement, costs: Costs) -> float:
-    if maker.kind.traits.lane is item.kind.traits.lane in COPIES:  # before it on a lane that ranks share
+    """Return the time between the end of `maker` and the earliest start of `item`."""
+    # Two copies that follow each other on a shared stream exchange no message.
+    if maker.kind.traits.lane is item.kind.traits.lane in COPIES:
         return 0.0
     return costs.lag(place.rank_of[maker.stage], place.rank_of[item.stage], place.num_ranks)
 
@@ -269,19 +336,24 @@ def _travels(maker: Pass, item: Pass, place: Placement, costs: Costs) -> float:
 _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 
 
-@lru_cache(maxsize=8)  # a search plays table after table under the same costs
+@lru_cache(maxsize=8)  # a search simulates many tables under the same costs
 def _lengths(
     costs: Costs, place: Placement, cuts: tuple[float, ...], documents: tuple[tuple[int, ...], ...]
 ) -> Callable[[Step], float]:
-    like = Schedule("", place, len(documents) or 1, (), cuts=cuts, documents=documents)  # cut as the table is
-    duration = {part: costs.of_slice(cuts, part).durations(place) for part in (*like.parts, None)}
+    """Return the function from a step to its duration, for tables cut in this way."""
+    # An empty table, which only answers how its microbatches are cut.
+    like = Schedule("", place, len(documents) or 1, (), cuts=cuts, documents=documents)
+    parts = (*like.parts, None)
+    duration = {part: costs.of_slice(cuts, part).durations(place) for part in parts}
     whole = duration[None]
     pairs: dict[tuple[object, ...], float] = {}
 
     def length(step: Step) -> float:
         kind, stage, _, piece = step[0]
         if len(step) == 1:
-            return whole[kind][stage] if piece is None else duration[like.part(step[0])][kind][stage]
+            if piece is None:
+                return whole[kind][stage]
+            return duration[like.part(step[0])][kind][stage]
         key = tuple((x.kind, x.stage, like.part(x)) for x in step)
         if key not in pairs:
             pairs[key] = costs.of_step(step, place, like)
@@ -291,11 +363,18 @@ def _lengths(
 
 
 def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> list[str]:
-    """One line for each rank that is stuck: where, and for which pass."""
+    """Return a line for each pass that a stuck rank lacks.
+
+    Args:
+        waiting: (rank, first step that could not run) of the ranks that are stuck.
+    """
     needs = Dependencies(schedule)
-    done = {x for rank, row in enumerate(schedule.ranks) for step in row[: len(clock.end[rank])] for x in step}
+    done = set()
+    for row, ends in zip(schedule.ranks, clock.end, strict=True):
+        done |= {item for step in row[: len(ends)] for item in step}
     lines = []
     for rank, i in waiting:
-        missing = [(item, need) for item in schedule.ranks[rank][i] for need in needs.of(item) if need not in done]
-        lines += [f"\n  rank {rank} waits at step {i}, {item}, for {need}" for item, need in missing]
+        for item in schedule.ranks[rank][i]:
+            missing = [need for need in needs.of(item) if need not in done]
+            lines += [f"\n  rank {rank} waits at step {i}, {item}, for {need}" for need in missing]
     return lines

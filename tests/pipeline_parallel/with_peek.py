@@ -16,7 +16,7 @@ from pathlib import Path
 ROWS = [
     ('    DP = "dp"\n', '    DP = "dp"\n    SIDE = "side"\n'),
     ('    REDUCED = "reduced gradient"\n', '    REDUCED = "reduced gradient"\n    PEEKED = "what was seen"\n'),
-    ("Need(Made.GRADIENT, Where.NEXT), _LOSS,", "Need(Made.GRADIENT, Where.NEXT), _PEEK, _LOSS,"),
+    ("    Need(Made.GRADIENT, Where.NEXT),\n", "    Need(Made.GRADIENT, Where.NEXT),\n    _PEEK,\n"),
     ("_LOSS = ", "_PEEK = Need(Made.PEEKED, Where.OWN, optional=True)\n_LOSS = "),
     (
         '    G = "G", ',

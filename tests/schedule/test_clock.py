@@ -19,8 +19,8 @@ from megapipe.schedule import (
 )
 from megapipe.schedule.families.step.optimizer import with_optimizer
 from megapipe.schedule.families.step.reduction import with_reduction
-from megapipe.schedule.own import placement_problems
 from megapipe.schedule.passes import repeated
+from megapipe.schedule.placement import placement_problems
 
 
 def f(stage: int, microbatch: int) -> Pass:

@@ -52,7 +52,7 @@ def test_rows_may_be_lists_and_a_step_a_pass_alone(tmp_path):
         (("return Schedule(", "return ("), "it returned a tuple, not a Schedule(name, placement,"),
         (("rec.steps)", "[(Pass(0, Kind.F, 1),)])"), "rank 0, step 0, (Pass(kind=0, stage=<Kind.F: 'F'>, microb"),
         (("rec.f(rank)", "rec.f(rnk)"), "NameError: name 'rnk' is not defined (mine.py, line 9)"),
-        (("make(ranks, m", "make(ranks, depth, m"), "mine.py:make takes (ranks, depth, microbatches), but what makes"),
+        (("make(ranks, m", "make(ranks, depth, m"), "mine.py:make takes (ranks, depth, microbatches), but a function"),
         (("def make", "def maek"), "mine.py:make: mine.py has no function make; did you mean maek?"),
         (("import Kind", "import kind"), "mine.py:make: cannot import mine.py: cannot import name 'kind' from"),
         (("def make", "what = 1 / 0\ndef make"), "cannot import mine.py: ZeroDivisionError: division by zero (mine"),
@@ -126,7 +126,7 @@ def wrong(ranks, microbatches):
         made = build(f"{tmp_path}/mine.py:{name}", 4, 8)
         assert made.shared == own.shared
         assert simulate(made, costs).peak == simulate(own, costs).peak
-    assert "shared must be Shared(lane, ranks, order), each with a tuple of passes, got [['h2d']]" in told(
+    assert "shared must be Shared streams, each with its ranks and a tuple of passes, got [['h2d']]" in told(
         tmp_path, offload, "wrong"
     )
     deep = "replace(build('1f1b', p, m), placement=Placement((0, 1, 2), 3, depths=1))"

@@ -139,12 +139,12 @@ def test_what_v_may_take_back_can_be_run_again_by_all_ranks_together() -> None:
     early = (*row[: at - 1], row[at], row[at - 1], *row[at + 1 :])
     wrong = Schedule("early", late.placement, 2, (late.ranks[0], early, late.ranks[2]))
     with pytest.raises(
-        ScheduleError, match="rank 2, step 1, 2F1: stands before V and needs 1F1, which stands behind it"
+        ScheduleError, match="rank 2, step 1, 2F1: stands before V and needs 1F1, which stands after it"
     ):
         verify(wrong)
     first = late.ranks[0]
     swapped = (*first[:at], first[at + 1], first[at], *first[at + 2 :])
-    with pytest.raises(ScheduleError, match="only what can be run again may stand"):
+    with pytest.raises(ScheduleError, match="only passes that can run again may stand"):
         verify(Schedule("late", late.placement, 2, (swapped, *late.ranks[1:])))
 
 

@@ -154,7 +154,7 @@ def test_before_v_stands_only_what_all_ranks_can_run_again() -> None:
     rows[0].insert(at[0] + 2, rows[0].pop(at[0]))  # V behind BW0 and what follows it
     late = replace(WHOLE, ranks=tuple(map(tuple, rows)))
     behind = [f"rank 0, step {at[0] + n}, 0BW{n}" for n in range(2)]
-    assert problems(late) == [f"{x}: stands before V, where only what can be run again may stand" for x in behind]
+    assert problems(late) == [f"{x}: stands before V, where only passes that can run again may stand" for x in behind]
     verify(repeated(WHOLE, 3))
 
 

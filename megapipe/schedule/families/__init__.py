@@ -1,4 +1,4 @@
-"""The families of passes that there are. A new one is a folder here and a line in each of the two lists."""
+"""The list of all families of passes. A new one is a folder here and a line in both lists."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ FAMILIES = STEP, OFFLOAD, SHARDING, VOCABULARY
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyCosts(VocabularyCosts, ShardingCosts, OffloadCosts, StepCosts):
-    """The costs of all families; the core's `Costs` have them too."""
+    """The costs of all families. The core's `Costs` inherit them."""

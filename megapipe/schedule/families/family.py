@@ -1,7 +1,7 @@
-"""A family: kinds of pass that belong together, and all that the core asks of them.
+"""The interface of a family: kinds of pass that belong together, and what the core asks of them.
 
-The rows of its kinds stand in `kinds`. What no row can say the family answers here, and `families` lists the families
-that there are. Clock, verifier, dependencies, memory and lowering iterate over that list and name none.
+The rows of its kinds are in `kinds`. A family answers what no row can say. `families` lists all
+families. Clock, verifier, dependencies, memory and lowering iterate over that list and name none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megapipe.schedule.kinds import Kind, Made
 from megapipe.schedule.passes import Pass, Placement, Schedule
 
 PerStage = float | tuple[float, ...]
+"""One value for every device share, or a tuple with the value of each stage of the chain."""
 
 Problems = Callable[[Schedule, Mapping[Pass, int]], Iterator[str]]
 Needs = Callable[[Schedule], Mapping[tuple[Pass, Made], tuple[Pass, ...]]]
@@ -23,7 +24,7 @@ OfSlice = Callable[[Mapping[str, Any], float, float], Mapping[str, Any]]
 
 
 class Prices(Protocol):
-    """Costs as a family sees them."""
+    """The part of `Costs` that a family uses."""
 
     def by_stage(self, name: str, placement: Placement) -> list[float]:
         """Return a field of the costs for each stage."""
@@ -31,7 +32,7 @@ class Prices(Protocol):
 
 
 class Times(Protocol):
-    """A clock that has run, as a family sees it: start and end of every step, [rank][step]."""
+    """The part of a finished clock that a family uses: start and end of each step, [rank][step]."""
 
     @property
     def start(self) -> list[list[float]]: ...
@@ -51,23 +52,31 @@ def _no_change(*_: Any) -> Any:
 
 
 def times(share: float, whole: PerStage) -> PerStage:
-    """Return a share of a field of costs."""
-    return tuple(share * x for x in whole) if isinstance(whole, tuple) else share * whole
+    """Return a field of costs multiplied by `share`, for each stage if it names stages."""
+    if isinstance(whole, tuple):
+        return tuple(share * x for x in whole)
+    return share * whole
 
 
 @dataclass(frozen=True)
 class Family:
-    """Answers of a family about a table.
+    """A family's answers about a table. Each callable takes the Schedule first.
 
     Attributes:
-        problems: mistakes in its passes, given the step of each pass in its row.
-        needs: what single passes need because of their place in a row, where a row of `kinds` says Where.RUN.
-        instead: passes that hold other memory than their kind says, and the letter of what they take.
-        whole: further changes of what a rank holds, as (time, size, step of its row).
-        evaluated: what its passes are called in an evaluation; None for those that it lacks.
-        of_slice: its costs of a slice, given those of a microbatch by name, the length of the slice as a share of the
-            sequence, and the length of the document that ends with it, 0 if none does.
-        of_a_rank: those of its costs whose plain number is what a rank takes, however many stages it has.
+        name: its folder here, in `pipeline_parallel.families` and in `plan.families`.
+        kinds: its kinds of pass.
+        problems: yields the mistakes in its passes, given the step of each pass in its row.
+        needs: returns the passes that make a result needed with Where.RUN, by (pass, result).
+        instead: returns passes that hold other memory than their kind says, with the letter of the
+            field `mem_<letter>` that they hold.
+        whole: yields further changes of a rank's memory as (time, size, step of its row), given
+            costs, clock and rank.
+        evaluated: returns the pass that takes the place of a pass in an evaluation; None leaves it
+            out.
+        of_slice: returns its costs of a slice. It takes the costs of a microbatch by name, then
+            the length of the slice as a share of the sequence. The third argument is the length of
+            the document that ends with the slice, 0 if none does.
+        of_a_rank: its costs whose plain number is per rank, however many stages the rank has.
     """
 
     name: str

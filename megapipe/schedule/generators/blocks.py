@@ -81,7 +81,9 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
             left -= 1
             kind, stage, i, _ = item
             if kind is Kind.F:
-                ready[(Kind.F, stage + 1, i) if stage + 1 < stages else (Kind.B, stage, i)] = now + 1
+                ready[(Kind.F, stage + 1, i) if stage + 1 < stages else (Kind.B, stage, i)] = (
+                    now + 1
+                )
             elif kind is Kind.B:
                 ready[Kind.B, stage - 1, i] = now + 1
         now += 1
@@ -103,7 +105,10 @@ class _Rank:
         self.owed: deque[Pass] = deque()
         self.held = {down: 0, up: 0}
         # Lifespans from F to the end of W, in whole microbatches.
-        self.rooms = {down: min(ceil((w0 + 1 - block.f0) / 6), max(1, limit - 1)), up: ceil((w1 + 1 - block.f1) / 6)}
+        self.rooms = {
+            down: min(ceil((w0 + 1 - block.f0) / 6), max(1, limit - 1)),
+            up: ceil((w1 + 1 - block.f1) / 6),
+        }
         self.limit = limit
 
     def choose(self, ready: dict[tuple[Kind, int, int], int], now: int) -> Pass | None:

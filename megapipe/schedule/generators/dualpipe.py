@@ -19,7 +19,9 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     Half of the microbatches go each way.
     """
     if ranks % 2:
-        raise ScheduleError(f"dualpipe needs an even number of ranks, got {ranks}; the nearest is {ranks + 1}.")
+        raise ScheduleError(
+            f"dualpipe needs an even number of ranks, got {ranks}; the nearest is {ranks + 1}."
+        )
     if microbatches % 2 or microbatches < 2 * ranks:
         nearest = max(2 * ranks, microbatches + 1)
         raise ScheduleError(
@@ -46,13 +48,17 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             f"the nearest is {2 * ranks}."
         )
     rows = [
-        _eight_sections(rank, 2 * ranks - 1 - rank, ranks, rank, microbatches - 2 * ranks + rank + 1, {})
+        _eight_sections(
+            rank, 2 * ranks - 1 - rank, ranks, rank, microbatches - 2 * ranks + rank + 1, {}
+        )
         for rank in range(ranks)
     ]
     return Schedule("dualpipe-v", vee(ranks), microbatches, tuple(rows))
 
 
-def _eight_sections(s0: int, s1: int, fold: int, depth: int, main: int, first: dict[int, int]) -> tuple[Step, ...]:
+def _eight_sections(
+    s0: int, s1: int, fold: int, depth: int, main: int, first: dict[int, int]
+) -> tuple[Step, ...]:
     """One rank's order.
 
     Args:

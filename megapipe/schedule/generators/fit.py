@@ -12,7 +12,16 @@ from itertools import accumulate
 from math import inf
 
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.orders import Orders, Problem, backward_sooner, clock, decode, encode, length, problem
+from megapipe.schedule.generators.orders import (
+    Orders,
+    Problem,
+    backward_sooner,
+    clock,
+    decode,
+    encode,
+    length,
+    problem,
+)
 from megapipe.schedule.passes import Schedule
 
 PATIENCE = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
@@ -58,7 +67,9 @@ def refilled(
             yield filled
 
 
-def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Orders, list[float]] | None:
+def fill_weights(
+    problem: Problem, orders: Orders, patience: float
+) -> tuple[Orders, list[float]] | None:
     """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
 
     Args:
@@ -66,7 +77,13 @@ def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Ord
         patience: a W may begin in a wait that is shorter than itself if it overruns it by at most this part of W.
     Returns: (orders with W, end of every pass), None if the order blocks or does not fit.
     """
-    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
+    duration, lag, source, target, rank = (
+        problem.duration,
+        problem.lag,
+        problem.source,
+        problem.target,
+        problem.rank,
+    )
     holds, n, m, p = problem.holds, problem.num_passes, problem.microbatches, len(orders)
     end = [-1.0] * n + [0.0]
     at, now, held, paid = [0] * p, [0.0] * p, [0.0] * p, [0] * p
@@ -113,7 +130,9 @@ def fill_weights(problem: Problem, orders: Orders, patience: float) -> tuple[Ord
         at[r], now[r], held[r], paid[r] = i, t, mem, w
     if left:
         return None
-    for out, rest, t in zip(full, (o[n:] for o, n in zip(owed, paid, strict=True)), now, strict=True):
+    for out, rest, t in zip(
+        full, (o[n:] for o, n in zip(owed, paid, strict=True)), now, strict=True
+    ):
         out += rest
         for y, done in zip(rest, accumulate((duration[y] for y in rest), initial=t), strict=False):
             end[y] = done + duration[y]

@@ -28,9 +28,12 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
             at[Pass(Kind.W, stage, i)] = at[item] + 1
     orders = [[row.passes[slot] for slot in sorted(row.passes)] for row in rows]
     fused = [
-        [x._replace(kind=Kind.BW) if x.kind is Kind.B else x for x in row if x.kind is not Kind.W] for row in orders
+        [x._replace(kind=Kind.BW) if x.kind is Kind.B else x for x in row if x.kind is not Kind.W]
+        for row in orders
     ]
-    return Schedule("1f1b-v", vee(ranks), microbatches, tuple(tuple((x,) for x in row) for row in fused))
+    return Schedule(
+        "1f1b-v", vee(ranks), microbatches, tuple(tuple((x,) for x in row) for row in fused)
+    )
 
 
 def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:

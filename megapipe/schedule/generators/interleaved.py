@@ -12,7 +12,10 @@ from megapipe.schedule.passes import Schedule
 
 
 def interleaved(
-    ranks: int, microbatches: int, chunks: int = 2, microbatch_group_size_per_vp_stage: int | None = None
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021, sec. 2.2): bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0.
 
@@ -34,7 +37,10 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def group_interleaved(
-    ranks: int, microbatches: int, chunks: int = 2, microbatch_group_size_per_vp_stage: int | None = None
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
     """Interleaved by groups smaller than p (Wan et al. 2025, PipeOffload): memory (p + (v-1) g) / v.
 
@@ -44,7 +50,9 @@ def group_interleaved(
         microbatch_group_size_per_vp_stage: group g, from p/2 to p; p/2 rounded up if None. A rest makes groups larger.
     """
     least = (ranks + 1) // 2
-    size = least if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
+    size = (
+        least if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
+    )
     if not least <= size <= ranks:
         raise ScheduleError(
             f"group-interleaved needs a microbatch_group_size_per_vp_stage from {least} to {ranks}, got {size}."
@@ -52,18 +60,27 @@ def group_interleaved(
     # A group below p/2 would wait for its own last forward for ever: a rest is spread over the others.
     number = min(-(-microbatches // size), max(1, microbatches // least))
     groups = [microbatches // number + (i < microbatches % number) for i in range(number)]
-    return in_turns("group-interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=0)
+    return in_turns(
+        "group-interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=0
+    )
 
 
 def interleaved_zb(
-    ranks: int, microbatches: int, chunks: int = 2, microbatch_group_size_per_vp_stage: int | None = None
+    ranks: int,
+    microbatches: int,
+    chunks: int = 2,
+    microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
     """Interleaved with a split backward, as torch has it: bubble (p-1)(F+B-W)/v at the memory of 1F1B for any v.
 
     The warm-up is as deep as 1F1B's; rank r owes r weight gradients before it starts to pay the oldest after each B.
     """
-    groups = _groups("interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
-    return in_turns("interleaved-zb", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=1)
+    groups = _groups(
+        "interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage
+    )
+    return in_turns(
+        "interleaved-zb", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=1
+    )
 
 
 def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | None) -> list[int]:

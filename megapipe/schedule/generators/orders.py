@@ -53,7 +53,9 @@ class Problem:
         return len(self.duration) - 1
 
 
-def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool) -> Problem:
+def problem(
+    placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool
+) -> Problem:
     """Write placement and costs down by pass."""
     m, stages, rank_of = microbatches, placement.num_stages, placement.rank_of
     # A pass is one integer, (3 stage + kind) m + microbatch, and all is in lists: a search plays this at every move.
@@ -70,17 +72,28 @@ def problem(placement: Placement, microbatches: int, costs: Costs, memory: tuple
                 if before is not None:
                     source[x] = x + 3 * m * (before - s)
                     if rank_of[before] != rank_of[s]:
-                        lag[x], target[source[x]] = costs.lag(rank_of[before], rank_of[s], placement.num_ranks), x
+                        lag[x], target[source[x]] = (
+                            costs.lag(rank_of[before], rank_of[s], placement.num_ranks),
+                            x,
+                        )
                 # Without a stage before it a pass waits for its own microbatch's F (at the loss) or B (its W).
                 elif k:
                     source[x] = x - m
     unit = max(duration)
-    return Problem(placement, m, costs, memory, period, duration, lag, source, target, rank, holds, unit)
+    return Problem(
+        placement, m, costs, memory, period, duration, lag, source, target, rank, holds, unit
+    )
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """End of every pass if each starts as soon as it can; None if ranks wait for each other for ever."""
-    duration, lag, source, target, rank = problem.duration, problem.lag, problem.source, problem.target, problem.rank
+    duration, lag, source, target, rank = (
+        problem.duration,
+        problem.lag,
+        problem.source,
+        problem.target,
+        problem.rank,
+    )
     n = problem.num_passes
     # Below 0: not run yet. The last one is the pass that is none, over at the start.
     end = [-1.0] * n + [0.0]
@@ -117,7 +130,9 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
     if problem.period:
         ends = [e - end[o[0]] + problem.duration[o[0]] for e, o in zip(ends, orders, strict=True)]
     total = 0.0
-    for e in ends:  # one after the other, as C adds: `sum` corrects what is lost, from Python 3.12 on
+    for (
+        e
+    ) in ends:  # one after the other, as C adds: `sum` corrects what is lost, from Python 3.12 on
         total += e
     return max(ends) + spread * total / len(ends)
 
@@ -142,7 +157,12 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
     m = problem.microbatches
     split = {kind: (kind,) for kind in KINDS} | {Kind.BW: (Kind.B, Kind.W)}
     return [
-        [(3 * x.stage + KINDS.index(kind)) * m + x.microbatch for step in r for x in step for kind in split[x.kind]]
+        [
+            (3 * x.stage + KINDS.index(kind)) * m + x.microbatch
+            for step in r
+            for x in step
+            for kind in split[x.kind]
+        ]
         for r in schedule.ranks
     ]
 
@@ -150,7 +170,9 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
 def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
     """Integers as a table."""
     m = problem.microbatches
-    rows = (tuple((Pass(KINDS[x // m % 3], x // m // 3, x % m),) for x in order) for order in orders)
+    rows = (
+        tuple((Pass(KINDS[x // m % 3], x // m // 3, x % m),) for x in order) for order in orders
+    )
     return Schedule(name, problem.placement, m, tuple(rows))
 
 
@@ -182,7 +204,9 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
             while held + holds[x] > limit:
                 while first < len(backward) and backward[first] in done:
                     first += 1
-                sooner = next((b for b in backward[first:] if b not in done and b - m in done), None)
+                sooner = next(
+                    (b for b in backward[first:] if b not in done and b - m in done), None
+                )
                 if sooner is None:
                     return None
                 done.add(sooner)

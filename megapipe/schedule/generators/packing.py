@@ -55,8 +55,19 @@ def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
     slots: Slots = []
     for down, block in enumerate(blocks):
         up = 2 * len(blocks) - 1 - down
-        passes = ((block.f0, Kind.F, down), (block.f1, Kind.F, up), (block.b1, Kind.B, up), (block.b0, Kind.B, down))
-        slots.append({s + 6 * i: Pass(kind, stage, i) for s, kind, stage in passes for i in range(microbatches)})
+        passes = (
+            (block.f0, Kind.F, down),
+            (block.f1, Kind.F, up),
+            (block.b1, Kind.B, up),
+            (block.b0, Kind.B, down),
+        )
+        slots.append(
+            {
+                s + 6 * i: Pass(kind, stage, i)
+                for s, kind, stage in passes
+                for i in range(microbatches)
+            }
+        )
     return slots
 
 
@@ -110,7 +121,11 @@ class RankSlots:
     def move_pair(self, slot: int, earliest: int) -> int:
         """The place of the passes of a slot and the next: the first two free slots in a row."""
         first, second = self.passes.pop(slot), self.passes.pop(slot + 1)
-        free = next(s for s in range(earliest, slot + 1) if s not in self.passes and s + 1 not in self.passes)
+        free = next(
+            s
+            for s in range(earliest, slot + 1)
+            if s not in self.passes and s + 1 not in self.passes
+        )
         self.passes |= {free: first, free + 1: second}
         if free < slot:
             states = self._after(free, slot + 1)
@@ -138,7 +153,9 @@ class RankSlots:
 
 def _squeezed(slots: Slots, microbatches: int) -> Slots:
     """Slots in the same order, every pass as soon as it can; a slot is one unit of time."""
-    time = simulate(Schedule("packed", vee(len(slots)), microbatches, _steps(slots)), Costs(2, 2, 2))
+    time = simulate(
+        Schedule("packed", vee(len(slots)), microbatches, _steps(slots)), Costs(2, 2, 2)
+    )
     return [{round(time.start[item]): item for item in row.values()} for row in slots]
 
 

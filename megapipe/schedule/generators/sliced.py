@@ -29,5 +29,9 @@ def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None 
     count = ranks if slices is None else slices
     if count % ranks:
         more = -(-count // ranks) * ranks
-        raise ScheduleError(f"slimpipe takes a multiple of {ranks} slices, one for each rank, got {count}. Use {more}.")
-    return of_one_length("slimpipe", lambda number: interleaved(ranks, number, chunks), microbatches, count)
+        raise ScheduleError(
+            f"slimpipe takes a multiple of {ranks} slices, one for each rank, got {count}. Use {more}."
+        )
+    return of_one_length(
+        "slimpipe", lambda number: interleaved(ranks, number, chunks), microbatches, count
+    )

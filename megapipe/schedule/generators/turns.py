@@ -12,7 +12,14 @@ from megapipe.schedule.passes import Schedule
 
 
 def in_turns(
-    name: str, ranks: int, groups: list[int], chunks: int = 1, *, ahead: int = 0, slope: int = 0, lag: int | None = None
+    name: str,
+    ranks: int,
+    groups: list[int],
+    chunks: int = 1,
+    *,
+    ahead: int = 0,
+    slope: int = 0,
+    lag: int | None = None,
 ) -> Schedule:
     """The table of a loop.
 

@@ -38,7 +38,9 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     Half of the microbatches run through each copy of the model. Memory p/2+1 on the outer ranks to p on the inner.
     """
     if ranks % 2:
-        raise ScheduleError(f"chimera needs an even number of ranks, got {ranks}; the nearest is {ranks + 1}.")
+        raise ScheduleError(
+            f"chimera needs an even number of ranks, got {ranks}; the nearest is {ranks + 1}."
+        )
     if microbatches % 2:
         raise ScheduleError(
             f"chimera needs an even number of microbatches, got {microbatches}; the nearest is {microbatches + 1}."
@@ -56,7 +58,9 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
     """
     if chunks % 2 or chunks < 2:
         near = max(2, chunks + chunks % 2)
-        raise ScheduleError(f"hanayo needs an even number of chunks per rank, got {chunks}; the nearest is {near}.")
+        raise ScheduleError(
+            f"hanayo needs an even number of chunks per rank, got {chunks}; the nearest is {near}."
+        )
     return _tiled("hanayo", wave(ranks, chunks // 2), microbatches, ranks)
 
 
@@ -71,4 +75,9 @@ def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Sc
             microbatch = chain * each + k
             timed[rank].append((slot + at, Pass(Kind.F, stage, microbatch)))
             timed[rank].append((slot + 2 * n - 1 - at, Pass(Kind.BW, stage, microbatch)))
-    return Schedule(name, placement, microbatches, tuple(tuple((item,) for _, item in sorted(row)) for row in timed))
+    return Schedule(
+        name,
+        placement,
+        microbatches,
+        tuple(tuple((item,) for _, item in sorted(row)) for row in timed),
+    )

@@ -64,7 +64,11 @@ _At = tuple[Kind, int]
 
 
 def measured_costs(
-    steps: StepsRan, place: Placement, counted: Costs, cuts: Sequence[float] = (), copies: StepsRan = ()
+    steps: StepsRan,
+    place: Placement,
+    counted: Costs,
+    cuts: Sequence[float] = (),
+    copies: StepsRan = (),
 ) -> Costs:
     """Medians, in seconds.
 
@@ -99,7 +103,11 @@ def measured_costs(
                     into[x.item.kind, place.position(x.item.stage)].append(whole(x) / len(group))
                 if len(group) > 1:
                     pairs.append(whole(group[0]))
-                made = [y for x in group if (y := _made(x.item, place, ran)) and place.rank_of[y.item.stage] != rank]
+                made = [
+                    y
+                    for x in group
+                    if (y := _made(x.item, place, ran)) and place.rank_of[y.item.stage] != rank
+                ]
                 for y in made:
                     of_link = least[place.rank_of[y.item.stage], rank]
                     of_link[step] = min(of_link.get(step, inf), group[0].begin - y.end)
@@ -114,7 +122,9 @@ def measured_costs(
     comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
     fb = median(pairs) * place.chain / place.num_ranks if pairs else None
     s, t, e = (_shares(known, kinds) for kinds in ((Kind.S,), (Kind.T,), (Kind.E, Kind.C, Kind.EW)))
-    timed = replace(counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead)
+    timed = replace(
+        counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead
+    )
     of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
     unit = sum((*f, *b, *w)) / (of_passes or 1.0)
     o, l = (_copies(took, kind, work[None][kind][: place.chain], unit) for kind in (Kind.O, Kind.L))
@@ -126,13 +136,19 @@ def _scaled(cost: PerStage, unit: float) -> PerStage:
     return tuple(x * unit for x in cost) if isinstance(cost, tuple) else cost * unit
 
 
-def _copies(took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float) -> PerStage:
+def _copies(
+    took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float
+) -> PerStage:
     """The time of O or L at each position of the chain; where none was timed as counted, in the unit of those that
     were, or of the passes."""
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
     if total := sum(counted[at] for at in timed):
         unit = sum(timed.values()) / total
-    return tuple(timed.get(at, x * unit) for at, x in enumerate(counted)) if any(counted) or timed else 0.0
+    return (
+        tuple(timed.get(at, x * unit) for at, x in enumerate(counted))
+        if any(counted) or timed
+        else 0.0
+    )
 
 
 def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
@@ -141,7 +157,9 @@ def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
     return median(times) if times else 0.0
 
 
-def _stages(took: Mapping[_At, list[float]], place: Placement, counted: Costs) -> Iterator[tuple[float, float, float]]:
+def _stages(
+    took: Mapping[_At, list[float]], place: Placement, counted: Costs
+) -> Iterator[tuple[float, float, float]]:
     """F, B and W at each position of the chain."""
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):

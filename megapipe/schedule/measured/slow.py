@@ -67,10 +67,16 @@ class History:
             counted: what the plan gives each stage, which says whose work is equal.
         Returns: the history to go on with, what is to be named now, and what the sample shows by itself.
         """
-        slow = [*_slow_stages(self.least, samples, schedule, counted), *_late_links(self.least, samples, schedule)]
+        slow = [
+            *_slow_stages(self.least, samples, schedule, counted),
+            *_late_links(self.least, samples, schedule),
+        ]
         names = frozenset(x.name for x in slow)
         new = [x for x in slow if x.name in self.suspects - self.named]
-        over = [Slow(name, f"{name} is as fast as it should be again", None) for name in sorted(self.named - names)]
+        over = [
+            Slow(name, f"{name} is as fast as it should be again", None)
+            for name in sorted(self.named - names)
+        ]
         took = dict(_took(samples, schedule))
         least = {key: min(seconds, self.least.get(key, seconds)) for key, seconds in took.items()}
         named = (self.named & names) | {x.name for x in new}
@@ -99,7 +105,10 @@ def extremes(samples: Sequence[Sample], schedule: Schedule, counted: Costs) -> s
     speed = median(t / (work[at] or 1.0) for (_, at), t in took.items())
     ratios = {key: t / ((work[key[1]] or 1.0) * speed) for key, t in took.items()}
     slowest, fastest = max(took, key=lambda x: ratios[x]), min(took, key=lambda x: ratios[x])
-    (a, b) = (f"{_stage_name(samples[r], at, schedule)}, {ratios[r, at]:.2f} x" for r, at in (slowest, fastest))
+    (a, b) = (
+        f"{_stage_name(samples[r], at, schedule)}, {ratios[r, at]:.2f} x"
+        for r, at in (slowest, fastest)
+    )
     return f"straggler: slowest {a}, fastest {b} what the plan gives it at the speed of all"
 
 
@@ -117,9 +126,15 @@ def _slow_stages(
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
     work = stage_seconds(counted, schedule)
     ends = {0, place.chain - 1}
-    grown = {key: t / before for key, t in took.items() if (before := least.get(("stage", *key), 0.0))}
+    grown = {
+        key: t / before for key, t in took.items() if (before := least.get(("stage", *key), 0.0))
+    }
     for (r, at), seconds in took.items():
-        equal = [t for (_, b), t in took.items() if b == at or (not ends & {at, b} and _alike(work[at], work[b]))]
+        equal = [
+            t
+            for (_, b), t in took.items()
+            if b == at or (not ends & {at, b} and _alike(work[at], work[b]))
+        ]
         others = [ratio for key, ratio in grown.items() if key != (r, at)]
         if len(equal) > 1:
             should, peers = median_low(equal), "its peers"
@@ -133,10 +148,16 @@ def _slow_stages(
         cost = _cost(costs, _with_stage(costs, at, should / seconds), schedule)
         if cost >= WORTH:
             name = _stage_name(samples[r], at, schedule)
-            yield Slow(name, f"{name} computes {seconds / should:.1f} x {peers}, {cost:.0%} of the step", cost)
+            yield Slow(
+                name,
+                f"{name} computes {seconds / should:.1f} x {peers}, {cost:.0%} of the step",
+                cost,
+            )
 
 
-def _late_links(least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule) -> Iterator[Slow]:
+def _late_links(
+    least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule
+) -> Iterator[Slow]:
     """Late links beside the others; where there is one, beside itself as it was."""
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():

@@ -74,16 +74,29 @@ def read(path: Path) -> RankTrace:
     """Read rank-N.json or rank-N.json.gz as torch's profiler wrote it. Raises: DataError."""
     number = re.match(r"rank-(\d+)\.json(\.gz)?$", path.name)
     if number is None:
-        raise DataError(f"{path}: a trace is called rank-N.json or rank-N.json.gz, as --use-pytorch-profiler names it")
+        raise DataError(
+            f"{path}: a trace is called rank-N.json or rank-N.json.gz, as --use-pytorch-profiler names it"
+        )
     try:
         data = path.read_bytes()
         content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         base = content["baseTimeNanoseconds"] / 1000
         events: list[Event] = list(content["traceEvents"])
-    except (OSError, ValueError, EOFError, KeyError, TypeError, OverflowError, RecursionError, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+        zlib.error,
+    ) as error:
         raise DataError(f"{path} is not a trace of torch's profiler: {error}") from None
     if odd := [event for event in events if not _is_event(event)]:
-        raise DataError(f"{path}: {json.dumps(odd[0])[:100]} is no event with name, ts and dur of torch's profiler.")
+        raise DataError(
+            f"{path}: {json.dumps(odd[0])[:100]} is no event with name, ts and dur of torch's profiler."
+        )
     events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
     return RankTrace(int(number[1]), events, _steps(_slices(events)))
 
@@ -94,13 +107,21 @@ def _is_event(event: object) -> bool:
         return False
     times = [event.get(name, 0.0) for name in ("ts", "dur")]
     numbers = all(isinstance(x, int | float) and abs(x) < 1e18 for x in times)
-    return numbers and isinstance(event.get("name", ""), str) and ("dur" not in event or {"name", "ts"} <= event.keys())
+    return (
+        numbers
+        and isinstance(event.get("name", ""), str)
+        and ("dur" not in event or {"name", "ts"} <= event.keys())
+    )
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
     """The labelled passes in order of time."""
     for category in _ANNOTATIONS:
-        spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == category and "dur" in e]
+        spans = [
+            (e["name"], e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e.get("cat") == category and "dur" in e
+        ]
         messages = sorted((begin, end) for name, begin, end in spans if _MESSAGE.match(name))
         passes = [(m, begin, end) for name, begin, end in spans if (m := _PASS.match(name))]
         if passes:
@@ -117,11 +138,15 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             begun.append(begin)
             # One of a lane after the other, however early it was begun.
-            begin = min(max([begin, *(x.end for x in beside if x.lane is label.kind.traits.lane)]), ended)
+            begin = min(
+                max([begin, *(x.end for x in beside if x.lane is label.kind.traits.lane)]), ended
+            )
             beside.append(Slice(label, begin, ended, 0.0))
             continue
         waited = sum(b - a for a, b in messages if begin <= a and b <= end)
-        if rows and begin < rows[-1].end:  # an overlapped pair: half of its time each, one after the other
+        if (
+            rows and begin < rows[-1].end
+        ):  # an overlapped pair: half of its time each, one after the other
             first = rows.pop()
             end, waited = max(end, first.end), max(waited, first.waited)
             begin, waited = (first.start + end) / 2, waited / 2
@@ -169,7 +194,9 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
         missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
         raise DataError(f"no trace has a pass of stage {missing}; profile all ranks of a pipeline")
     passes = [label for row in rows for label in row if not label.kind.traits.per_stage]
-    first = [{label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)]
+    first = [
+        {label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)
+    ]
     # Two chains carry different microbatches.
     chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
     shared = any(label.kind.traits.at for row in rows for label in row)
@@ -184,11 +211,15 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     """Milliseconds of each kind of pass on each stage, median over microbatches and steps."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for item in (item for trace in ranks for step in trace.steps for item in step):
-        times[item.label.kind, schedule.placement.position(item.label.stage)].append(item.busy / 1000)
+        times[item.label.kind, schedule.placement.position(item.label.stage)].append(
+            item.busy / 1000
+        )
     chain = range(schedule.placement.chain)
 
     def column(*kinds: Kind) -> list[float]:
-        return [median([x for kind in kinds for x in times.get((kind, s), ())] or [0.0]) for s in chain]
+        return [
+            median([x for kind in kinds for x in times.get((kind, s), ())] or [0.0]) for s in chain
+        ]
 
     f, b, w, both = (column(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
     # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
@@ -199,10 +230,14 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e, g=g, u=u, a=a, v=v)
 
 
-def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[RankSummary]:
+def summarise(
+    ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
+) -> list[RankSummary]:
     """One row per rank of a pipeline."""
     rows = []
-    spans = [span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))]
+    spans = [
+        span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))
+    ]
     for r, trace in enumerate(ranks):
         busy = [
             sum(item.busy for item in step if item.lane is Lane.COMPUTE)
@@ -223,35 +258,73 @@ def summarise(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timelin
     return rows
 
 
-def merge(pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> Iterator[Event]:
+def merge(
+    pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
+) -> Iterator[Event]:
     """All events of a pipeline's ranks, each rank a process of the trace, and the prediction of each step.
 
     The predicted passes of a step start with its first measured one; they lie in a process of their own.
     """
     for trace in pipeline:
-        yield {"ph": "M", "pid": trace.rank, "name": "process_name", "args": {"name": f"rank {trace.rank}"}}
-        yield {"ph": "M", "pid": trace.rank, "name": "process_sort_index", "args": {"sort_index": trace.rank}}
+        yield {
+            "ph": "M",
+            "pid": trace.rank,
+            "name": "process_name",
+            "args": {"name": f"rank {trace.rank}"},
+        }
+        yield {
+            "ph": "M",
+            "pid": trace.rank,
+            "name": "process_sort_index",
+            "args": {"sort_index": trace.rank},
+        }
         for event in trace.events:
             if event.get("ph") != "M":
                 yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
-        for item in (item for step in trace.steps for item in step if item.lane is not Lane.COMPUTE):
-            yield _event(trace.rank, item.lane.value, item.label, item.lane.value, item.start, item.end)
+        for item in (
+            item for step in trace.steps for item in step if item.lane is not Lane.COMPUTE
+        ):
+            yield _event(
+                trace.rank, item.lane.value, item.label, item.lane.value, item.start, item.end
+            )
     pid = 1_000_000 + pipeline[0].rank
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": "predicted from the measured passes"}}
+    yield {
+        "ph": "M",
+        "pid": pid,
+        "name": "process_name",
+        "args": {"name": "predicted from the measured passes"},
+    }
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     threads = {track: number for number, track in enumerate(tracks(schedule))}
     for (rank, lane), thread in threads.items():
-        name = f"rank {pipeline[rank].rank}" + (f" {lane.value}" if lane is not Lane.COMPUTE else "")
+        name = f"rank {pipeline[rank].rank}" + (
+            f" {lane.value}" if lane is not Lane.COMPUTE else ""
+        )
         yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
     for n in range(min(len(t.steps) for t in pipeline)):
         begin, _ = span([trace.steps[n] for trace in pipeline])
         for label, start in predicted.start.items():
             thread = threads[schedule.placement.rank_of[label.stage], label.kind.traits.lane]
-            yield _event(pid, thread, label, "predicted", begin + start * 1000, begin + predicted.end[label] * 1000)
+            yield _event(
+                pid,
+                thread,
+                label,
+                "predicted",
+                begin + start * 1000,
+                begin + predicted.end[label] * 1000,
+            )
 
 
 def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, end: float) -> Event:
-    return {"ph": "X", "pid": pid, "tid": tid, "name": str(label), "cat": category, "ts": start, "dur": end - start}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": str(label),
+        "cat": category,
+        "ts": start,
+        "dur": end - start,
+    }
 
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:

@@ -1,4 +1,7 @@
-"""The most microbatches that a stage has in flight: from their forward to the last pass that needs what it left."""
+"""The most microbatches that a stage has in flight at any time.
+
+A microbatch is in flight from its forward to the last pass that reads what the forward left.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ _CHANGE = {Kind.F: 1, Kind.BW: -1, Kind.W: -1}
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """The most at once, in the order of the stage's rank."""
+    """Return the most microbatches of a stage in flight at once, in the order of its rank's row."""
     row = schedule.ranks[schedule.placement.rank_of[stage]]
-    return max(accumulate(_CHANGE.get(x.kind, 0) for step in row for x in step if x.stage == stage), default=0)
+    changes = (_CHANGE.get(x.kind, 0) for step in row for x in step if x.stage == stage)
+    return max(accumulate(changes), default=0)
 
 
 def splits(schedule: Schedule, stage: int) -> bool:
-    """Has the stage a W apart from its B?"""
+    """Return whether a stage has a weight gradient pass separate from its input gradient."""
     row = schedule.ranks[schedule.placement.rank_of[stage]]
     return any(x.kind is Kind.W for step in row for x in step if x.stage == stage)

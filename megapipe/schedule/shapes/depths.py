@@ -20,7 +20,9 @@ from megapipe.schedule.transforms.merge import merged
 _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
-def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *, vocabulary: bool = False) -> Schedule:
+def with_depths(
+    schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *, vocabulary: bool = False
+) -> Schedule:
     """The table of one step with depth after depth on these ranks; of DualPipe's second chain on the mirrored ones.
 
     Args:
@@ -51,7 +53,10 @@ def with_depths(schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *
 
     rows = tuple(tuple(tuple(map(moved, step)) for step in row) for row in schedule.ranks)
     table, split = replace(schedule, placement=further, ranks=rows), Kind.W in schedule.kinds
-    own = replace(costs, **{name: x[: place.chain] for name, x in vars(costs).items() if _by_stage(x, further)})
+    own = replace(
+        costs,
+        **{name: x[: place.chain] for name, x in vars(costs).items() if _by_stage(x, further)},
+    )
     held = costs.memory(further).b
     room = [
         peak + (1 + len(ranks) + vocabulary) * sum(held[s] for s in further.stages_on(r))

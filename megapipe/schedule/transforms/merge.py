@@ -28,7 +28,9 @@ LATER = Kind.T, Kind.W
 """Kinds that run where a rank waits otherwise, or has too many of them."""
 
 
-def merged(table: Schedule, beside: Sequence[Pass], costs: Costs, room: Sequence[float]) -> Schedule:
+def merged(
+    table: Schedule, beside: Sequence[Pass], costs: Costs, room: Sequence[float]
+) -> Schedule:
     """The table with passes that stand beside its rows.
 
     Forwards keep their order, backwards with their weight passes too, but these stand up to a microbatch later between
@@ -48,7 +50,10 @@ def merged(table: Schedule, beside: Sequence[Pass], costs: Costs, room: Sequence
                 continue
             found = replace(table, ranks=rows)
             time = simulate(found, costs)
-            fits = all(now <= most * (1 + 1e-9) for now, most in zip(activation(found, costs, time), room, strict=True))
+            fits = all(
+                now <= most * (1 + 1e-9)
+                for now, most in zip(activation(found, costs, time), room, strict=True)
+            )
             if (best is None or time.makespan < best[0] * (1 - 1e-9)) and (fits or not delay):
                 best = time.makespan, found
     assert best is not None, "the order of the table itself can always be kept"
@@ -74,7 +79,9 @@ class _Rank:
     others: deque[tuple[int, Step]]
     free: float = 0.0
     lookups: Counter[int] = field(default_factory=Counter)
-    due: dict[Kind, list[tuple[float, int, Pass]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    due: dict[Kind, list[tuple[float, int, Pass]]] = field(
+        default_factory=lambda: {kind: [] for kind in Kind}
+    )
     out: list[Step] = field(default_factory=list)
 
     @classmethod
@@ -99,11 +106,15 @@ class _Rank:
 class _Merge:
     """A play of the table in which each rank takes what is due: FIRST before the row, LATER where it waits."""
 
-    def __init__(self, schedule: Schedule, beside: Sequence[Pass], costs: Costs, delay: int, waiting: int) -> None:
+    def __init__(
+        self, schedule: Schedule, beside: Sequence[Pass], costs: Costs, delay: int, waiting: int
+    ) -> None:
         self.place, self.costs, self.delay, self.waiting = schedule.placement, costs, delay, waiting
         self.ranks = [_Rank.of(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
-        self.pairs = {step: costs.of_step(step, self.place) for step in schedule.steps() if len(step) > 1}
+        self.pairs = {
+            step: costs.of_step(step, self.place) for step in schedule.steps() if len(step) > 1
+        }
         orders = _first_forwards(schedule)
         self.lookups = [
             [[Pass(Kind.E, s, x.microbatch) for x in order
@@ -111,7 +122,9 @@ class _Merge:
             for rank in range(len(self.ranks))
         ]  # fmt: skip
         self.begun, self.turns = Counter[int](), count()
-        self.beside = {x for x in beside if x.kind is not Kind.E}  # lookups have an order of their own
+        self.beside = {
+            x for x in beside if x.kind is not Kind.E
+        }  # lookups have an order of their own
         full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in beside)))
         needs = Dependencies(full)
         self.needs = {x: needs.of(x) for x in full.passes()}
@@ -130,11 +143,15 @@ class _Merge:
             rank = self.ranks[number]
             while rank.free <= now and (step := self._next(number, rank, now)) is not None:
                 self._do(number, rank, step, now)
-        stuck = any(self.lacks.values())  # what is left of a row begins with a pass that lacks something
+        stuck = any(
+            self.lacks.values()
+        )  # what is left of a row begins with a pass that lacks something
         return None if stuck else tuple(tuple(rank.out) for rank in self.ranks)
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
-        for chain, own in sorted(enumerate(self.lookups[number]), key=lambda pair: rank.lookups[pair[0]]):
+        for chain, own in sorted(
+            enumerate(self.lookups[number]), key=lambda pair: rank.lookups[pair[0]]
+        ):
             if rank.lookups[chain] < min(len(own), self.begun[chain] + AHEAD):
                 rank.lookups[chain] += 1
                 return (own[rank.lookups[chain] - 1],)
@@ -145,7 +162,12 @@ class _Merge:
         ready = waits and waits[0][0] <= now
         if not (ready and len(waits) > self.waiting):
             for step in rank.next(self.delay):
-                comes = max([inf if self.lacks[x] and self._open(x, step) else self.arrival[x] for x in step])
+                comes = max(
+                    [
+                        inf if self.lacks[x] and self._open(x, step) else self.arrival[x]
+                        for x in step
+                    ]
+                )
                 if comes <= now:
                     rank.take(step)
                     return step
@@ -178,7 +200,9 @@ class _Merge:
                     if taker in self.beside:
                         # What is ready at once stands as its needs were done: depths read in the order of the loss.
                         turn = 0 if taker.kind.traits.at else next(self.turns)
-                        insort(self.ranks[there].due[taker.kind], (self.arrival[taker], turn, taker))
+                        insort(
+                            self.ranks[there].due[taker.kind], (self.arrival[taker], turn, taker)
+                        )
                     heappush(self.events, (self.arrival[taker], there))
 
 

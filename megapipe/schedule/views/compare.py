@@ -91,7 +91,9 @@ def compare(
         parts: a recipe whose parts, such as copies and shards, every schedule gets; its order is not looked at.
     Raises: ScheduleError for a name that is none.
     """
-    makers, searches = _makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort)
+    makers, searches = _makers(
+        dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort
+    )
     if slices:
         makers |= _cut(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, slices)
     weight = {label: _SEARCH if label in searches else 1 for label in makers}
@@ -122,7 +124,9 @@ def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | No
     return recipe.step.around(built.table, costs)
 
 
-def measure(schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None) -> Row:
+def measure(
+    schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None
+) -> Row:
     """Simulate one schedule and take down its numbers."""
     time = simulate(schedule, costs)
     total = time.makespan * len(schedule.ranks)
@@ -160,7 +164,11 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     if not best.makespan:
         return ["Nothing takes time by these costs, so no schedule is shorter than another."]
     if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
-        closest = f"; {best.label} would take {short(best.makespan)}" if best.makespan < plain.makespan else ""
+        closest = (
+            f"; {best.label} would take {short(best.makespan)}"
+            if best.makespan < plain.makespan
+            else ""
+        )
         advice = [
             f"Stay with {plain.label} (makespan {short(plain.makespan)}): none that fits saves {_WORTH:.0%} of "
             f"it{closest}."
@@ -192,9 +200,24 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
 
 def to_table(rows: Sequence[Row | Refusal]) -> str:
     """Rows as text, those that fit first, the shortest makespan on top."""
-    measured = sorted((row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan))
+    measured = sorted(
+        (row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan)
+    )
     reference = next((row.makespan for row in measured if row.label == PLAIN), 0.0)
-    cells = [("schedule", "makespan", "vs 1f1b", "period", "bubble", "bubble %", "peak", "parameters", "sent", "")]
+    cells = [
+        (
+            "schedule",
+            "makespan",
+            "vs 1f1b",
+            "period",
+            "bubble",
+            "bubble %",
+            "peak",
+            "parameters",
+            "sent",
+            "",
+        )
+    ]
     cells += [
         (
             row.label,
@@ -211,13 +234,20 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
         for row in measured
     ]
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells]
+    lines = [
+        f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells
+    ]
     lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _makers(
-    names: Iterable[str], ranks: int, microbatches: int, costs: Costs, memory: float | None, effort: float
+    names: Iterable[str],
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | None,
+    effort: float,
 ) -> tuple[dict[str, _Make], dict[str, _Make]]:
     """Makers of the schedules of the comparison, by label."""
 
@@ -226,13 +256,22 @@ def _makers(
 
     def searched(objective: str) -> _Make:
         return lambda report: zb_auto(
-            ranks, microbatches, costs=costs, memory=memory, objective=objective, effort=effort, progress=report
+            ranks,
+            microbatches,
+            costs=costs,
+            memory=memory,
+            objective=objective,
+            effort=effort,
+            progress=report,
         )
 
     makers, searches = dict[str, _Make](), dict[str, _Make]()
     for name in names:
         if not is_file(name) and entry_of(name).searched:
-            searches |= {name.lower(): searched("makespan"), f"{name.lower()} period": searched("period")}
+            searches |= {
+                name.lower(): searched("makespan"),
+                f"{name.lower()} period": searched("period"),
+            }
             makers |= searches
         elif not is_file(name) and entry_of(name).any_chunks:
             makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
@@ -241,7 +280,9 @@ def _makers(
     return makers, searches
 
 
-def _cut(names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutting: Cutting) -> dict[str, _Make]:
+def _cut(
+    names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutting: Cutting
+) -> dict[str, _Make]:
     """Makers of the schedules in slices, by label."""
 
     def made(name: str, chunks: int | None) -> _Make:
@@ -253,7 +294,9 @@ def _cut(names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutt
         entry = None if is_file(name) else entry_of(name)
         for chunks in (2, 4) if entry and entry.any_chunks else (None,):
             if not (entry and entry.searched):
-                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(name, chunks)
+                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(
+                    name, chunks
+                )
     return makers
 
 
@@ -283,7 +326,9 @@ def _uneven(best: Row) -> list[str]:
     ]
 
 
-def _pairs(rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs) -> list[str]:
+def _pairs(
+    rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs
+) -> list[str]:
     """The share of their passes apart that the overlapped pairs of DualPipeV, with one copy of the model, may take to
     reach the best row, in percent."""
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]

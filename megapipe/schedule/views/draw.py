@@ -51,7 +51,8 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
         _STYLE
         + ".s text{font-size:8px}" * any(track.within for track in scene.tracks)
         + "".join(
-            f".{name}{{fill:{colour}}}" + (f".n .{name}+text{{fill:#fff}}" if is_dark(colour) else "")
+            f".{name}{{fill:{colour}}}"
+            + (f".n .{name}+text{{fill:#fff}}" if is_dark(colour) else "")
             for colour, name in classes.items()
         )
     )
@@ -121,7 +122,9 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
         yield f'<g{style} transform="translate({_LEFT} {y})"><text class="r" x="-6" y="{middle}">{track.name}</text>'
         if track.lane == Lane.COMPUTE.value:
             yield f'<text x="{plot + 6}" y="16">idle {short(scene.time.idle[track.rank])}</text>'
-        yield f'<rect class="idle" width="{plot}" height="{height}"/>' + ("" if track.within else '<g class="n">')
+        yield f'<rect class="idle" width="{plot}" height="{height}"/>' + (
+            "" if track.within else '<g class="n">'
+        )
         for step in track.steps:
             yield from (_part if track.within else _boxes)(step, scale, names)
         yield "</g>" if track.within else "</g></g>"

@@ -73,14 +73,22 @@ class Files:
     def check(self) -> None:
         """Raises: ScheduleError if a figure is asked for and nothing here can draw it, or it has no room."""
         if self.width != COLUMN and not self.named:
-            raise ScheduleError(f"--width {self.width:g} is of a figure, and none is asked for: add --pdf FILE")
+            raise ScheduleError(
+                f"--width {self.width:g} is of a figure, and none is asked for: add --pdf FILE"
+            )
         for kind in self.named:
             if not 2 <= self.width <= 40:
-                raise ScheduleError(f"--width {self.width:g}: a figure is 2 to 40 inches wide, such as {COLUMN:g}")
+                raise ScheduleError(
+                    f"--width {self.width:g}: a figure is 2 to 40 inches wide, such as {COLUMN:g}"
+                )
             if importlib.util.find_spec("matplotlib") is None:
-                raise ScheduleError(f"--{kind} needs matplotlib, which is not installed: pip install matplotlib")
+                raise ScheduleError(
+                    f"--{kind} needs matplotlib, which is not installed: pip install matplotlib"
+                )
 
-    def draw(self, height: float, caption: str, paint: Callable[[Figure], object]) -> dict[Path, bytes]:
+    def draw(
+        self, height: float, caption: str, paint: Callable[[Figure], object]
+    ) -> dict[Path, bytes]:
         """Draw once, and return what to write into each file. caption: what is seen and of which numbers."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -107,14 +115,20 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
     """The caption for who has the file alone; no date, which would change a file that shows the same."""
     if kind == "png":
         return {"Title": caption, "Software": "megapipe"}
-    return {"Title": caption, "Creator": "megapipe", ("Date" if kind == "svg" else "CreationDate"): None}
+    return {
+        "Title": caption,
+        "Creator": "megapipe",
+        ("Date" if kind == "svg" else "CreationDate"): None,
+    }
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
     """One legend below all axes. letters: of its longest name."""
     handles, names = axes.get_legend_handles_labels()
     columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
-    figure.legend(handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.8)
+    figure.legend(
+        handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.8
+    )
 
 
 def fitted_legend(figure: Figure, axes: Axes) -> None:
@@ -125,7 +139,12 @@ def fitted_legend(figure: Figure, axes: Axes) -> None:
     handles, names = axes.get_legend_handles_labels()
     for columns in range(len(names), 0, -1):
         made = figure.legend(
-            handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.0
+            handles,
+            names,
+            loc="outside lower left",
+            ncols=columns,
+            columnspacing=1.0,
+            handlelength=1.0,
         )
         if made.get_window_extent().width <= figure.bbox.width or columns == 1:
             break

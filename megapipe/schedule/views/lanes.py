@@ -58,7 +58,9 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
         count = 1 + len(others)
         chains = [chain for _, chain in _chains(schedule, costs, step)]
         link = sum(chain.link for chain in chains)
-        rest = costs.of_step(step, schedule.placement, schedule) - sum(chain.compute for chain in chains)
+        rest = costs.of_step(step, schedule.placement, schedule) - sum(
+            chain.compute for chain in chains
+        )
         total += count * link
         exposed += count * min(link, max(0.0, rest - costs.overhead))
     return Communication(total, exposed)
@@ -86,7 +88,10 @@ def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
             wanted = [x for item in step for x in needs.of(item) if x in time.end]
             if any(x.kind.traits.lane in COPIES for x in wanted):
                 others = (x for x in wanted if x.kind.traits.lane not in COPIES)
-                at = [time.end[x] + costs.lag(place.rank_of[x.stage], rank, len(schedule.ranks)) for x in others]
+                at = [
+                    time.end[x] + costs.lag(place.rank_of[x.stage], rank, len(schedule.ranks))
+                    for x in others
+                ]
                 exposed += max(0.0, begin - max(free, *at))
             free = end
         found.append(Copied(took[Kind.O], took[Kind.L], exposed))
@@ -107,7 +112,12 @@ def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> It
         scale = min(1.0, (end - start) / last) if last else 0.0
         for i, link, begin, stop in played:
             if stop > begin:
-                yield Stretch(owned[i][0], LINK if link else ARITHMETIC, start + begin * scale, start + stop * scale)
+                yield Stretch(
+                    owned[i][0],
+                    LINK if link else ARITHMETIC,
+                    start + begin * scale,
+                    start + stop * scale,
+                )
 
 
 def _has_lanes(step: Step) -> bool:
@@ -116,7 +126,11 @@ def _has_lanes(step: Step) -> bool:
 
 def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Chain]]:
     parts = ((x, costs.of_slice(schedule.cuts, schedule.part(x))) for x in step)
-    return [(x, chain) for x, part in parts for chain in part.chains(x.kind, x.stage, schedule.placement)]
+    return [
+        (x, chain)
+        for x, part in parts
+        for chain in part.chains(x.kind, x.stage, schedule.placement)
+    ]
 
 
 def _alone(chains: list[Chain]) -> Iterator[tuple[int, bool, float, float]]:

@@ -67,36 +67,55 @@ def describe_moves(
     """
     plain = made.without(MOVES)
     before, now, place = simulate(plain, costs), simulate(made, costs), plain.placement
-    duration = {part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)}
+    duration = {
+        part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)
+    }
     rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}
     total: Counter[Kind] = Counter()
     for rank, row in enumerate(made.ranks):
         count = Counter(x.kind for step in row for x in step)
         total += count
         took = [
-            sum(duration[made.part(x)][x.kind][x.stage] for step in row for x in step if x.kind in kinds)
+            sum(
+                duration[made.part(x)][x.kind][x.stage]
+                for step in row
+                for x in step
+                if x.kind in kinds
+            )
             for kinds in ({Kind.O, Kind.L}, {Kind.R})
         ]
         numbers = (count[Kind.F] - count[Kind.O] - count[Kind.R], count[Kind.O], count[Kind.R])
         peaks = map(held, (now.peak[rank], before.peak[rank]))
         rows.append((str(rank), *map(str, numbers), *peaks, *map(takes, took)))  # type: ignore[arg-type]
     if not any(total[kind] for kind in verbs):
-        return [f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"]
+        return [
+            f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"
+        ]
     chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
-    end = also(before, now) if also else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
+    end = (
+        also(before, now)
+        if also
+        else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
+    )
     return [
         f"of {total[Kind.F]} activations of a stage and {'slice' if made.cuts else 'microbatch'} {chosen}{end}",
         *_aligned(rows),
     ]
 
 
-def refuse_unfinished(ratio: float | None, solved: bool, switch: int | None, memory: float | None) -> None:
+def refuse_unfinished(
+    ratio: float | None, solved: bool, switch: int | None, memory: float | None
+) -> None:
     """Raises: ScheduleError for flags that need others."""
     if ratio is None and (solved or switch):
         raise ScheduleError(
             f"--{'solve' if solved else 'switch'} is about copies: add --copy-ratio 0.5, what one takes of F"
         )
     if solved and memory is None:
-        raise ScheduleError("--solve chooses at a memory limit: add --memory 4; 1F1B peaks at the number of ranks")
+        raise ScheduleError(
+            "--solve chooses at a memory limit: add --memory 4; 1F1B peaks at the number of ranks"
+        )
     if solved and switch:
-        raise ScheduleError("--solve knows no lanes that ranks share yet: leave out --switch, or --solve")
+        raise ScheduleError(
+            "--solve knows no lanes that ranks share yet: leave out --switch, or --solve"
+        )

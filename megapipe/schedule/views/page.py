@@ -53,7 +53,9 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
     sizes = [(p, m) for p in ranks for m in microbatches]
     if any(p > MOST_RANKS or m > MOST_MICROBATCHES for p, m in sizes):
         most = f"--pp {MOST_RANKS} and --microbatches {MOST_MICROBATCHES}"
-        raise ScheduleError(f"a page has every table, of at most {most}; `compare` and `show` take more.")
+        raise ScheduleError(
+            f"a page has every table, of at most {most}; `compare` and `show` take more."
+        )
     return [
         Case(name, v, p, m)
         for name, entry in SCHEDULES.items()
@@ -63,7 +65,9 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
     ]
 
 
-def to_page(cases: list[Case], progress: Callable[[float, str], None] = lambda share, doing: None) -> str:
+def to_page(
+    cases: list[Case], progress: Callable[[float, str], None] = lambda share, doing: None
+) -> str:
     """An HTML document with the tables of these cases. `progress` is told the share that is done and what is next."""
     lines = []
     for i, case in enumerate(cases):
@@ -73,7 +77,10 @@ def to_page(cases: list[Case], progress: Callable[[float, str], None] = lambda s
     data = {
         "kinds": [[kind.value, kind.traits.meaning, kind.traits.colour] for kind in KINDS],
         "letters": [kind.value for kind in Kind],
-        "entries": {name: {"about": entry.about, "chunks": entry.chunks} for name, entry in SCHEDULES.items()},
+        "entries": {
+            name: {"about": entry.about, "chunks": entry.chunks}
+            for name, entry in SCHEDULES.items()
+        },
         "p": sorted({case.ranks for case in cases}),
         "m": sorted({case.microbatches for case in cases}),
         "v": CHUNKS,

@@ -16,7 +16,17 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.views.scene import short
 
 CHUNKS = (2, 4, 8)
-_HEAD = ("schedule", "alone", "memory", "pairs", "memory", "of alone", "F in pairs", "bound", "above")
+_HEAD = (
+    "schedule",
+    "alone",
+    "memory",
+    "pairs",
+    "memory",
+    "of alone",
+    "F in pairs",
+    "bound",
+    "above",
+)
 
 
 def paired_table(
@@ -38,7 +48,12 @@ def paired_table(
         label = f"{name} v={v}" if v else name
         progress(i / len(labels), label)
         try:
-            cells.append((label, *_row(build(name, ranks, microbatches, chunks=v, costs=costs), costs, memory)))
+            cells.append(
+                (
+                    label,
+                    *_row(build(name, ranks, microbatches, chunks=v, costs=costs), costs, memory),
+                )
+            )
         except ScheduleError as error:
             refused.append(f"{label}: {error}")
     progress(1.0, "")
@@ -59,7 +74,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
         f"without any it takes {short(alone.makespan)} at a memory of {short(max(alone.peak))}"
     ]
     if bound:
-        lines.append(f"lower bound with pairs: {short(bound)}; {time.makespan / bound - 1:.1%} above it")
+        lines.append(
+            f"lower bound with pairs: {short(bound)}; {time.makespan / bound - 1:.1%} above it"
+        )
     return lines
 
 

@@ -37,7 +37,13 @@ def _tracks(scene: Scene) -> Iterator[Event]:
         thread = track.rank + LANES.index(track.lane) * len(scene.schedule.ranks)
         name = track.name if track.lane == LANES[0] else f"rank {track.rank} {track.lane}"
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": index}}
+        yield {
+            "ph": "M",
+            "pid": 0,
+            "tid": thread,
+            "name": "thread_sort_index",
+            "args": {"sort_index": index},
+        }
         for box in track.boxes:
             item = box.item
             about = {"pass": str(item)} if track.within else _about(item, scene.chunk[item.stage])
@@ -53,14 +59,22 @@ def _tracks(scene: Scene) -> Iterator[Event]:
 
 def _about(item: Pass, chunk: int) -> Event:
     piece = {} if item.slice is None else {"slice": item.slice}
-    return {"pass": str(item), "stage": item.stage, "microbatch": item.microbatch, **piece, "chunk": chunk}
+    return {
+        "pass": str(item),
+        "stage": item.stage,
+        "microbatch": item.microbatch,
+        **piece,
+        "chunk": chunk,
+    }
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """Arrows from each pass whose result another rank takes to the pass that takes it."""
     rank_of, links = schedule.placement.rank_of, schedule.links
     takes = {(*s, *x[2:], rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
-    sent = [(item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends]
+    sent = [
+        (item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends
+    ]
     for number, (item, src, dst) in enumerate(sent):
         taker = takes[item.kind.traits.makes[0], *item[1:], dst]
         # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
@@ -73,7 +87,12 @@ def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 def _counters(scene: Scene) -> Iterator[Event]:
     for rank, curve in enumerate(scene.curves):
         for at, held in curve.items():
-            yield {**_at(rank, at), "ph": "C", "name": f"activation of rank {rank}", "args": {"held": held}}
+            yield {
+                **_at(rank, at),
+                "ph": "C",
+                "name": f"activation of rank {rank}",
+                "args": {"held": held},
+            }
 
 
 def _at(rank: int, moment: float) -> Event:

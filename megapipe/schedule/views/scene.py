@@ -90,7 +90,11 @@ def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
 
 def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
     """Return the lines of a picture: each rank's compute lane, then those of its other lanes that the table uses."""
-    used = [lane for lane in Lane if lane is Lane.COMPUTE or any(kind.traits.lane is lane for kind in schedule.kinds)]
+    used = [
+        lane
+        for lane in Lane
+        if lane is Lane.COMPUTE or any(kind.traits.lane is lane for kind in schedule.kinds)
+    ]
     return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
 
 
@@ -117,7 +121,9 @@ def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]
         yield track
         for lane in inner if track.lane == Lane.COMPUTE.value else ():
             parts = (x for x in stretches(schedule, costs, time, track.rank) if x.lane == lane)
-            yield Track(lane, [(Box(x.item, x.start, x.end),) for x in parts], track.rank, lane, within=True)
+            yield Track(
+                lane, [(Box(x.item, x.start, x.end),) for x in parts], track.rank, lane, within=True
+            )
 
 
 def chunks(placement: Placement) -> list[int]:
@@ -131,7 +137,8 @@ def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
     white = [0.6 * chunk / max(1, *own) for chunk in own]
     parts = {kind: [int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in Kind}
     return {
-        (kind, stage): "#" + "".join(f"{round(part + (255 - part) * white[stage]):02x}" for part in parts[kind])
+        (kind, stage): "#"
+        + "".join(f"{round(part + (255 - part) * white[stage]):02x}" for part in parts[kind])
         for kind in Kind
         for stage in range(placement.num_stages)
     }

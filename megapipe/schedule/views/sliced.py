@@ -51,7 +51,13 @@ def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 
 
 def references(
-    name: str, ranks: int | None, microbatches: int | None, costs: Costs, *, cutting: Cutting, chunks: int | None = None
+    name: str,
+    ranks: int | None,
+    microbatches: int | None,
+    costs: Costs,
+    *,
+    cutting: Cutting,
+    chunks: int | None = None,
 ) -> dict[str, Schedule]:
     """Tables that one in slices is measured against: of one document, if it has several, and of no slices. None of one
     that was searched."""
@@ -60,14 +66,20 @@ def references(
     one = whole = None
     if cutting.documents > 1:
         alone = replace(cutting, documents=1)
-        one = in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks).build(Fixed(costs)).table
+        one = (
+            in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks)
+            .build(Fixed(costs))
+            .table
+        )
     if is_file(name):
         whole = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
         # Slices may be enough for a schedule where whole microbatches are too few: no reference then.
         with suppress(ScheduleError):
             whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
-    return {what: table for what, table in (("in one document", one), ("undivided", whole)) if table}
+    return {
+        what: table for what, table in (("in one document", one), ("undivided", whole)) if table
+    }
 
 
 def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
@@ -111,7 +123,9 @@ def in_slices(
         size = table.placement.num_ranks, table.num_microbatches
         return Recipe(name, *size, cuts=cuts, documents=begins)
     if ranks is None or microbatches is None:
-        raise ScheduleError(f"show {name} --slices needs --pp and --microbatches, such as --pp 4 --microbatches 8")
+        raise ScheduleError(
+            f"show {name} --slices needs --pp and --microbatches, such as --pp 4 --microbatches 8"
+        )
     recipe = Recipe(
         name,
         ranks,
@@ -124,7 +138,9 @@ def in_slices(
     )
     if name.lower() in SLICED:
         if begins:
-            raise ScheduleError(f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved.")
+            raise ScheduleError(
+                f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved."
+            )
         return replace(recipe, options=(("slices", cutting.count),))
     if entry_of(name).searched:
         places = placements(ranks, microbatches, None, chunks, costs, "makespan")

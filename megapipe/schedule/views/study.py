@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 _AXES = {"microbatches": "microbatches", "ranks": "pipeline ranks", "costs": "F:B:W"}
 """Axes that a study may vary; the first of which there are several is the figure's, the others make its panels."""
 _COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+    *(
+        "#1f77b4",
+        "#ff7f0e",
+        "#2ca02c",
+        "#d62728",
+        "#9467bd",
+        "#8c564b",
+        "#e377c2",
+        "#7f7f7f",
+        "#bcbd22",
+        "#17becf",
+    ),
     *("#08306b", "#a63603", "#00441b", "#67000d", "#3f007d", "#000000", "#b8860b", "#008080"),
 )
 _MARKS = "osD^vPX"
@@ -47,13 +58,19 @@ class Point:
 
     def text(self, *names: str) -> str:
         """This point by the names of axes that are meant: p = 8, m = 16, F:B:W = 10:11:8."""
-        said = {"ranks": f"p = {self.ranks}", "microbatches": f"m = {self.microbatches}", "costs": told(self.costs)}
+        said = {
+            "ranks": f"p = {self.ranks}",
+            "microbatches": f"m = {self.microbatches}",
+            "costs": told(self.costs),
+        }
         return ", ".join(said[name] for name in names)
 
 
 def told(costs: Costs) -> str:
     """Costs in a few letters; of stages or links that differ their mean."""
-    f, b, w, message = (fmean(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w, costs.comm))
+    f, b, w, message = (
+        fmean(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w, costs.comm)
+    )
     differ = any(isinstance(x, tuple) for x in (costs.f, costs.b, costs.w, costs.comm))
     beside = {"message": message, "overhead": costs.overhead}
     links = dict.fromkeys(getattr(costs, name) for name in SHARES)
@@ -88,7 +105,17 @@ def study(
                 m,
                 cost,
                 tuple(
-                    compare(p, m, cost, memory, names=names, effort=effort, progress=report, slices=slices, parts=parts)
+                    compare(
+                        p,
+                        m,
+                        cost,
+                        memory,
+                        names=names,
+                        effort=effort,
+                        progress=report,
+                        slices=slices,
+                        parts=parts,
+                    )
                 ),
             )
         )
@@ -99,11 +126,17 @@ def to_csv(points: Sequence[Point]) -> str:
     """A line for each schedule at each point; of one that is refused there, why, and no numbers."""
     text = io.StringIO()
     numbers = [field.name for field in fields(Row)]
-    writer = csv.DictWriter(text, ["ranks", "microbatches", "costs", *numbers, "bubble_share", "refused"], restval="")
+    writer = csv.DictWriter(
+        text, ["ranks", "microbatches", "costs", *numbers, "bubble_share", "refused"], restval=""
+    )
     writer.writeheader()
     for point in points:
         for row in point.rows:
-            place = {"ranks": point.ranks, "microbatches": point.microbatches, "costs": told(point.costs)}
+            place = {
+                "ranks": point.ranks,
+                "microbatches": point.microbatches,
+                "costs": told(point.costs),
+            }
             if isinstance(row, Refusal):
                 writer.writerow({**place, "label": row.label, "refused": row.reason})
             else:
@@ -120,7 +153,9 @@ def draw(points: Sequence[Point], files: Files, memory: float | None = None) -> 
             f"Mean time of the ranks until the last is done, and the most activation of one in microbatches of 1/p of "
             f"the model, at {point.text('ranks', 'microbatches', 'costs')}.{limit}"
         )
-        return files.draw(0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory))
+        return files.draw(
+            0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory)
+        )
     varied = [name for name in _AXES if len({getattr(point, name) for point in points}) > 1]
     same = points[0].text(*(name for name in _AXES if name not in varied))
     about = (
@@ -143,7 +178,9 @@ def name(label: str) -> str:
     return plain(label.rpartition("/")[2][-24:])
 
 
-def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]) -> Axes:
+def _lines(
+    figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]
+) -> Axes:
     """Bubbles above, peaks below, a column of panels for each combination of what varies beside the first axis."""
     first, *others = varied
     panels: dict[str, list[Point]] = {}
@@ -155,9 +192,17 @@ def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], label
         upper.set_title(title)
         ticks = list(range(len(of)))
         for label in labels:
-            rows = [next((r for r in point.measured if r.label == label and r.fits), None) for point in of]
+            rows = [
+                next((r for r in point.measured if r.label == label and r.fits), None)
+                for point in of
+            ]
             look = _look(label, labels)
-            upper.plot(ticks, [None if r is None else 100 * r.bubble_share for r in rows], label=name(label), **look)
+            upper.plot(
+                ticks,
+                [None if r is None else 100 * r.bubble_share for r in rows],
+                label=name(label),
+                **look,
+            )
             lower.plot(ticks, [None if r is None else r.peak for r in rows], **look)
         names, unit = _ticks([getattr(point, first) for point in of], _AXES[first])
         lower.set_xticks(ticks, names)
@@ -173,10 +218,15 @@ def _lines(figure: Figure, points: Sequence[Point], varied: Sequence[str], label
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
     """Ticks: what differs at each, and what it is; of costs that differ in their message alone that."""
     costs = [x for x in values if isinstance(x, Costs)]
-    if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(isinstance(x.comm, tuple) for x in costs):
-        return [f"{x.comm:g}" for x in costs], f"a message, where {told(replace(costs[0], comm=0.0))}"
+    if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(
+        isinstance(x.comm, tuple) for x in costs
+    ):
+        return [
+            f"{x.comm:g}" for x in costs
+        ], f"a message, where {told(replace(costs[0], comm=0.0))}"
     return [
-        told(x).replace("F:B:W = ", "").replace(" ", "\n") if isinstance(x, Costs) else str(x) for x in values
+        told(x).replace("F:B:W = ", "").replace(" ", "\n") if isinstance(x, Costs) else str(x)
+        for x in values
     ], unit
 
 
@@ -186,7 +236,11 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
     number = known.index(plain_name if plain_name in known else label)
     dashed = "--" if variant in ("v=4", "period") else "-"
-    return {"color": _COLOURS[number % len(_COLOURS)], "marker": _MARKS[number % len(_MARKS)], "linestyle": dashed}
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "marker": _MARKS[number % len(_MARKS)],
+        "linestyle": dashed,
+    }
 
 
 def _bars(figure: Figure, point: Point, memory: float | None) -> None:
@@ -194,19 +248,38 @@ def _bars(figure: Figure, point: Point, memory: float | None) -> None:
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
     places = range(len(rows))
-    left.barh(places, [r.makespan * (1 - r.idle) for r in rows], color="#4573a7", label="compute", zorder=2)
+    left.barh(
+        places,
+        [r.makespan * (1 - r.idle) for r in rows],
+        color="#4573a7",
+        label="compute",
+        zorder=2,
+    )
     left.barh(places, [r.makespan for r in rows], color="#c9d8ea", label="idle")
     left.set_yticks(places, [name(r.label) for r in rows])
-    worth = [r.makespan for r in rows if r.label not in SCHEDULES or not SCHEDULES[r.label].dominated]
-    left.set_xlim(0, 1.15 * max(worth, default=1.0))  # naive, p times as long, would hide the others
+    worth = [
+        r.makespan for r in rows if r.label not in SCHEDULES or not SCHEDULES[r.label].dominated
+    ]
+    left.set_xlim(
+        0, 1.15 * max(worth, default=1.0)
+    )  # naive, p times as long, would hide the others
     left.set_xlabel("makespan")
     left.set_ylim(-0.6, len(rows) - 0.4)
     figure.legend(loc="outside lower left", ncols=2)
     for at, row in enumerate(rows):
         inside = row.makespan > left.get_xlim()[1]
         x = left.get_xlim()[1] if inside else row.makespan
-        left.text(x, at, f" {short(row.makespan)} ", va="center", ha="right" if inside else "left", fontsize=5)
-    right.barh(places, [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows])
+        left.text(
+            x,
+            at,
+            f" {short(row.makespan)} ",
+            va="center",
+            ha="right" if inside else "left",
+            fontsize=5,
+        )
+    right.barh(
+        places, [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows]
+    )
     right.set_xlabel("peak activation")
     right.tick_params(left=False)
     if memory is not None:

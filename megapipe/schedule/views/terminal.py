@@ -19,7 +19,9 @@ _CUBE = (0, 95, 135, 175, 215, 255)
 """Levels of red, green and blue in the 6 x 6 x 6 colours that every colour terminal has."""
 
 
-def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, colour: bool = False) -> str:
+def to_terminal(
+    schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, colour: bool = False
+) -> str:
     """Draw a schedule in lines of at most `width` characters (but at least one column of time).
 
     A cell says its pass and microbatch where they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a
@@ -34,7 +36,12 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
     columns = _columns(time, width - margin - 3)
     scale = columns / time.makespan if time.makespan else 0.0
     roomy = (
-        scale * min((time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage), default=0) >= 3
+        scale
+        * min(
+            (time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage),
+            default=0,
+        )
+        >= 3
     )
     pen = _Pen(scene.chunk, scene.fill if colour else {})
     lines = []
@@ -47,7 +54,9 @@ def to_terminal(schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, co
                 last = max(last, max(first, at) + 1)
             elif track.lane != Lane.COMPUTE.value and step[0].end > step[0].start and at < columns:
                 first = min(first, columns - 1)
-                last = max(last, first + (at <= first))  # shorter than a column, it is seen where there is room
+                last = max(
+                    last, first + (at <= first)
+                )  # shorter than a column, it is seen where there is room
             first, last = max(first, at), min(max(last, at), columns)
             text += pen.idle * (first - at) + pen.step([box.item for box in step], last - first)
             at = last
@@ -113,9 +122,13 @@ class _Pen:
 
 
 def _key(scene: Scene, pen: _Pen) -> str:
-    words = [f"{pen.tint(kind.value, Pass(kind, 0, 0))} {kind.traits.meaning}" for kind in scene.kinds]
+    words = [
+        f"{pen.tint(kind.value, Pass(kind, 0, 0))} {kind.traits.meaning}" for kind in scene.kinds
+    ]
     words.append("blank: idle" if pen.fill else ". idle")
     if max(pen.chunk):
         chains = scene.schedule.placement.num_chains
-        words.append("lower case: the other direction" if chains > 1 else "lower case: later chunks")
+        words.append(
+            "lower case: the other direction" if chains > 1 else "lower case: later chunks"
+        )
     return "; ".join(words)

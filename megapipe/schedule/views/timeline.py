@@ -49,11 +49,17 @@ def draw(
         there = {box.item.kind for lines, _ in figures for line in lines for box in line.boxes}
         kinds, colour = [kind for kind in Kind if kind in there], shades(figures[0][1])
         for kind in kinds:
-            panels[0].barh([0], [0], color=colour[kind, 0], label=f"{kind.value} {kind.traits.meaning}")
+            panels[0].barh(
+                [0], [0], color=colour[kind, 0], label=f"{kind.value} {kind.traits.meaning}"
+            )
         if said := lighter(figures[0][1]):
-            panels[0].barh([0], [0], color=colour[kinds[0], figures[0][1].stages_on(0)[-1]], label=said)
+            panels[0].barh(
+                [0], [0], color=colour[kinds[0], figures[0][1].stages_on(0)[-1]], label=said
+            )
         has_lanes = any(kind.traits.lane is not Lane.COMPUTE for kind in kinds)
-        panels[0].barh([0], [0], color=_IDLE, label="idle: between passes a bubble" if has_lanes else "bubble")
+        panels[0].barh(
+            [0], [0], color=_IDLE, label="idle: between passes a bubble" if has_lanes else "bubble"
+        )
         fitted_legend(figure, panels[0])
 
     return files.draw(height, about, paint)
@@ -68,8 +74,14 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
         places.append(y + 0.45)
         axes.broken_barh([(0, ends)], (y, 0.9), facecolors=_IDLE)
         of: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
-        for n, parts, box in ((n, len(step), box) for step in line.steps for n, box in enumerate(step)):
-            where = (y + 0.9 * (parts - 1 - n) / parts, 0.9 / parts, colour[box.item.kind, box.item.stage])
+        for n, parts, box in (
+            (n, len(step), box) for step in line.steps for n, box in enumerate(step)
+        ):
+            where = (
+                y + 0.9 * (parts - 1 - n) / parts,
+                0.9 / parts,
+                colour[box.item.kind, box.item.stage],
+            )
             of[where].append((box.start, box.end - box.start))
             letters = box.item.of
             inches = (box.end - box.start) / ends * (width - 0.7)
@@ -77,9 +89,13 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
             if parts == 1 and size >= 3.2:
                 ink = "white" if is_dark(where[2]) else "#222"
                 middle = (box.start + box.end) / 2
-                axes.text(middle, y + 0.43, letters, ha="center", va="center", fontsize=size, color=ink)
+                axes.text(
+                    middle, y + 0.43, letters, ha="center", va="center", fontsize=size, color=ink
+                )
         for (bottom, height, shade), spans in of.items():
-            axes.broken_barh(spans, (bottom, height), facecolors=shade, edgecolor="white", linewidth=0.3)
+            axes.broken_barh(
+                spans, (bottom, height), facecolors=shade, edgecolor="white", linewidth=0.3
+            )
     axes.set_yticks(places, [line.name for line in lines])
     axes.tick_params(left=False)
     axes.spines.left.set_visible(False)

@@ -25,4 +25,11 @@ class ShardingCosts:
     mem_lent: PerStage = 0.0
 
 
-SHARDING = Family("sharding", SHARDS, problems=weight_problems, needs=of_runs, whole=whole, evaluated=named_by_forwards)
+SHARDING = Family(
+    "sharding",
+    SHARDS,
+    problems=weight_problems,
+    needs=of_runs,
+    whole=whole,
+    evaluated=named_by_forwards,
+)

@@ -25,7 +25,10 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
     Nothing is said of the order in which replicas meet: all of a data-parallel group run one table, and the collectives
     of a rank are one after another on one lane.
     """
-    sharded, gathered = not schedule.kinds.isdisjoint(SHARDS), not schedule.kinds.isdisjoint(GATHERS)
+    sharded, gathered = (
+        not schedule.kinds.isdisjoint(SHARDS),
+        not schedule.kinds.isdisjoint(GATHERS),
+    )
     if not sharded:
         return
     yield from _beside(schedule, seen, gathered=gathered)
@@ -38,10 +41,15 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 
 def _beside(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -> Iterator[str]:
     """Passes and placements that do not go with sharded weights."""
-    place, own = schedule.placement, "weights that are shares" if gathered else "gradients that are shares"
+    place, own = (
+        schedule.placement,
+        "weights that are shares" if gathered else "gradients that are shares",
+    )
     # What reduces or gathers once a step has nothing to do, and V asks for weights that are gone.
     apart = {Kind.G, Kind.V, *({Kind.A} if gathered else ())}
-    for item in (next((x for x in seen if x.kind is kind), None) for kind in sorted(apart & schedule.kinds)):
+    for item in (
+        next((x for x in seen if x.kind is kind), None) for kind in sorted(apart & schedule.kinds)
+    ):
         assert item is not None
         at = f"rank {place.rank_of[item.stage]}, step {seen[item]}, {item}"
         yield f"{at}: does not go with {own} between runs"
@@ -59,15 +67,23 @@ def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
     elif named not in passes:
         there = f"at step {seen[named]}, " if named in seen else ""
         first = _gather_for(passes[0])
-        yield gather, f"{named}, {there}is not in its run, which begins with {passes[0]}; this is {first}"
+        yield (
+            gather,
+            f"{named}, {there}is not in its run, which begins with {passes[0]}; this is {first}",
+        )
     elif seen[passes[0]] < seen[named]:
         first = _gather_for(passes[0])
-        yield gather, f"its run begins with {passes[0]} at step {seen[passes[0]]}, before {named}; this is {first}"
+        yield (
+            gather,
+            f"its run begins with {passes[0]} at step {seen[passes[0]]}, before {named}; this is {first}",
+        )
 
 
 def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
     reduce, _, passes = one
-    named = next((x for x in (reduce._replace(kind=k) for k in (Kind.W, Kind.BW)) if x in seen), None)
+    named = next(
+        (x for x in (reduce._replace(kind=k) for k in (Kind.W, Kind.BW)) if x in seen), None
+    )
     if named is None:
         return  # its gradient is missing, which is said
     if seen[named] > seen[reduce]:
@@ -77,7 +93,10 @@ def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
     elif passes[-1] != named:
         last = passes[-1]
         name = last._replace(kind=Kind.RS)
-        yield reduce, f"{last} at step {seen[last]}, behind {named}, leaves a gradient too; this is {name}"
+        yield (
+            reduce,
+            f"{last} at step {seen[last]}, behind {named}, leaves a gradient too; this is {name}",
+        )
 
 
 def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]:
@@ -90,7 +109,10 @@ def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]
             left.pop(item.stage, None)
         if gathered and reads_weights(item.kind) and item.stage not in there | told:
             told.add(item.stage)
-            yield item, f"reads weights that nothing has gathered; {_gather_for(item)} is missing before it"
+            yield (
+                item,
+                f"reads weights that nothing has gathered; {_gather_for(item)} is missing before it",
+            )
         if adds_gradients(item.kind):
             left[item.stage] = item
     for item in left.values():

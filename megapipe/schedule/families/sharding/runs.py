@@ -138,5 +138,7 @@ def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
     own = sums(schedule, rank)
     for n, one in enumerate(own):
         stage, later = one.reduce.stage, own[n + 1 :]
-        waits = [at[x.reduce] for x in later[:1]] + [at[x.begin] for x in later if x.reduce.stage == stage]
+        waits = [at[x.reduce] for x in later[:1]] + [
+            at[x.begin] for x in later if x.reduce.stage == stage
+        ]
         yield Life(Kind.RS, stage, at[one.begin], at[one.reduce], min(waits, default=-1))

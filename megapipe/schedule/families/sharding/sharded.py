@@ -53,7 +53,9 @@ class _Whole:
     room: int
 
 
-def with_sharded_weights(schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()) -> Schedule:
+def with_sharded_weights(
+    schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()
+) -> Schedule:
     """The table with a gather (AF, AB) before each run of a stage's passes and a reduction (RS) behind its gradients.
 
     A gather stands where it is over by the clock when the run begins, as far as there is a place for the stage by then.
@@ -97,16 +99,23 @@ def sharded_within(
     played = [_Played(way, with_sharded_weights(schedule, costs, way), costs) for way in ways]
     best = min(one.time.makespan for one in played)
     played.sort(key=lambda one: one.worth(best))
-    room = [next((x.way for x in played if x.time.peak[r] <= limit * _HAIR), None) for r, limit in enumerate(limits)]
+    room = [
+        next((x.way for x in played if x.time.peak[r] <= limit * _HAIR), None)
+        for r, limit in enumerate(limits)
+    ]
     each = [way for way in room if way]
     if len(each) == len(room):
         played.append(_Played(each[0], with_sharded_weights(schedule, costs, each), costs))
     fitting = [one for one in played if one.fits(limits)]
     if moved is not None and played[0] not in fitting:
         tables = _moved_tables(schedule, costs, ways, min(limits), moved)
-        fitting += [one for one in (_Played(way, table, costs) for way, table in tables) if one.fits(limits)]
+        fitting += [
+            one for one in (_Played(way, table, costs) for way, table in tables) if one.fits(limits)
+        ]
     if not fitting:
-        over = [max((held - limits[r], r) for r, held in enumerate(one.time.peak)) for one in played]
+        over = [
+            max((held - limits[r], r) for r, held in enumerate(one.time.peak)) for one in played
+        ]
         need, rank = min(over)
         raise ScheduleError(
             f"{schedule.name}: rank {rank} needs {need + limits[rank]:g} for activations, gathered weights and "
@@ -117,7 +126,11 @@ def sharded_within(
 
 
 def _moved_tables(
-    schedule: Schedule, costs: Costs, ways: Iterable[Living], limit: float, moved: Callable[[float], Schedule]
+    schedule: Schedule,
+    costs: Costs,
+    ways: Iterable[Living],
+    limit: float,
+    moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[Living, Schedule]]:
     """Each way beside activations that are moved to leave it room."""
     tables: dict[float, Schedule | None] = {}
@@ -142,13 +155,21 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
         own = place.stages_on(rank)
         borrow = borrowers(costs, place, own)
         first = {stage for stage in own if place.is_first(stage)} if borrow else set()
-        pairs = max((len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0)
-        of_weights = _largest(own, weights, max(way.weights, pairs) if way.weights else 0, first, borrow)
-        found.append(of_weights + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]))
+        pairs = max(
+            (len({x.stage for x in step if reads_weights(x.kind)}) for step in row), default=0
+        )
+        of_weights = _largest(
+            own, weights, max(way.weights, pairs) if way.weights else 0, first, borrow
+        )
+        found.append(
+            of_weights + sum(sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1])
+        )
     return found
 
 
-def _largest(own: Sequence[int], sizes: Sequence[float], count: int, first: set[int], borrow: set[int]) -> float:
+def _largest(
+    own: Sequence[int], sizes: Sequence[float], count: int, first: set[int], borrow: set[int]
+) -> float:
     """The most that so many of these stages have; those that borrow of the first have its with them."""
 
     def most(stages: Iterable[int], count: int) -> float:
@@ -167,7 +188,9 @@ class _Played:
 
     def fits(self, limits: Sequence[float]) -> bool:
         """Does every rank hold at most so much?"""
-        return all(held <= limit * _HAIR for held, limit in zip(self.time.peak, limits, strict=True))
+        return all(
+            held <= limit * _HAIR for held, limit in zip(self.time.peak, limits, strict=True)
+        )
 
     def worth(self, best: float) -> tuple[float, int, bool, float, float]:
         """The less the better, beside a table that takes the time `best`."""
@@ -192,10 +215,14 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
 
 def _refuse(schedule: Schedule) -> None:
     if there := sorted(schedule.kinds & (GATHERS | REDUCES | {Kind.A, Kind.G, Kind.V})):
-        raise ScheduleError(f"{schedule.name} has {' and '.join(there)} already. Shard the table without.")
+        raise ScheduleError(
+            f"{schedule.name} has {' and '.join(there)} already. Shard the table without."
+        )
 
 
-def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living) -> tuple[Step, ...]:
+def _row(
+    schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living
+) -> tuple[Step, ...]:
     row, duration = schedule.ranks[rank], costs.durations(schedule.placement)
     reads = [{x.stage for x in step if reads_weights(x.kind)} for step in row]
     adds = [{x.stage for x in step if adds_gradients(x.kind)} for step in row]
@@ -205,15 +232,23 @@ def _row(schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Livi
         *_, last = (x for x in row[whole.last] if x.stage == whole.stage and adds_gradients(x.kind))
         behind.setdefault(whole.last, []).append(last._replace(kind=Kind.RS))
         sums.append((clock.end[rank][whole.last], duration[Kind.RS][whole.stage]))
-    ends = [(e * (1 - 1e-9), i) for i, e in enumerate(clock.end[rank]) if row[i][0].kind.traits.lane is Lane.COMPUTE]
+    ends = [
+        (e * (1 - 1e-9), i)
+        for i, e in enumerate(clock.end[rank])
+        if row[i][0].kind.traits.lane is Lane.COMPUTE
+    ]
     whole_for_a_while = _lives(reads, living.weights, ahead=living.ahead) if living.weights else []
     gathers = sorted(whole_for_a_while, key=lambda whole: whole.first)
     back = inf
     for whole in reversed(gathers):
-        back = _begin(min(back, clock.start[rank][whole.first]), duration[Kind.AF][whole.stage], sums)
+        back = _begin(
+            min(back, clock.start[rank][whole.first]), duration[Kind.AF][whole.stage], sums
+        )
         at = bisect_right(ends, (back, len(row))) - 1
         at = min(max(ends[at][1] if at >= 0 else -1, whole.room), whole.first - 1)
-        first = next(x for x in row[whole.first] if x.stage == whole.stage and reads_weights(x.kind))
+        first = next(
+            x for x in row[whole.first] if x.stage == whole.stage and reads_weights(x.kind)
+        )
         gather = first._replace(kind=Kind.AF if first.kind.is_forward else Kind.AB)
         # Before reductions that end the same step, and before gathers for later uses.
         behind.setdefault(at, []).insert(0, gather)
@@ -243,7 +278,10 @@ def _lives(uses: Sequence[set[int]], places: int, *, ahead: bool) -> list[_Whole
             if stage in whole:
                 whole[stage] = replace(whole[stage], last=i)
                 continue
-            while len(whole) >= places and (gone := _farthest(whole, coming, used, recent if ahead else set())) >= 0:
+            while (
+                len(whole) >= places
+                and (gone := _farthest(whole, coming, used, recent if ahead else set())) >= 0
+            ):
                 runs.append(whole.pop(gone))
                 if len(whole) + len(free) < places:
                     free.append(runs[-1].last)
@@ -258,7 +296,9 @@ def _lives(uses: Sequence[set[int]], places: int, *, ahead: bool) -> list[_Whole
     return runs
 
 
-def _farthest(whole: dict[int, _Whole], coming: dict[int, list[int]], used: set[int], recent: set[int]) -> int:
+def _farthest(
+    whole: dict[int, _Whole], coming: dict[int, list[int]], used: set[int], recent: set[int]
+) -> int:
     """The stage to let go: that of the farthest next use, none that was used just now if another is there. -1: none."""
     candidates = [stage for stage in whole if stage not in used]
     candidates = [stage for stage in candidates if stage not in recent] or candidates

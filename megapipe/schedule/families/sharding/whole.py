@@ -16,7 +16,9 @@ def borrowers(costs: Prices, place: Placement, stages: Collection[int]) -> set[i
     return {stage for stage in stages if lent[stage]}
 
 
-def whole(schedule: Schedule, costs: Prices, clock: Times, rank: int) -> Iterator[tuple[float, float, int]]:
+def whole(
+    schedule: Schedule, costs: Prices, clock: Times, rank: int
+) -> Iterator[tuple[float, float, int]]:
     """Yield (time, size, step of the row) for each change in gathered weights and unreduced gradients of a rank."""
     place = schedule.placement
     weights = costs.by_stage("mem_a", place)

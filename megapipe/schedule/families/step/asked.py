@@ -33,7 +33,9 @@ class StepPasses:
             table = with_reduction(table, costs)
         gather = self.gather and Kind.A not in table.kinds
         if self.update or self.validate:
-            return with_optimizer(table, barrier=not self.validate, gather="ahead" if gather else "none")
+            return with_optimizer(
+                table, barrier=not self.validate, gather="ahead" if gather else "none"
+            )
         return with_gather(table) if gather else table
 
 

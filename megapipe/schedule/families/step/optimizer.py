@@ -13,7 +13,9 @@ from megapipe.schedule.passes import Pass, Schedule, Step
 Gather = Literal["none", "behind", "ahead"]
 
 
-def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather = "none") -> Schedule:
+def with_optimizer(
+    schedule: Schedule, *, barrier: bool = True, gather: Gather = "none"
+) -> Schedule:
     """The table of one step, of `with_reduction`, with the update of every stage.
 
     Args:
@@ -24,7 +26,10 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
             step, in the order in which its forwards need them.
     Raises: ScheduleError for a table that has one of these.
     """
-    refuse_twice(schedule, {Kind.U} | ({Kind.V} if not barrier else set()) | ({Kind.A} if gather != "none" else set()))
+    refuse_twice(
+        schedule,
+        {Kind.U} | ({Kind.V} if not barrier else set()) | ({Kind.A} if gather != "none" else set()),
+    )
     rows, cuts, gathers = [], closed_prefix(schedule), _gathers(schedule)
     for rank, (row, cut) in enumerate(zip(schedule.ranks, cuts, strict=True)):
         own = schedule.placement.stages_on(rank)
@@ -33,7 +38,11 @@ def with_optimizer(schedule: Schedule, *, barrier: bool = True, gather: Gather =
         front = gathers[rank] if gather == "ahead" else []
         back = [Pass(Kind.U, s, 0) for s in reduced]
         if gather == "behind":
-            back = [x for a in gathers[rank] for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))]
+            back = [
+                x
+                for a in gathers[rank]
+                for x in (Pass(Kind.U, a.stage, 0), a._replace(microbatch=1))
+            ]
         # Behind all that can run again: the later V stands, the more of the step before's sums is over by then.
         check = [] if barrier else [Pass(Kind.V, s, 0) for s in own]
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))

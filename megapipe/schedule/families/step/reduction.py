@@ -33,7 +33,9 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
     rows = []
     for rank, row in enumerate(schedule.ranks):
-        last = {x.stage: i for i, step in enumerate(row) for x in step if x.kind.is_gradient_of_weights}
+        last = {
+            x.stage: i for i, step in enumerate(row) for x in step if x.kind.is_gradient_of_weights
+        }
         behind: dict[int, list[Step]] = {}
         at = -1  # a chain may have no microbatch
         for stage in order:
@@ -42,14 +44,21 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
                 before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
                 at = max(at, last.get(stage, at), *before)
                 behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
-        rows.append((*behind.get(-1, ()), *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ())))))
+        rows.append(
+            (
+                *behind.get(-1, ()),
+                *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ()))),
+            )
+        )
     return replace(schedule, ranks=tuple(rows))
 
 
 def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
     """Raises: ScheduleError for a table that has such passes of a stage as a whole already, or RS, run by run."""
     if Kind.RS in schedule.kinds:
-        raise ScheduleError(f"{schedule.name} sums gradients behind runs of passes (RS), not once a step.")
+        raise ScheduleError(
+            f"{schedule.name} sums gradients behind runs of passes (RS), not once a step."
+        )
     if twice := sorted(added & schedule.kinds):
         raise ScheduleError(
             f"{schedule.name} has {', '.join(twice)} already, and each stage has one a step. Leave them out of the "

@@ -38,10 +38,16 @@ def _of_slice(costs: Mapping[str, Any], length: float, _: float) -> Mapping[str,
 def _missing(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
     """Every share of the vocabulary is used for each microbatch, and combined where the loss is."""
     place = schedule.placement
-    for microbatch, piece in product(range(schedule.all_microbatches if place.vocabulary else 0), schedule.slices):
+    for microbatch, piece in product(
+        range(schedule.all_microbatches if place.vocabulary else 0), schedule.slices
+    ):
         first = schedule.chain_of(microbatch) * place.chain
         at = [(s, kind, kind.traits.at) for s in range(first, first + place.chain) for kind in Kind]
-        for item in (Pass(kind, s, microbatch, piece) for s, kind, where in at if where and s in place.meant(s, where)):
+        for item in (
+            Pass(kind, s, microbatch, piece)
+            for s, kind, where in at
+            if where and s in place.meant(s, where)
+        ):
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
 

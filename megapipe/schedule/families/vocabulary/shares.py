@@ -28,7 +28,11 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
-    if schedule.placement.vocabulary or schedule.cuts or any(kind.traits.per_stage for kind in schedule.kinds):
+    if (
+        schedule.placement.vocabulary
+        or schedule.cuts
+        or any(kind.traits.per_stage for kind in schedule.kinds)
+    ):
         raise ScheduleError(
             f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW of whole microbatches alone."
         )
@@ -42,7 +46,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 def refuse_apart(name: str, place: Placement) -> None:
     """Raises: ScheduleError for ranks without a stage in each chain, if they are to share the vocabulary."""
     if place.vocabulary and any(
-        len(place.shares(first)) < place.num_ranks for first in range(0, place.num_stages, place.chain)
+        len(place.shares(first)) < place.num_ranks
+        for first in range(0, place.num_stages, place.chain)
     ):
         raise ScheduleError(
             f"{name}: to share the vocabulary every rank must have a stage of each chain. "
@@ -55,4 +60,9 @@ def all_shared(schedule: Schedule) -> Iterator[Pass]:
     place = schedule.placement
     for microbatch in range(schedule.num_microbatches):
         first = schedule.chain_of(microbatch) * place.chain
-        yield from (Pass(k, s, microbatch) for k in Kind if k.traits.at for s in place.meant(first, k.traits.at))
+        yield from (
+            Pass(k, s, microbatch)
+            for k in Kind
+            if k.traits.at
+            for s in place.meant(first, k.traits.at)
+        )

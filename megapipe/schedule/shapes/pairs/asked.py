@@ -22,4 +22,8 @@ class Pairing:
     def linked(self, costs: Costs) -> Costs:
         """Return the costs with the share of communication, unless they name one."""
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
-        return costs if named or not self.share else replace(costs, link_f=self.share, link_b=self.share)
+        return (
+            costs
+            if named or not self.share
+            else replace(costs, link_f=self.share, link_b=self.share)
+        )

@@ -31,7 +31,9 @@ class Manner:
     spare: tuple[int, ...] = ()
 
 
-GRID = [Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))]
+GRID = [
+    Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))
+]
 
 
 def changed(manner: Manner, ranks: int, random: Random) -> Manner:

@@ -55,7 +55,9 @@ def pairs(
     plain, given = simulate(alone, costs), simulate(schedule, costs)
     limits = limits_in_pairs(schedule, costs, memory)
     best, least = None, plain.makespan * (1 - _SMALL)
-    if given.makespan < least and all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)):
+    if given.makespan < least and all(
+        x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)
+    ):
         best, least = schedule, given.makespan
     found = best_play(alone, costs, limits, tries, split=split)
     if found is not None and found[0] < least * (1 - _SMALL):
@@ -74,8 +76,13 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     rows = []
     for rank in range(place.num_ranks):
         own = place.stages_on(rank)
-        lives = [(2 * (place.chain - place.position(s)) / (len(own) // place.num_chains), held[s]) for s in own]
-        rows.append(sum(min(most, pairs_long / place.num_chains) * size for pairs_long, size in lives))
+        lives = [
+            (2 * (place.chain - place.position(s)) / (len(own) // place.num_chains), held[s])
+            for s in own
+        ]
+        rows.append(
+            sum(min(most, pairs_long / place.num_chains) * size for pairs_long, size in lives)
+        )
     return rows
 
 
@@ -96,7 +103,9 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
             "table without them: copies and gathers are added after pairs."
         )
     if schedule.cuts:
-        raise ScheduleError(f"{schedule.name} is cut in slices: pairs are made in a table of whole microbatches.")
+        raise ScheduleError(
+            f"{schedule.name} is cut in slices: pairs are made in a table of whole microbatches."
+        )
     refuse_idle(costs)
 
 

@@ -48,14 +48,24 @@ def compiled_play(
     place, m = schedule.placement, schedule.all_microbatches
     held = costs.memory(place).b
     largest = [max(held[s] for s in place.stages_on(r)) for r in range(place.num_ranks)]
-    table, begin = _table(schedule, costs, limits, split), [0, *accumulate(_count(row) for row in schedule.ranks)]
+    table, begin = (
+        _table(schedule, costs, limits, split),
+        [0, *accumulate(_count(row) for row in schedule.ranks)],
+    )
     steps, made = ints([0] * (12 * begin[-1])), ints([0] * place.num_ranks)
     code.play.restype = ctypes.c_double
 
     def timed(manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
         spare = manner.spare or (0,) * place.num_ranks
         given = _Manner(
-            *(manner.wait, manner.forwards, manner.reach, manner.backwards, manner.weights, manner.keep),
+            *(
+                manner.wait,
+                manner.forwards,
+                manner.reach,
+                manner.backwards,
+                manner.weights,
+                manner.keep,
+            ),
             doubles([n * most for n, most in zip(spare, largest, strict=True)]),
         )
         makespan = code.play(ctypes.byref(table), ctypes.byref(given), steps, made)
@@ -91,11 +101,16 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
     for rank, mine in enumerate(own):
         for (a, b), (i, s), (j, t) in product(_TOGETHER, enumerate(mine), enumerate(mine)):
             step = Pass(_KINDS[a], s, 0), Pass(_KINDS[b], t, 1)
-            together[(rank * wide + a * chunks + i) * wide + b * chunks + j] = costs.of_step(step, place)
+            together[(rank * wide + a * chunks + i) * wide + b * chunks + j] = costs.of_step(
+                step, place
+            )
 
     def lags(to: Sequence[int | None]) -> list[float]:
         ranks = place.rank_of
-        return [0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own)) for s, t in zip(stages, to, strict=True)]
+        return [
+            0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own))
+            for s, t in zip(stages, to, strict=True)
+        ]
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
         return [x.stage * m + x.microbatch for x in schedule.passes() if way(x.kind)]
@@ -105,7 +120,10 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
         *map(ints, (place.rank_of, [own[place.rank_of[s]].index(s) for s in stages])),
         *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
         *map(doubles, (held, owes, lags(after), lags(before))),
-        *(ints(order(way)) for way in (lambda kind: kind.is_forward, lambda kind: kind.is_backward)),
+        *(
+            ints(order(way))
+            for way in (lambda kind: kind.is_forward, lambda kind: kind.is_backward)
+        ),
         ints([0, *accumulate(map(_count, schedule.ranks))]),
         *map(doubles, (alone, together, [limit * (1 + _SMALL) for limit in limits])),
         max(costs.durations(place)[Kind.F]),

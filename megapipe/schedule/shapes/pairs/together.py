@@ -27,7 +27,9 @@ def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
     """(makespan, table) of the best manner met: those of a grid, then small changes of one that is about as good."""
-    timed = compiled_play(schedule, costs, limits, split) or Play(schedule, costs, limits, split).timed
+    timed = (
+        compiled_play(schedule, costs, limits, split) or Play(schedule, costs, limits, split).timed
+    )
     random = Random(0)
     ramp = tuple(range(len(limits)))  # the later the rank, the less it holds
     grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
@@ -66,7 +68,12 @@ class Play:
     """A play of the table by the clock, in which each rank runs together what is ready."""
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
-        self.schedule, self.costs, self.limits, self.place = schedule, costs, limits, schedule.placement
+        self.schedule, self.costs, self.limits, self.place = (
+            schedule,
+            costs,
+            limits,
+            schedule.placement,
+        )
         self.split = split or any(kind.is_split for kind in schedule.kinds)
         self.held, self.owes, *_ = costs.memory(self.place)
         durations = costs.durations(self.place)
@@ -74,7 +81,9 @@ class Play:
         self.length: dict[tuple[tuple[Kind, int], ...], float] = {}
         passes = [[x for step in row for x in step] for row in schedule.ranks]
         self.forwards = [[x for x in row if x.kind.is_forward] for row in passes]
-        self.backwards = [[x._replace(kind=Kind.B) for x in row if x.kind.is_backward] for row in passes]
+        self.backwards = [
+            [x._replace(kind=Kind.B) for x in row if x.kind.is_backward] for row in passes
+        ]
 
     def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
         """The makespan of a play and how to get its rows; None if ranks wait for each other for ever."""
@@ -89,8 +98,14 @@ class Play:
         self.manner, self.wait = manner, manner.wait * self.forward
         spare = manner.spare or (0,) * len(self.limits)
         self.rows = [
-            _Row(list(f), list(b), limit * (1 + _SMALL) - n * max(self.held[s] for s in self.place.stages_on(r)))
-            for r, (f, b, limit, n) in enumerate(zip(self.forwards, self.backwards, self.limits, spare, strict=True))
+            _Row(
+                list(f),
+                list(b),
+                limit * (1 + _SMALL) - n * max(self.held[s] for s in self.place.stages_on(r)),
+            )
+            for r, (f, b, limit, n) in enumerate(
+                zip(self.forwards, self.backwards, self.limits, spare, strict=True)
+            )
         ]
         self.there = {x: 0.0 for row in self.forwards for x in row if self.place.is_first(x.stage)}
         self.events = [(0.0, rank) for rank in range(len(self.rows))]
@@ -98,7 +113,9 @@ class Play:
         while self.events:
             now, first = heappop(self.events)
             due = {first}
-            while self.events and self.events[0][0] <= now * (1 + _SMALL):  # all that is there now, then who takes it
+            while self.events and self.events[0][0] <= now * (
+                1 + _SMALL
+            ):  # all that is there now, then who takes it
                 due.add(heappop(self.events)[1])
             for rank in sorted(due):
                 row = self.rows[rank]
@@ -150,11 +167,17 @@ class Play:
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
         if f.microbatch >= self.manner.forwards:
             comes, other = self._first(row.forwards, late, f)
-            if other is not None and comes <= late and self.held[f.stage] + self.held[other.stage] <= row.room:
+            if (
+                other is not None
+                and comes <= late
+                and self.held[f.stage] + self.held[other.stage] <= row.room
+            ):
                 return f, other
         return (f, row.owed[0]) if row.owed and self.manner.weights else (f,)
 
-    def _first(self, order: list[Pass], late: float, but: Pass | None = None) -> tuple[float, Pass | None]:
+    def _first(
+        self, order: list[Pass], late: float, but: Pass | None = None
+    ) -> tuple[float, Pass | None]:
         """The first of an order that is there, one of each stage, or else of them the one that comes first."""
         best: tuple[float, Pass | None] = inf, None
         stages: set[int] = set()

@@ -53,7 +53,9 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
     Raises: ScheduleError for more slices than MOST_SLICES.
     """
     if count > MOST_SLICES:
-        raise ScheduleError(f"{count:,} slices of a microbatch: {MOST_SLICES} are the most. Use that, or fewer.")
+        raise ScheduleError(
+            f"{count:,} slices of a microbatch: {MOST_SLICES} are the most. Use that, or fewer."
+        )
     if how == "equal":
         return (1 / count,) * count
     if documents > 1:  # which each are as a sequence of which attention is a smaller part
@@ -101,13 +103,17 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
 
 
 @lru_cache(maxsize=64)  # all passes and messages of a microbatch ask for the same
-def at_borders(lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1) -> tuple[int, ...]:
+def at_borders(
+    lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1
+) -> tuple[int, ...]:
     """Return slices cut where documents begin: each cut goes to the border next to it that is a multiple, if there is
     one that lies no further than half of the way to the cuts beside it."""
     ends = [0, *accumulate(lengths)]
     moved = [0]
     for before, at, behind in zip(ends, ends[1:], ends[2:], strict=False):
-        near = [x for x in borders if 2 * x > before + at and 2 * x < at + behind and x % multiple == 0]
+        near = [
+            x for x in borders if 2 * x > before + at and 2 * x < at + behind and x % multiple == 0
+        ]
         moved.append(min(near, key=lambda x: abs(x - at), default=at))
     return tuple(b - a for a, b in pairwise([*moved, ends[-1]]))
 

@@ -69,7 +69,9 @@ def slices(
     return best[1]
 
 
-def of_one_length(name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int) -> Schedule:
+def of_one_length(
+    name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int
+) -> Schedule:
     """A schedule of the literature by this name: one with every microbatch in so many slices of one length."""
     return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
 
@@ -80,7 +82,11 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
     refuse_uncuttable(schedule)
     n = len(cuts)
     rows = (
-        tuple((x._replace(slice=j if x.kind.is_forward else n - 1 - j),) for (x,) in row for j in range(n))
+        tuple(
+            (x._replace(slice=j if x.kind.is_forward else n - 1 - j),)
+            for (x,) in row
+            for j in range(n)
+        )
         for row in unpaired(schedule).ranks
     )
     table = replace(schedule, ranks=tuple(rows), cuts=cuts, documents=documents)
@@ -88,17 +94,24 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
     return table
 
 
-def of_microbatches(pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
+def of_microbatches(
+    pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()
+) -> Schedule:
     """A table whose microbatches are read as slices, n after n of one microbatch; the order of its passes stays."""
     n = len(cuts)
-    table = replace(pattern, num_microbatches=pattern.num_microbatches // n, cuts=cuts, documents=documents)
+    table = replace(
+        pattern, num_microbatches=pattern.num_microbatches // n, cuts=cuts, documents=documents
+    )
 
     def slice_of(x: Pass) -> Pass:
         item = x._replace(microbatch=x.microbatch // n, slice=x.microbatch % n)
         of = table.document(item)
         return item if x.kind.is_forward else item._replace(slice=of[0] + of[-1] - x.microbatch % n)
 
-    return replace(table, ranks=tuple(tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks))
+    return replace(
+        table,
+        ranks=tuple(tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks),
+    )
 
 
 def _longest(n: int, documents: Documents) -> int:

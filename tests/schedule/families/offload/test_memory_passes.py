@@ -149,7 +149,7 @@ def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refus
 def test_files_and_pictures_know_the_letters() -> None:
     table = with_offload(build("zb-h1", 2, 4), HALF, switches=[(0, 1)])
     assert from_json(to_json(table)) == table
-    with pytest.raises(ScheduleError, match=r"says in which order ranks share a lane, which CSV cannot\. Write JSON"):
+    with pytest.raises(ScheduleError, match=r"says in which order ranks share a stream, which CSV cannot\. Write JSON"):
         to_csv(table)
     again = with_recompute(with_offload(build("1f1b", 2, 4), HALF), HALF, chosen=[(1, 0)])
     assert from_csv(to_csv(again), "1f1b").ranks == again.ranks
@@ -163,7 +163,7 @@ def test_a_shared_lane_in_a_file_is_checked_like_the_rest() -> None:
     text = to_json(with_offload(build("1f1b", 2, 4), HALF, switches=[(0, 1)]))
     with pytest.raises(ScheduleError, match=r"shared must be a list of objects with lane .d2h or h2d., ranks"):
         from_json(text.replace('"lane": "d2h"', '"lane": "compute"'))
-    with pytest.raises(ScheduleError, match="the lane d2h that ranks 0, 1 share: not a pass"):
+    with pytest.raises(ScheduleError, match="the d2h stream that ranks 0, 1 share: not a pass"):
         from_json(text.replace('"order": ["0O0"', '"order": ["0-0"'))
 
 

@@ -1,0 +1,154 @@
+"""A schedule made by a user's function, with errors as plain as for a file.
+
+The function takes (ranks, microbatches) and returns a Schedule. It also gets chunks, costs and
+memory if it has arguments of these names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.named import find_named, place_of
+from megapipe.schedule.kinds import Lane
+from megapipe.schedule.passes import Kind, Pass, Placement, Schedule, Shared, Step
+from megapipe.schedule.placement import placement_problems
+
+
+def own_generator(name: str) -> Callable[..., Schedule]:
+    """Return the function that FILE.py:NAME or MODULE:NAME names.
+
+    Raises: ScheduleError if there is no such file or function, or it takes other arguments.
+    """
+    try:
+        found: Callable[..., Schedule] = find_named(name, "--pipeline-schedule", "my_schedule:make")
+    except ConfigError as error:
+        raise ScheduleError(error.problems) from None
+    signature = inspect.signature(found)
+    try:
+        signature.bind(1, 1)
+    except TypeError:
+        raise ScheduleError(
+            f"{name} takes {signature}, but a function that makes a schedule takes "
+            "(ranks, microbatches), and by keyword any of chunks, costs and memory."
+        ) from None
+    return found
+
+
+def own_schedule(
+    source: str,
+    generate: Callable[[], Any],
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+) -> Schedule:
+    """Return the schedule that `generate` makes, with rows and steps as tuples.
+
+    Args:
+        source: names the function in errors.
+        chunks: the stages of each rank that the function was asked for; None if it was not asked.
+    Raises: ScheduleError if the user's code fails, or returns no table for these numbers.
+    """
+    try:
+        made = generate()
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: {error}") from error
+    except Exception as error:  # the user's code may raise anything
+        size = f"{ranks} ranks and {microbatches} microbatches"
+        raise ScheduleError(f"{source} failed for {size}: {place_of(error)}") from error
+    problems: list[str] = []
+    if isinstance(made, Schedule):
+        problems += _number_problems(made, ranks, microbatches, chunks)
+    else:
+        problems.append(
+            f"it returned a {type(made).__name__}, "
+            "not a Schedule(name, placement, num_microbatches, ranks)"
+        )
+    if not problems:
+        rows = tuple(tuple(_steps(row, rank, problems)) for rank, row in enumerate(made.ranks))
+        more = _more(made, problems)
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise ScheduleError(f"{source} is not a schedule:{lines}")
+    placement = replace(made.placement, rank_of=tuple(made.placement.rank_of))
+    return Schedule(made.name, placement, microbatches, rows, **more)
+
+
+def _number_problems(
+    made: Schedule, ranks: int, microbatches: int, chunks: int | None
+) -> Iterator[str]:
+    """Yield where a schedule is not of the numbers that the function was asked for."""
+    place = made.placement
+    if not isinstance(place, Placement):
+        yield f"placement is a {type(place).__name__}, not a Placement(rank_of, chain)"
+        return
+    yield from placement_problems(place.rank_of, place.chain, ranks)
+    if made.num_microbatches != microbatches:
+        yield (
+            f"num_microbatches is {made.num_microbatches}, "
+            f"not the {microbatches} that were asked for"
+        )
+    if not 0 <= place.depths < place.chain:
+        yield f"depths, the last stages of a chain, must be a number from 0 to {place.chain - 1}"
+    stages = len(place.rank_of)
+    if chunks is not None and stages != chunks * ranks:
+        yield (
+            f"it has {stages} stages, not {chunks} chunks on each of {ranks} ranks. Make as many, "
+            "refuse other numbers with a ScheduleError, or do not name chunks as an argument"
+        )
+    if len(made.ranks) != ranks:
+        yield f"it has rows for {len(made.ranks)} ranks, not for the {ranks} that were asked for"
+
+
+def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]:
+    """Yield the steps of a row as tuples, a lone pass as a step of one; append to `problems`."""
+    if not isinstance(row, Iterable):
+        problems.append(f"rank {rank}: {row!r} is no row of steps")
+        return
+    for i, step in enumerate(row):
+        passes = [step] if isinstance(step, Pass) else step
+        try:
+            yield tuple(map(_pass, passes))
+        except (TypeError, ValueError):
+            problems.append(
+                f"rank {rank}, step {i}, {step!r}: "
+                "a step is a tuple of passes, such as (Pass(Kind.F, 0, 3),)"
+            )
+
+
+def _pass(item: Sequence[Any]) -> Pass:
+    """Return a pass or a tuple as a Pass. Raises: TypeError or ValueError if it is none."""
+    kind, stage, microbatch, *piece = item
+    slices = (int(x) for x in piece if x is not None)
+    return Pass(Kind(kind), int(stage), int(microbatch), *slices)
+
+
+def _more(made: Schedule, problems: list[str]) -> dict[str, Any]:
+    """Return the fields of a Schedule that have defaults, as tuples; append to `problems`."""
+    shapes: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
+        "cuts": ("lengths of slices, such as (1.0, 1.0)", lambda x: tuple(map(float, x))),
+        "documents": ("a tuple of slices for each microbatch, or one for all", _documents),
+        "shared": ("Shared streams, each with its ranks and a tuple of passes", _lanes),
+    }
+    found: dict[str, Any] = {}
+    for name, (rule, shape) in shapes.items():
+        try:
+            found[name] = shape(getattr(made, name))
+        except (AttributeError, TypeError, ValueError):
+            problems.append(f"{name} must be {rule}, got {getattr(made, name)!r}")
+    return found
+
+
+def _documents(rows: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _lanes(shared: Iterable[Shared]) -> tuple[Shared, ...]:
+    found = []
+    for lane in shared:
+        order = tuple(map(_pass, lane.order))
+        found.append(Shared(Lane(lane.lane), tuple(map(int, lane.ranks)), order))
+    return tuple(found)

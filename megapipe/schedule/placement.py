@@ -1,0 +1,176 @@
+"""On which rank each stage of the model is.
+
+A placement is independent of the table that runs on it. So loop, V and DualPipe's mirror are three
+one-line placements (`generators.waves`) under the same machinery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megapipe.schedule.kinds import Need, Where
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A placement of stages on ranks.
+
+    With one chain a stage is a consecutive part of the model and has a *position* equal to its
+    number. DualPipe has two chains: stages s and s + chain are replicas on mirrored ranks and have
+    the same position.
+
+    Attributes:
+        rank_of: rank of each stage.
+        chain: number of stages from one end of the model to the other.
+        vocabulary: each rank holds an equal share of the rows of embedding and head, for each chain
+            in which it has a stage.
+        depths: number of stages at the end of each chain that are depths of multi-token prediction.
+            The model's own chain ends before them, with the loss. The first depth takes the output
+            of the stage with the loss, each further one takes the output of the depth before it.
+            Any rank may have any depth.
+    """
+
+    rank_of: tuple[int, ...]
+    chain: int
+    vocabulary: bool = False
+    depths: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of) + 1
+
+    @property
+    def num_chains(self) -> int:
+        return self.num_stages // self.chain
+
+    @property
+    def main(self) -> int:
+        """Return the number of stages from the embedding to the loss, without depths."""
+        return self.chain - self.depths
+
+    @property
+    def own_chain(self) -> Placement:
+        """Return the placement without depths of multi-token prediction."""
+        rank_of: list[int] = []
+        for first in range(0, self.num_stages, self.chain):
+            rank_of += self.rank_of[first : first + self.main]
+        return replace(self, rank_of=tuple(rank_of), chain=self.main, depths=0)
+
+    def with_depths(self, ranks: Sequence[int]) -> Placement:
+        """Return the placement with a depth of multi-token prediction on each of these ranks.
+
+        They follow the stages of each chain. In DualPipe the second chain has them mirrored.
+        """
+        mirrored = [self.num_ranks - 1 - rank for rank in ranks]
+        rank_of: list[int] = []
+        for first in range(0, self.num_stages, self.chain):
+            rank_of += self.rank_of[first : first + self.chain]
+            rank_of += mirrored if first else ranks
+        depths = len(ranks)
+        return replace(self, rank_of=tuple(rank_of), chain=self.chain + depths, depths=depths)
+
+    def position(self, stage: int) -> int:
+        """Return which part of the model this stage holds, 0..chain-1."""
+        return stage % self.chain
+
+    def is_first(self, stage: int) -> bool:
+        """Return whether the stage holds the embedding."""
+        return self.position(stage) == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether the stage holds the loss of the model's own chain."""
+        return self.position(stage) == self.main - 1
+
+    def depth(self, stage: int) -> int:
+        """Return which depth of multi-token prediction the stage is, from 1; 0 if it is none."""
+        return max(self.position(stage) - self.main + 1, 0)
+
+    def reads(self, stage: int) -> bool:
+        """Return whether the stage reads tokens or labels."""
+        return self.is_first(stage) or self.is_last(stage) or self.depth(stage) > 0
+
+    def prev(self, stage: int) -> int | None:
+        """Return the stage whose output this one takes, None at the embedding."""
+        return None if self.is_first(stage) else stage - 1
+
+    def next(self, stage: int) -> int | None:
+        """Return the stage that takes this one's output.
+
+        Returns None at the end of the chain: at the loss, or at the last depth after it.
+        """
+        return None if self.position(stage) == self.chain - 1 else stage + 1
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank in ascending order, which numbers its model chunks."""
+        return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
+
+    def needed(self, stage: int, need: Need) -> tuple[int, ...]:
+        """Return the stages whose results a pass of `stage` needs."""
+        applies = need.at is None or stage in self.meant(stage, need.at)
+        return self.meant(stage, need.where) if applies else ()
+
+    def meant(self, stage: int, where: Where) -> tuple[int, ...]:
+        """Return the stages that `where` refers to, seen from `stage`."""
+        first = stage - self.position(stage)
+        if where is Where.SHARES:
+            return self.shares(stage)
+        if where in (Where.EMBEDS, Where.LOSSES):
+            end = first if where is Where.EMBEDS else first + self.main - 1
+            return (end, *range(first + self.main, first + self.chain))
+        if where in (Where.PREV, Where.NEXT):
+            other = self.prev(stage) if where is Where.PREV else self.next(stage)
+            return () if other is None else (other,)
+        if where in (Where.MICROBATCHES, Where.REPLICAS):
+            return self.replicas(stage)
+        if where is Where.RANK:
+            return self.stages_on(self.rank_of[stage])
+        if where is Where.EVERYWHERE:
+            return tuple(range(self.num_stages))
+        return (stage,)
+
+    def shares(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that hold the shares of the vocabulary for the chain of `stage`.
+
+        On each rank it is the rank's first stage of the model's own chain. They are in ascending
+        order, and there are none where the ends of the model hold the whole vocabulary.
+        """
+        return self._shares[stage // self.chain]
+
+    @cached_property
+    def _shares(self) -> tuple[tuple[int, ...], ...]:
+        if not self.vocabulary:
+            return ((),) * self.num_chains
+        found = []
+        for start in range(0, self.num_stages, self.chain):
+            first_of: dict[int, int] = {}
+            for stage in range(start, start + self.main):
+                first_of.setdefault(self.rank_of[stage], stage)
+            found.append(tuple(sorted(first_of.values())))
+        return tuple(found)
+
+    def replicas(self, stage: int) -> tuple[int, ...]:
+        """Return the stages with the same position, `stage` included: two in DualPipe, else one."""
+        return tuple(range(self.position(stage), self.num_stages, self.chain))
+
+
+def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
+    """Yield the reasons why there is no placement with these numbers.
+
+    Args:
+        rank_of: rank of each stage.
+        chain: number of stages from one end of the model to the other.
+        ranks: number of ranks.
+    """
+    stages = list(rank_of)
+    named = set(stages)
+    # Compare the count first: a file may ask for any number of ranks, and a set of them all.
+    if len(named) != ranks or named != set(range(ranks)):
+        yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
+    if chain < 1 or len(stages) % chain:
+        yield f"chain {chain} must divide the number of stages, {len(stages)}"
