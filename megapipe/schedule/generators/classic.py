@@ -1,4 +1,12 @@
-"""The schedules of one stage a rank: naive, GPipe, 1F1B, and with a split backward ZB-H1 and ZB-H2."""
+"""The schedules with one stage on each rank: naive, GPipe, 1F1B, ZB-H1 and ZB-H2.
+
+1F1B on 4 ranks at F = BW. A number is the forward of a microbatch, in brackets its backward:
+
+    rank 0   0   1   2   3              [0]  4  [1]
+    rank 1       0   1   2          [0]  3  [1]  4
+    rank 2           0   1      [0]  2  [1]  3  [2]
+    rank 3               0  [0]  1  [1]  2  [2]  3
+"""
 
 from __future__ import annotations
 
@@ -7,26 +15,42 @@ from megapipe.schedule.passes import Schedule
 
 
 def naive(ranks: int, microbatches: int) -> Schedule:
-    """One microbatch at a time through the whole model: a rank computes 1/p of the time."""
+    """Return a table with one microbatch at a time in the whole model.
+
+    A rank computes 1/p of the time.
+    """
     return in_turns("naive", ranks, [microbatches])
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019): (p-1)/(m+p-1) of the time is bubble; memory m."""
+    """Return GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+    The bubble is (p-1)/(m+p-1) of the time, the memory m.
+    """
     return in_turns("gpipe", ranks, [microbatches], ahead=microbatches)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Each backward as soon as it can (Narayanan et al. 2019, PipeDream-Flush 2021): bubble (p-1)(F+B+W), memory p."""
+    """Return 1F1B (Narayanan et al. 2019; PipeDream-Flush, 2021): each backward as soon as it can.
+
+    Rank r runs p-1-r forwards, then a forward and a backward in turns, then the other backwards.
+    Bubble (p-1)(F+B+W), memory p.
+    """
     return in_turns("1f1b", ranks, [microbatches], slope=1)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Bubble (p-1)(F+B-W) at the memory of 1F1B, p, on every rank: W waits for a moment in which the rank would have
-    nothing to do (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2)."""
+    """Return ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2).
+
+    W runs at a moment in which its rank would otherwise wait. Bubble (p-1)(F+B-W), with the memory
+    of 1F1B, p, on every rank.
+    """
     return in_turns("zb-h1", ranks, [microbatches], slope=1, lag=1)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 with a warm-up twice as deep: bubble (p-1)(F+B-2W), none at F = B = W, memory 2p-1, almost twice."""
+    """Return ZB-H2: ZB-H1 with a warm-up twice as deep (Qi et al. 2023, sec. 2).
+
+    Bubble (p-1)(F+B-2W), which is 0 at F = B = W. Memory 2p-1, while 1F1B has p.
+    """
     return in_turns("zb-h2", ranks, [microbatches], slope=2, lag=2)

@@ -1,7 +1,7 @@
-"""1F1B on the V: the block of V-Half and V-Min with the backward left whole.
+"""1F1B-V: 1F1B on the V, the building block of V-Half and V-Min with a fused backward.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 4 and appendix). Without W to put off, two thirds
-of 1F1B's memory is what a V needs for a full middle.
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 4 and appendix). Without a W
+to defer, two thirds of 1F1B's memory are enough for a steady phase without waits.
 """
 
 from __future__ import annotations
@@ -12,37 +12,47 @@ from megapipe.schedule.passes import Kind, Pass, Schedule
 
 
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
-    """Memory (2p+2)//3, one more where 3 divides p; bubble about (p-1)(F+B+W)/2 and what its ramps lose."""
-    stages, rows = 2 * ranks, _repeated(ranks, microbatches)
+    """Return 1F1B-V: memory (2p+2)//3, one more if 3 divides p.
+
+    The bubble is about (p-1)(F+B+W)/2, and the ramps add some waits.
+    """
+    last = 2 * ranks - 1
+    rows = _repeated(ranks, microbatches)
     at = {item: slot for row in rows for slot, item in row.passes.items()}
     limit = max(held for row in rows for held, _ in row.states)
+    # Move each pass to the earliest slot after its inputs, in the order of the slots.
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
         kind, stage, i, _ = item
-        row = rows[min(stage, stages - 1 - stage)]
+        row = rows[min(stage, last - stage)]
         if kind is Kind.F:
             inputs = at.get(Pass(kind, stage - 1, i), -1), at.get(Pass(kind, stage, i - 1), -1)
             at[item] = row.move(slot, 1 + max(inputs), limit)
-        elif kind is Kind.B:  # and its W right behind it
-            own = Pass(Kind.F, stage, i) if stage == stages - 1 else Pass(Kind.W, stage + 1, i)
-            at[item] = row.move_pair(slot, 1 + max(at[own], at.get(Pass(Kind.W, stage, i - 1), -1)))
+        elif kind is Kind.B:
+            # W keeps the slot after its B: the two become one fused backward.
+            own = Pass(Kind.F, stage, i) if stage == last else Pass(Kind.W, stage + 1, i)
+            previous = at.get(Pass(Kind.W, stage, i - 1), -1)
+            at[item] = row.move_pair(slot, 1 + max(at[own], previous))
             at[Pass(Kind.W, stage, i)] = at[item] + 1
-    orders = [[row.passes[slot] for slot in sorted(row.passes)] for row in rows]
-    fused = [
-        [x._replace(kind=Kind.BW) if x.kind is Kind.B else x for x in row if x.kind is not Kind.W]
-        for row in orders
-    ]
-    return Schedule(
-        "1f1b-v", vee(ranks), microbatches, tuple(tuple((x,) for x in row) for row in fused)
-    )
+    fused = []
+    for row in rows:
+        passes = [row.passes[slot] for slot in sorted(row.passes)]
+        kept = [item for item in passes if item.kind is not Kind.W]
+        steps = [x._replace(kind=Kind.BW) if x.kind is Kind.B else x for x in kept]
+        fused.append(tuple((item,) for item in steps))
+    return Schedule("1f1b-v", vee(ranks), microbatches, tuple(fused))
 
 
 def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:
-    """Forwards one slot after the other, backwards two slots each; every third one waits, so that periods of 6 fit."""
-    stages = 2 * ranks
+    """Return the slots of the building block, repeated every 6 slots for each microbatch.
+
+    Forwards follow each other directly, and a backward takes two slots. Every third backward comes
+    three slots later, so that no two passes of a rank meet.
+    """
+    last = 2 * ranks - 1
     slots: list[dict[int, Pass]] = [{} for _ in range(ranks)]
-    now = stages + 3 * (ranks % 3 == 0)
-    for n, stage in enumerate(reversed(range(stages))):
-        row = slots[min(stage, stages - 1 - stage)]
+    now = 2 * ranks + 3 * (ranks % 3 == 0)
+    for n, stage in enumerate(range(last, -1, -1)):
+        row = slots[min(stage, last - stage)]
         for i in range(microbatches):
             row[stage + 6 * i] = Pass(Kind.F, stage, i)
             row[now + 6 * i] = Pass(Kind.B, stage, i)

@@ -1,7 +1,8 @@
-"""Several chunks of the model on each rank, dealt round-robin, so that ramps are shorter by the number of chunks.
+"""Schedules with several chunks on each rank in a loop, which divides the ramps by their number.
 
-Forwards and backwards each go through one list of (chunk, microbatch): groups of `microbatch_group_size_per_vp_stage`
-microbatches pass one chunk after the other. The schedules differ in the groups, the warm-up and when W are paid.
+Forwards and backwards each follow one list of (chunk, microbatch). A group of
+`microbatch_group_size_per_vp_stage` microbatches passes one chunk after another. The schedules
+differ in their groups, in the warm-up and in when W runs.
 """
 
 from __future__ import annotations
@@ -17,21 +18,25 @@ def interleaved(
     chunks: int = 2,
     microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, sec. 2.2): bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0.
+    """Return interleaved 1F1B (Narayanan et al. 2021, sec. 2.2).
+
+    Bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0.
 
     Args:
         chunks: stages on each rank, v.
-        microbatch_group_size_per_vp_stage: microbatches that pass one chunk before the next begins; p if None. A rest
-            of at least p makes a smaller group of its own, less is spread over the others.
+        microbatch_group_size_per_vp_stage: microbatches that pass a chunk before the next chunk
+            begins; None for p. A remainder of at least p is a smaller group of its own, a smaller
+            one is spread over the other groups.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
     return in_turns("interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=2)
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """All microbatches through a chunk before the next one (Lamy-Poirier 2022): bubble (p-1)(F+B+W)/v, memory m.
+    """Return breadth-first (Lamy-Poirier 2022): all microbatches through one chunk, then the next.
 
-    Every parameter is needed once forward and once backward, so that gathering or reducing it costs least.
+    Bubble (p-1)(F+B+W)/v, memory m. Each parameter is needed once forward and once backward, so
+    gathering or reducing it costs least.
     """
     return in_turns("breadth-first", ranks, [microbatches], chunks, ahead=chunks * microbatches)
 
@@ -42,27 +47,31 @@ def group_interleaved(
     chunks: int = 2,
     microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
-    """Interleaved by groups smaller than p (Wan et al. 2025, PipeOffload): memory (p + (v-1) g) / v.
+    """Return interleaved 1F1B in groups smaller than p (Wan et al. 2025, PipeOffload).
 
-    The warm-up is as deep as 1F1B's, and each B is sent before its W runs.
+    Memory (p + (v-1) g) / v. The warm-up is as deep as in 1F1B, and W follows its B directly,
+    after the gradient has been sent.
 
     Args:
-        microbatch_group_size_per_vp_stage: group g, from p/2 to p; p/2 rounded up if None. A rest makes groups larger.
+        chunks: stages on each rank, v.
+        microbatch_group_size_per_vp_stage: group size g from p/2 to p; None for p/2 rounded up. A
+            remainder enlarges the groups.
     """
     least = (ranks + 1) // 2
-    size = (
-        least if microbatch_group_size_per_vp_stage is None else microbatch_group_size_per_vp_stage
-    )
+    size = microbatch_group_size_per_vp_stage
+    if size is None:
+        size = least
     if not least <= size <= ranks:
         raise ScheduleError(
-            f"group-interleaved needs a microbatch_group_size_per_vp_stage from {least} to {ranks}, got {size}."
+            f"group-interleaved needs a microbatch_group_size_per_vp_stage from {least} to "
+            f"{ranks}, got {size}."
         )
-    # A group below p/2 would wait for its own last forward for ever: a rest is spread over the others.
+    # A group below p/2 would deadlock on its own last forward, so a remainder is spread over the
+    # other groups.
     number = min(-(-microbatches // size), max(1, microbatches // least))
     groups = [microbatches // number + (i < microbatches % number) for i in range(number)]
-    return in_turns(
-        "group-interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=0
-    )
+    ahead = (chunks - 1) * groups[0]
+    return in_turns("group-interleaved", ranks, groups, chunks, ahead=ahead, slope=1, lag=0)
 
 
 def interleaved_zb(
@@ -71,25 +80,34 @@ def interleaved_zb(
     chunks: int = 2,
     microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
-    """Interleaved with a split backward, as torch has it: bubble (p-1)(F+B-W)/v at the memory of 1F1B for any v.
+    """Return interleaved with a split backward, as torch.distributed.pipelining has it.
 
-    The warm-up is as deep as 1F1B's; rank r owes r weight gradients before it starts to pay the oldest after each B.
+    Bubble (p-1)(F+B-W)/v, with the memory of 1F1B for any v. The warm-up is as deep as in
+    1F1B. Rank r defers r weight gradients, and then runs the oldest after each B.
+
+    Args:
+        chunks, microbatch_group_size_per_vp_stage: as in `interleaved`.
     """
     groups = _groups(
         "interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage
     )
-    return in_turns(
-        "interleaved-zb", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=1, lag=1
-    )
+    ahead = (chunks - 1) * groups[0]
+    return in_turns("interleaved-zb", ranks, groups, chunks, ahead=ahead, slope=1, lag=1)
 
 
 def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | None) -> list[int]:
-    """Sizes of the groups, the largest first."""
+    """Return the sizes of the groups of microbatches, the largest first.
+
+    Args:
+        size: microbatches of a group; None for the number of ranks.
+    Raises: ScheduleError if it is below the number of ranks, or there is no chunk.
+    """
     if chunks < 1:
         raise ScheduleError(f"{name} needs at least 1 chunk per rank, got {chunks}.")
     if size is not None and size < ranks:
         raise ScheduleError(
-            f"{name} needs a microbatch_group_size_per_vp_stage of at least {ranks}, the number of ranks, got {size}."
+            f"{name} needs a microbatch_group_size_per_vp_stage of at least {ranks}, "
+            f"the number of ranks, got {size}."
         )
     full, rest = divmod(microbatches, size or ranks)
     if full == 0:
@@ -97,5 +115,6 @@ def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | N
     groups = [size or ranks] * full
     if rest >= ranks:
         return [*groups, rest]
-    # A group below p would starve the last rank: its next chunk waits for the ring to come round.
+    # A group below p would idle the last rank while its next chunk waits for the way around the
+    # loop.
     return [group + rest // full + (i < rest % full) for i, group in enumerate(groups)]

@@ -1,4 +1,4 @@
-"""Writes down one rank's passes, so that a generator reads like its diagram."""
+"""A recorder of one rank's passes, so that a generator reads like the paper's diagram."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from megapipe.schedule.passes import Kind, Pass, Step
 
 
 class Recorder:
-    """The steps of one rank. Each stage runs its microbatches in order, counted from `first[stage]` (0 if not named).
+    """The steps of one rank, in the order of the calls.
 
-    `b` splits: it leaves a weight gradient owed, and `w` pays the oldest of those.
+    Each stage runs its microbatches in order. `f` adds a forward, `bw` a fused backward and `f_bw`
+    an overlapped pair. `b` adds an input gradient and defers its weight gradient. `w` runs the
+    oldest deferred weight gradient, `pay` all of them.
+
+    Args:
+        first: number of the first microbatch of each stage; 0 if a stage is not named.
     """
 
     def __init__(self, first: Mapping[int, int] | None = None) -> None:
@@ -31,12 +36,16 @@ class Recorder:
         self.owed.append(Pass(Kind.W, stage, item.microbatch))
 
     def w(self, stage: int | None = None) -> None:
-        """The oldest weight gradient owed, or the oldest of one stage."""
+        """Run the oldest deferred weight gradient, or the oldest one of a stage.
+
+        Raises: ScheduleError if none is deferred.
+        """
         item = next((x for x in self.owed if stage in (None, x.stage)), None)
         if item is None:
             of = "" if stage is None else f" of stage {stage}"
             raise ScheduleError(
-                f"Recorder.w, after {len(self.steps)} steps: no weight gradient{of} is owed; b owes one."
+                f"Recorder.w, after {len(self.steps)} steps: no weight gradient{of} is owed; "
+                "b owes one."
             )
         self.owed.remove(item)
         self.steps.append((item,))
@@ -45,11 +54,11 @@ class Recorder:
         self.steps.append((self._backward(Kind.BW, stage),))
 
     def f_bw(self, forward: int, backward: int) -> None:
-        """A forward of one stage and a fused backward of another, overlapped."""
+        """Run a forward of one stage overlapped with a fused backward of another."""
         self.steps.append((self._forward(forward), self._backward(Kind.BW, backward)))
 
     def pay(self) -> None:
-        """Every weight gradient still owed."""
+        """Run all deferred weight gradients, the oldest first."""
         while self.owed:
             self.w()
 

@@ -1,4 +1,9 @@
-"""The schedules that cut microbatches in slices: TeraPipe, Seq1F1B, SlimPipe."""
+"""Schedules that cut microbatches into slices along the sequence: TeraPipe, Seq1F1B, SlimPipe.
+
+Each is a schedule of whole microbatches with a slice in the place of a microbatch. A slice follows
+the slice before it on the same stage, whose keys and values it attends to. Backwards are in
+reverse.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +15,37 @@ from megapipe.schedule.shapes.slices.slices import of_one_length
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """GPipe with microbatches in slices of their sequences (Li et al. 2021): bubble (p-1)(F+B+W)/n, memory m."""
+    """Return TeraPipe (Li et al. 2021): GPipe with each microbatch in n slices.
+
+    Bubble (p-1)(F+B+W)/n, memory m.
+    """
     return of_one_length("terapipe", lambda count: gpipe(ranks, count), microbatches, slices)
 
 
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """1F1B with microbatches in slices (Sun et al. 2024): bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n."""
+    """Return Seq1F1B (Sun et al. 2024): 1F1B with each microbatch in n slices.
+
+    Bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n.
+    """
     return of_one_length("seq1f1b", lambda count: one_f_one_b(ranks, count), microbatches, slices)
 
 
 def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
-    """Interleaved 1F1B with microbatches in slices of one length (Li et al. 2025): a rank holds one microbatch and
-    2 (p-1) / (v n) of another, bubble (p-1)(F+B+W)/(v n).
+    """Return SlimPipe (Li et al. 2025): interleaved 1F1B with each microbatch in n slices.
+
+    A rank holds one microbatch and 2 (p-1) / (v n) of another. Bubble (p-1)(F+B+W)/(v n).
 
     Args:
-        slices: of a microbatch, a multiple of the ranks; as many if None.
+        chunks: stages on each rank, v.
+        slices: slices of a microbatch, a multiple of the ranks; None for one for each rank.
+    Raises: ScheduleError for another number of slices.
     """
     count = ranks if slices is None else slices
     if count % ranks:
         more = -(-count // ranks) * ranks
         raise ScheduleError(
-            f"slimpipe takes a multiple of {ranks} slices, one for each rank, got {count}. Use {more}."
+            f"slimpipe takes a multiple of {ranks} slices, one for each rank, got {count}. "
+            f"Use {more}."
         )
     return of_one_length(
         "slimpipe", lambda number: interleaved(ranks, number, chunks), microbatches, count

@@ -1,5 +1,7 @@
-"""One order for a loop: after a warm-up, a forward and a backward take turns. Naive, GPipe, 1F1B and ZB-H, and those of
-several chunks, differ in how long the warm-up is, and in when the weight gradients of a split backward are paid.
+"""One order for loops of stages: a warm-up of forwards, then a forward and a backward in turns.
+
+Naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules are such orders. They differ in the
+length of the warm-up and in when the weight gradients of a split backward run.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ def in_turns(
     slope: int = 0,
     lag: int | None = None,
 ) -> Schedule:
-    """The table of a loop.
+    """Return the table of a loop of stages.
 
     Args:
-        groups: sizes of the groups of microbatches, each of which passes one chunk after the other.
-        ahead: forwards before the first turn on the last rank; slope: how many more on each rank before it.
-        lag: split the backward, and pay the oldest W once so many are owed for each rank before this one; None: leave
-            it whole.
+        groups: sizes of the groups of microbatches. A group passes one chunk after another.
+        chunks: stages on each rank.
+        ahead: forwards of the warm-up on the last rank.
+        slope: further forwards of the warm-up for each rank before the last one.
+        lag: splits the backward. Rank r then runs its oldest W after a B once more than lag * r of
+            them are pending. None keeps the backward fused.
     """
     rows = []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 6): the split backward on the V."""
+"""ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 6): a split backward on the V."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from megapipe.schedule.passes import Schedule
 
 
 def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
-    """ZB-V: no bubble at F = B = W, at memory p as 1F1B: rank 0 holds both ends, so its first B follows F at once.
+    """Return ZB-V: no bubble at F = B = W, with the memory of 1F1B, p.
 
-    The order is made for at least 2p-1 microbatches; with fewer, those that do not exist are left out.
+    Rank 0 holds both ends of the model, so its first B follows the last F of its microbatch
+    directly. The paper's order needs 2p-1 microbatches; with fewer, the others are left out of it.
 
     Args:
-        costs: W are refilled where that is shorter under them; None: the paper's table as it is.
+        costs: W moves into the waits under these costs, where that is faster. None returns the
+            paper's table.
     """
     rows = []
     for rank in range(ranks):
         rec = Recorder()
-        down, up = rank, 2 * ranks - 1 - rank
+        down = rank
+        up = 2 * ranks - 1 - rank
         forwards = max(2 * ranks - 1, microbatches)
         for _ in range(2 * (ranks - rank) - 1):
             rec.f(down)
@@ -31,7 +34,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
             rec.f(up)
             rec.b(up)
             rec.w()
-        # The down stage has run 2p-1-r forwards; the up stage p, of which it has finished p-r.
+        # The stage down has run 2p-1-r forwards. The stage up has run p, and p-r backwards.
         for i in range(forwards - ranks):
             if 2 * ranks - 1 - rank + i < forwards:
                 rec.f(down)
