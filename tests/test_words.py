@@ -35,6 +35,7 @@ ROOMS = [
     "megapipe/models/moe",
     "megapipe/tensor_parallel",
     "megapipe/tensor_parallel/fp8",
+    "megapipe/training",
     "megapipe/training/steps",
 ]
 # A phrase that may not stand -> what to write instead.

@@ -1,4 +1,4 @@
-"""A check before the launch: what one process without a GPU can know of a run, and what becomes of each flag."""
+"""Check a run before its launch: what one process without a GPU can know, and what flags do."""
 
 from __future__ import annotations
 
@@ -34,25 +34,31 @@ from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
 
 DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
+"""(config, tokenizer) -> the datasets of a run."""
 
 
 def start_block(config: Config) -> str:
-    """One line for each flag that holds already or has nothing to act on; empty if there is none."""
+    """Return a line for each flag that holds already or has no effect; an empty text for none."""
     rows = [*config.holding, *idle(config)]
     if not rows:
         return ""
+    # Very long flags do not push the column of reasons to the right.
     width = min(48, max(len(flag) for flag, _ in rows))
-    return "\n".join(["accepted, and what holds instead:", *(f"  {flag:<{width}}  {why}" for flag, why in rows)])
+    lines = [f"  {flag:<{width}}  {why}" for flag, why in rows]
+    return "\n".join(["accepted, and what holds instead:", *lines])
 
 
 def as_here(config: Config) -> Config:
-    """The configuration as this build of torch can run it, see checks.machine."""
+    """Return the configuration as this build of torch can run it, see checks.machine."""
     return on_cpus(config) if built_for_cpus() else config
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
-    """The configuration of a model, without the flags of its layers that have nothing to act on; these are kept to be
-    said by `start_block`."""
+    """Return the configuration with this model, without flags that have no effect on its layers.
+
+    `start_block` still reports these flags.
+    """
+    # `made` no longer has them, so `idle` does not find them again.
     made = config.settled(model)
     still = idle(made)
     gone = tuple(row for row in idle(config) if row not in still)
@@ -61,11 +67,15 @@ def settled(config: Config, model: ModelConfig) -> Config:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a run is made of, checked.
+    """The checked parts of a run.
 
     Attributes:
+        config: the configuration, with everything that tokenizer and checkpoint determine.
+        plan: the plan of the run.
+        provider: builds the stages.
+        data: the datasets.
         eod: end-of-document id of the tokenizer.
-        layers: whose layers the model has, in words.
+        layers: a description of the layers, for the log.
     """
 
     config: Config
@@ -77,92 +87,143 @@ class Launch:
 
 
 def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> Launch:
-    """Check everything that can be known before ranks meet. Raises: UserError."""
-    config = replace(as_here(config), world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    look = cache(find_checkpoint)
-    config = with_checkpoint_args(config, look)
-    tokenizer = validate(config, has_cuda=has_cuda(), own_data=datasets is not build_datasets)
+    """Check everything that can be known before ranks meet.
+
+    Args:
+        config: the configuration of the flags.
+        provider: builds the stages, unless --model-provider names another one.
+        datasets: returns the datasets.
+    Raises: UserError with every problem.
+    """
+    config = replace(as_here(config), world_size=_launched())
+    # Looked up once, although two checks need it: the folder may be on a slow disk.
+    find = cache(find_checkpoint)
+    config = with_checkpoint_args(config, find)
+    own_data = datasets is not build_datasets
+    tokenizer = validate(config, has_cuda=has_cuda(), own_data=own_data)
     if config.model.model_provider is not None:
         provider = find_provider(config.model.model_provider)
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
-    impl, layers = choose_layers(config, has_cuda() and config.parallel.distributed_backend != "gloo")
-    config = settled(config, replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl))
+    on_gpus = has_cuda() and config.parallel.distributed_backend != "gloo"
+    impl, layers = choose_layers(config, on_gpus)
+    model = replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
+    config = settled(config, model)
     plan = make_plan(config)
-    refuse_save(config.checkpoint, look(config.checkpoint))
+    refuse_save(config.checkpoint, find(config.checkpoint))
     return Launch(config, plan, provider, datasets(config, tokenizer), tokenizer.eod, layers)
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
-    """Print what would run; starts nothing. --check-paths no goes on without the files that it misses.
+    """Print what would run, and start nothing.
 
+    With --check-paths no, missing files are listed instead of refused.
+
+    Args:
+        config: the configuration of the flags.
+        datasets: the launch's; a program's own is not called.
     Raises: UserError with every problem.
     """
-    config = replace(config, world_size=config.check.world_size or int(os.environ.get("WORLD_SIZE", "1")))
-    look = cache(find_checkpoint)
-    config = with_checkpoint_args(config, look)
+    config = replace(config, world_size=config.check.world_size or _launched())
+    find = cache(find_checkpoint)
+    config = with_checkpoint_args(config, find)
     tokenizer, unread = answer(lambda: build_tokenizer(config.data))
     problems = flag_problems(config, own_data=datasets is not build_datasets)
     missing = [*path_problems(config), *unread]
     here = list(machine_problems(config, has_cuda()))
     if config.check.check_paths == "yes":
-        problems, missing = [*problems, *missing], []
-    if has_cuda():  # a machine like those of the run
-        problems, here = [*problems, *here], []
+        problems = [*problems, *missing]
+        missing = []
+    if has_cuda():
+        # This machine is like the run's machines, and so are its problems.
+        problems = [*problems, *here]
+        here = []
     problems += tokenizer_problems(config, tokenizer)
     if problems:
         raise ConfigError(problems)
-    vocab, said = vocabulary(config, tokenizer)
+    vocab, assumed = vocabulary(config, tokenizer)
     padded = config.model.padded_vocab(vocab)
     as_run = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
-    plan, par = make_plan(as_run), config.parallel
+    plan = make_plan(as_run)
     found = None
     if not missing and tokenizer is not None:
-        found = look(config.checkpoint)
+        found = find(config.checkpoint)
         here += _refuse(as_run, plan, found, datasets, tokenizer)
+    device_type = "cpu" if config.parallel.distributed_backend == "gloo" else "cuda"
+    # Flags as a user would type them for the same run, without --check's own.
+    shown = replace(without_idle(config), check=type(config.check)())
+    bubble = plan.timeline.bubble / plan.timeline.makespan
+    peak_gib = max(plan.peak_bytes) / 2**30
     lines = [
-        f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x "
-        + f"{par.context_parallel_size} context x " * (par.context_parallel_size > 1)
-        + f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; a batch of "
-        f"{config.global_batch_size} = {config.num_microbatches} microbatches of {config.batch.micro_batch_size} each",
-        f"flags: {' '.join(to_flags(replace(without_idle(config), check=type(config.check)())))}",
+        _layout(config),
+        f"flags: {' '.join(to_flags(shown))}",
         start_block(config),
-        *(f"missing: {text}" for text in [*missing, *said]),
+        *(f"missing: {text}" for text in [*missing, *assumed]),
         *(f"on this machine: {text}" for text in here),
         f"starts from {found}" if found else "",
         changes(plan),
         summary(plan, config),
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
-        f"{plan.timeline.bubble / plan.timeline.makespan:.1%}, peak {max(plan.peak_bytes) / 2**30:.3g} GiB on a rank",
+        f"{bubble:.1%}, peak {peak_gib:.3g} GiB on a rank",
         f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
-        graphs_line(as_run, plan.schedule, "cpu" if par.distributed_backend == "gloo" else "cuda"),
+        graphs_line(as_run, plan.schedule, device_type),
     ]
     print("\n".join(line for line in lines if line), flush=True)
+
+
+def _launched() -> int:
+    """Return the number of ranks that the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _layout(config: Config) -> str:
+    """Return the line that says how the processes share model and batch."""
+    par = config.parallel
+    context = ""
+    if par.context_parallel_size > 1:
+        context = f"{par.context_parallel_size} context x "
+    return (
+        f"{config.world_size} processes = {par.tensor_model_parallel_size} tensor x {context}"
+        f"{par.pipeline_model_parallel_size} pipeline x {config.data_parallel_size} data parallel; "
+        f"a batch of {config.global_batch_size} = {config.num_microbatches} microbatches of "
+        f"{config.batch.micro_batch_size} each"
+    )
 
 
 def _refuse(
     config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
 ) -> list[str]:
-    """Problems that the launch would find in folders, checkpoint, program and data. Nothing is made on disk.
+    """Find problems of folders, checkpoint, program and data. Nothing is written to disk.
 
-    start: the checkpoint to load.
-    Returns: problems of this machine's disk alone, where --check-paths no says that the run has another.
-    Raises: ConfigError with every problem.
+    Args:
+        config: the configuration.
+        plan: the plan of the run.
+        start: the checkpoint to load, or None.
+        datasets: the launch's.
+        tokenizer: the tokenizer.
+    Returns: problems that are only this machine's: a full disk, with --check-paths no.
+    Raises: ConfigError with every other problem.
     """
     flags = config.checkpoint
+    # A full disk here says nothing about the disk of the run.
     no_room: list[str] = []
     problems = ask(lambda: refuse_save(flags, start))
     if flags.save is not None:
-        root = there = Path(flags.save)
+        root = Path(flags.save)
+        # The launch would make --save; the nearest folder above it must allow that.
+        there = root
         while not there.exists():
             there = there.absolute().parent
         if not os.access(there, os.W_OK | os.X_OK):
-            problems.append(f"--save {root}: {there} may not be written to by this user. Give another folder.")
+            problems.append(
+                f"--save {root}: {there} may not be written to by this user. Give another folder."
+            )
         size = saved_bytes(plan, config, [work.parameters for work in plan.works])
         problems += ask(lambda: refuse_living(root))
         no_room = ask(lambda: refuse_without_room(there, size))
-    parts = list[Part | None]()
-    unread = list[str]()
-    if datasets is build_datasets:  # a program's own may need what only the launch has
+    parts: list[Part | None] = []
+    unread: list[str] = []
+    # A program's own datasets may need something that only the launch has.
+    if datasets is build_datasets:
         unread = ask(lambda: parts.extend(open_parts(config, tokenizer)))
     if start is not None:
         if flags.moe_use_upcycling:
@@ -171,7 +232,8 @@ def _refuse(
             train = parts[0] if parts else None
             order = partial(_reordered, config, start, tokenizer, train)
             problems += ask(lambda: refuse_load(start, config, contents(config, order())))
-    if (named := config.model.model_provider) is not None:
+    named = config.model.model_provider
+    if named is not None:
         problems += ask(lambda: find_provider(named))
     problems += unread
     if config.check.check_paths == "yes":
@@ -182,27 +244,38 @@ def _refuse(
     return no_room
 
 
-def _reordered(config: Config, start: Path, tokenizer: Tokenizer, train: Part | None) -> TokenDataset | None:
-    """Return the training samples in their order, where the run has another length than the checkpoint's; else None.
+def _reordered(
+    config: Config, start: Path, tokenizer: Tokenizer, train: Part | None
+) -> TokenDataset | None:
+    """Return the training samples in order, if the run's length differs from the checkpoint's.
 
-    Only then can the order be another, and putting a large data set in order takes a while.
+    The order can differ only then, and ordering a large dataset takes a while. Returns None
+    otherwise.
     """
     if train is None or config.checkpoint.finetune:
         return None
     try:
-        saved, mine = saved_config(start).batch, config.batch
-    except CheckpointError:  # `refuse_load` says so, or an older one is taken
+        saved = saved_config(start).batch
+    except CheckpointError:
+        # `refuse_load` reports it, or the launch takes an older checkpoint.
         return None
+    mine = config.batch
     if (saved.train_iters, saved.train_samples) == (mine.train_iters, mine.train_samples):
         return None
+    # Without --data-cache-path a check writes nothing.
     unstored = config.with_fields(data_cache_path=None)
     return build_part(unstored, tokenizer, train)
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
-    """Ids of the tokenizer; where it cannot be read, an assumption and the line that says so."""
+    """Return the number of ids, and lines on assumptions.
+
+    If the tokenizer cannot be read, the number is assumed, and a line says so.
+    """
     if tokenizer is not None:
         return tokenizer.vocab_size, []
     size = assumed_vocab_size(config.data)
-    rows = "" if config.model.padded_vocab_size else f"; the plan assumes {size} ids"
+    rows = ""
+    if not config.model.padded_vocab_size:
+        rows = f"; the plan assumes {size} ids"
     return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]

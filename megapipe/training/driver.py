@@ -1,7 +1,14 @@
-"""The steps of a run, one after the other; each ends at once or, without a barrier at the update, within the next.
+"""Run the steps of a run, one after the other.
 
-Without a barrier losses and norm are summed while the next step's first forwards run; V, before the first pass that
-writes a gradient, reads them. After a wrong guess (see step.py) those forwards run again.
+A step ends at once or, without a barrier at the update, during the next step. Without a barrier,
+losses and norm are summed while the next step's first forwards run. V, a pass before the first one
+that writes a gradient, reads them. After a wrong guess (see steps/step.py) those forwards run
+again.
+
+    step n     F B ... B update(guess)
+    step n+1                           F F V        F B ...
+                                           right: go on
+                                           wrong: restore, update, run F F again
 """
 
 from __future__ import annotations
@@ -25,11 +32,13 @@ from megapipe.training.steps.totals import Totals
 
 
 @dataclass(frozen=True)
-class Open:
-    """A step whose passes are over and whose update was a guess.
+class OpenStep:
+    """A step whose passes are over and whose update is not yet known to be right.
 
     Attributes:
-        leaving: is any rank to stop?
+        update: the update, begun.
+        totals: the sums of the losses.
+        leaving: whether any rank wants to stop.
     """
 
     update: Update
@@ -38,127 +47,186 @@ class Open:
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a step leaves for the next.
+class Handover:
+    """The state that a step hands over to the next one.
 
     Attributes:
-        result: of the step that ended last and was not reported yet.
-        open: the step that the next one ends.
-        good: steps in a row that were neither clipped nor skipped.
-        leaving: is any rank to stop?
+        result: the outcome of the last complete step, if it was not reported yet.
+        open: the step that the next one completes.
+        good: number of steps in a row that were neither clipped nor skipped.
+        leaving: whether any rank wants to stop.
     """
 
     result: StepResult | None = None
-    open: Open | None = None
+    open: OpenStep | None = None
     good: int = 0
     leaving: bool = False
 
 
 class Driver:
-    """Runs the steps of a run. With --enable-optimizer-post-validation a step stays open until the next one's V.
+    """Runs the steps of a run.
 
-    It ends at once if what follows needs its weights or may end the run, and where guessing does not pay: after a step
-    that was clipped or skipped, until --post-validation-after steps in a row were neither.
+    `step` runs the next step; with --enable-optimizer-post-validation it may stay open until the V
+    of the following one. `end` completes an open step. `whole` runs a step to its end. `ended`
+    reports it.
+
+    A step ends at once if the following work needs its weights, or if the run may end after it. It
+    also ends at once where a guess rarely holds: after a clipped or skipped step, until
+    --post-validation-after steps in a row were neither.
+
+    Args:
+        run: what this rank has of the run.
+        hooks: what the program changes.
+        saving: knows the last checkpoint, which messages name.
+        batches_at: returns the microbatches of a step.
     """
 
     def __init__(self, run: Run, hooks: Hooks, saving: Saving, batches_at: BatchesAt) -> None:
-        self.run, self.hooks, self.guard = run, hooks, Guard(run.config, run.say)
-        self._saving, self._batches_at = saving, batches_at
+        self.run = run
+        self.hooks = hooks
+        self.guard = Guard(run.config, run.say)
+        self._saving = saving
+        self._batches_at = batches_at
         self._barrier = not run.config.parallel.enable_optimizer_post_validation
         if hooks.callbacks and not self._barrier:
             run.say(
-                "WARNING: --enable-optimizer-post-validation waits in every step, for the callbacks before the next"
+                "WARNING: --enable-optimizer-post-validation waits in every step, for the "
+                "callbacks before the next"
             )
 
-    def step(self, before: Course, leaving: Callable[[], bool]) -> Course:
-        """Run the next step. leaving: is this rank to stop?"""
-        return Course(self.whole()) if self._barrier else self._step(before, leaving)
+    def step(self, before: Handover, leaving: Callable[[], bool]) -> Handover:
+        """Run the next step.
+
+        Args:
+            before: what the last step handed over.
+            leaving: returns whether this rank wants to stop.
+        """
+        if self._barrier:
+            return Handover(self.whole())
+        return self._step(before, leaving)
 
     def whole(self) -> StepResult:
-        """One step from its passes to its end."""
-        run, progress = self.run, self.run.progress
-        consumed, n, scale = progress.consumed_train_samples, progress.iteration + 1, progress.loss_scale.scale
-        given = run.stages, run.optimizer, self._batches(consumed), consumed, run.rates()
+        """Run one step from its passes to its end."""
+        run = self.run
+        progress = run.progress
+        consumed = progress.consumed_train_samples
+        n = progress.iteration + 1
+        scale = progress.loss_scale.scale
+        batches = self._batches(consumed)
+        given = (run.stages, run.optimizer, batches, consumed, run.rates())
         step = partial(train_step, *given, loss_scale=scale, iteration=n)
+        # The guard may run the step again, to find out whether an error repeats.
         result = self.guard.step(lambda refuses: step(refuses=refuses), n, scale, self._saving.last)
         progress.advance(result, run.config.precision)
         return result
 
     def ended(self, result: StepResult) -> None:
-        """Report an iteration."""
-        self.hooks.call("after_step", self.run, result)
-        self.run.report.iteration(result, self.run.progress, self.run.rate(), self.run.optimizer)
+        """Call the callbacks after a step and report it."""
+        run = self.run
+        self.hooks.call("after_step", run, result)
+        run.report.iteration(result, run.progress, run.rate(), run.optimizer)
 
     def _batches(self, consumed: int) -> Sequence[Microbatch]:
-        """The microbatches of the step after `consumed` samples. The stages have its batch size from then on."""
+        """Return the microbatches of the step after `consumed` samples.
+
+        The stages are set to the step's batch size, which --rampup-batch-size changes.
+        """
         run = self.run
-        if (size := run.config.batch_sizes.at(consumed)) != run.stages.config.global_batch_size:
+        size = run.config.batch_sizes.at(consumed)
+        if size != run.stages.config.global_batch_size:
             config = run.config.with_batch(size)
             run.stages.take(config, with_batch(run.plan, config).schedule)
+        # Time spent on waiting for samples is reported separately.
         with run.report.reading():
             step = self._batches_at(consumed)
         return Awaited(step, run.report.reading)
 
-    def _step(self, course: Course, leaving: Callable[[], bool]) -> Course:
-        """All passes of a step, this rank's update among them; the step before ends within them, if it is open."""
-        run, updates, progress = self.run, list[Update](), self.run.progress
-        ahead = course.open is not None
+    def _step(self, before: Handover, leaving: Callable[[], bool]) -> Handover:
+        """Run all passes of a step, with this rank's update; an open step ends during them."""
+        run = self.run
+        now = before
+        updates: list[Update] = []
+        progress = run.progress
+        # While a step is open, `progress` does not count it yet.
+        ahead = before.open is not None
         n = progress.iteration + ahead + 1
         consumed = progress.consumed_train_samples + ahead * run.stages.config.global_batch_size
         batches = self._batches(consumed)
         sums = run.optimizer.reduction()
 
         def scale() -> float:
-            """The loss scale of this step; a guess while the step before is open."""
-            now = progress.loss_scale
-            return (now.after(False, run.config.precision) if course.open else now).scale
+            """Return this step's loss scale; a guess while the last step is open."""
+            if now.open is not None:
+                return progress.loss_scale.after(False, run.config.precision).scale
+            return progress.loss_scale.scale
 
         def update() -> None:
-            if not updates:  # at the first of this rank's stages: all of them are reduced
-                factor, waits = 1 / run.mesh.dp.size / scale(), self._waits(n, course)
-                updates.append(Update.begin(run.stages, run.optimizer, sums, run.rates(), factor, guess=not waits))
+            # Called for each stage of the rank. At the first one the gradients of all are reduced.
+            if not updates:
+                factor = 1 / run.mesh.dp.size / scale()
+                guess = not self._waits(n, now)
+                updates.append(
+                    Update.begin(run.stages, run.optimizer, sums, run.rates(), factor, guess=guess)
+                )
 
         def validate(chunk: int) -> bool:
-            # V stands before the first pass that writes a gradient: until here the gradients of the step before are
-            # whole, and a wrong update can be done again from them.
-            nonlocal course
+            # V stands before the first pass that writes a gradient. Up to here the last step's
+            # gradients are complete, and a wrong update can be made again from them.
+            nonlocal now
             undone = False
-            if course.open is not None:
-                course = self.end(course.open, course.good)
-                assert course.result is not None
-                self.ended(course.result)
-                undone = course.result.undone
+            if now.open is not None:
+                now = self.end(now.open, now.good)
+                assert now.result is not None
+                self.ended(now.result)
+                undone = now.result.undone
             for buffers in run.optimizer.chunks[chunk]:
                 buffers.zero_grad()
             return undone
 
-        own = enumerate(weights_of(run.optimizer, sums))
-        weights = [replace(weights, update=update, validate=partial(validate, chunk)) for chunk, weights in own]
+        weights = []
+        for chunk, own in enumerate(weights_of(run.optimizer, sums)):
+            weights.append(replace(own, update=update, validate=partial(validate, chunk)))
         totals = run.stages.run(batches, consumed, loss_scale=scale, weights=weights, iteration=n)
-        # Ranks agree on leaving in the all-reduces that run during the next forwards: a signal is heeded a step later,
-        # and no step waits for the question.
-        # torch.tensor would be waited for
+        # Ranks agree on stopping in an all-reduce that runs during the next forwards. A signal thus
+        # takes effect one step later, and no step waits for the answer. torch.full does not wait
+        # for the device, as torch.tensor would.
         wants = torch.full((), leaving(), dtype=torch.float64, device=run.mesh.device)
-        any_leaving = Late(run.mesh.world.start_all_reduce(wants, "max").wait, lambda values: bool(values[0]))
-        begun = Open(updates[0], totals, any_leaving)
+        reduced = run.mesh.world.start_all_reduce(wants, "max")
+        any_leaving = Late(reduced.wait, lambda values: bool(values[0]))
+        begun = OpenStep(updates[0], totals, any_leaving)
         if begun.update.backup is None:
-            return self.end(begun, course.good)
-        return replace(course, result=None, open=begun)
+            return self.end(begun, now.good)
+        return replace(now, result=None, open=begun)
 
-    def end(self, step: Open, good: int) -> Course:
-        """Wait for the numbers of a step, and end it. good: steps in a row before it."""
-        run, progress = self.run, self.run.progress
-        totals, norm, leaving = read_together(step.totals, step.update.gradients.norm, step.leaving)
+    def end(self, step: OpenStep, good: int) -> Handover:
+        """Wait for the numbers of a step and complete it.
+
+        Args:
+            step: the step.
+            good: number of good steps in a row before it, see Handover.
+        """
+        run = self.run
+        progress = run.progress
+        # One copy to the host brings all three.
+        norm_of = step.update.gradients.norm
+        totals, norm, leaving = read_together(step.totals, norm_of, step.leaving)
         result = step.update.end(norm, totals)
-        good = 0 if result.skipped or run.optimizer.shrink(norm) < 1 else good + 1
-        self.guard.judge(result, progress.iteration + 1, progress.loss_scale.scale, self._saving.last)
+        good += 1
+        if result.skipped or run.optimizer.shrink(norm) < 1:
+            good = 0
+        # The scale that this step had: `advance` changes it.
+        scale = progress.loss_scale.scale
+        self.guard.judge(result, progress.iteration + 1, scale, self._saving.last)
         progress.advance(result, run.config.precision)
-        return Course(result, good=good, leaving=leaving)
+        return Handover(result, good=good, leaving=leaving)
 
-    def _waits(self, n: int, course: Course) -> bool:
-        """Return whether iteration n is to end at once."""
+    def _waits(self, n: int, before: Handover) -> bool:
+        """Return whether iteration n must end at once."""
         config = self.run.config
-        # What follows such an iteration reads its weights, or may be the last thing that the run does.
+        guesses = before.good >= config.parallel.post_validation_after
+        if not guesses or self.hooks.callbacks or before.leaving:
+            return True
+        # The work after these iterations reads the weights, or the run may end there.
         intervals = (
             config.data.eval_interval,
             config.checkpoint.save_interval,
@@ -166,6 +234,6 @@ class Driver:
             config.guards.check_weight_hash_across_dp_replicas_interval,
             config.log.log_interval if config.checkpoint.trigger_path else None,
         )
-        guesses = course.good >= config.parallel.post_validation_after and not self.hooks.callbacks
-        last = n == self.run.progress.last_iteration(config)
-        return not guesses or course.leaving or last or any(every and n % every == 0 for every in intervals)
+        if any(every and n % every == 0 for every in intervals):
+            return True
+        return n == self.run.progress.last_iteration(config)

@@ -1,4 +1,7 @@
-"""The evaluations of a run: each goes on where the last has ended; at the end of the run on the test set too."""
+"""Evaluate during a run and at its end.
+
+Each evaluation reads on where the last one stopped. The test set is evaluated at the end.
+"""
 
 from __future__ import annotations
 
@@ -18,53 +21,102 @@ from megapipe.training.steps.step import weights_of
 
 
 def evaluate(
-    stages: Stages, batches_at: BatchesAt, consumed: int, iters: int, weights: Sequence[Weights] | None = None
+    stages: Stages,
+    batches_at: BatchesAt,
+    consumed: int,
+    iters: int,
+    weights: Sequence[Weights] | None = None,
 ) -> dict[str, float]:
-    """Means of what loss_func reports in `iters` global batches: all sums over all counts, as in Megatron-LM.
+    """Return the means of what loss_func reports: the sum of all values over the sum of all counts.
 
-    weights: as of `Stages.run`.
+    Megatron-LM takes the same means.
+
+    Args:
+        stages: this rank's stages, with the batch size of evaluations.
+        batches_at: returns the microbatches of a step.
+        consumed: samples evaluated before.
+        iters: number of global batches.
+        weights: see `Stages.run`.
     """
     size = stages.config.global_batch_size
-    starts = range(consumed, consumed + iters * size, size)
-    totals = (stages.run(batches_at(start), start, evaluate=True, weights=weights)() for start in starts)
+    totals = []
+    for start in range(consumed, consumed + iters * size, size):
+        late = stages.run(batches_at(start), start, evaluate=True, weights=weights)
+        totals.append(late())
     return reduce(add, totals).means
 
 
 class Evaluation:
-    """The evaluations of a run. Collective. check_files: raises if a file was cut off, which would kill the reader."""
+    """The evaluations of a run. All methods are collective over the world.
+
+    `look` evaluates if an iteration asks for it, `finish` at the end of the run.
+
+    Args:
+        run: what this rank has of the run.
+        hooks: what the program changes.
+        reading: reads this rank's samples.
+        data: the datasets.
+        check_files: raises if a data file was cut off, which would kill the process that reads it.
+    """
 
     def __init__(
-        self, run: Run, hooks: Hooks, reading: Reading, data: Datasets, check_files: Callable[[], None]
+        self,
+        run: Run,
+        hooks: Hooks,
+        reading: Reading,
+        data: Datasets,
+        check_files: Callable[[], None],
     ) -> None:
-        self._run, self._hooks, self._check_files, config = run, hooks, check_files, run.config.evaluation
+        self._run = run
+        self._hooks = hooks
+        self._check_files = check_files
+        config = run.config.evaluation
+        # The same modules with another batch size, which --rampup-batch-size does not change.
         self._stages = run.stages.under(config, with_batch(run.plan, config).schedule)
-        self._valid, self._test = reading.evaluation(data.valid), reading.evaluation(data.test)
+        self._valid = reading.evaluation(data.valid)
+        self._test = reading.evaluation(data.test)
 
     def look(self) -> None:
-        """Evaluate, if that is due after this iteration."""
-        data, n = self._run.config.data, self._run.progress.iteration
-        if data.eval_interval and n % data.eval_interval == 0 and n >= (data.start_eval_at_iter or 0):
+        """Evaluate on the validation set, if --eval-interval asks for it after this iteration."""
+        data = self._run.config.data
+        n = self._run.progress.iteration
+        due = data.eval_interval and n % data.eval_interval == 0
+        if due and n >= (data.start_eval_at_iter or 0):
             self._evaluate(self._valid, f"iteration {n}")
             self._run.report.pause()
 
     def finish(self) -> None:
-        """Evaluate at the end of the run."""
-        data, n = self._run.config.data, self._run.progress.iteration
+        """Evaluate on both sets at the end of the run."""
+        data = self._run.config.data
+        n = self._run.progress.iteration
         if data.skip_train or data.eval_interval:
-            self._evaluate(self._valid, f"iteration {n} on validation set", 0 if data.skip_train else None)
+            begin = 0 if data.skip_train else None
+            self._evaluate(self._valid, f"iteration {n} on validation set", begin)
             self._evaluate(self._test, f"iteration {n} on test set", 0)
 
-    def _evaluate(self, batches_at: BatchesAt | None, where: str, consumed: int | None = None) -> None:
-        """consumed: where to begin; default: where the last evaluation has ended."""
-        run, progress, iters = self._run, self._run.progress, self._run.config.data.eval_batches
+    def _evaluate(
+        self, batches_at: BatchesAt | None, where: str, consumed: int | None = None
+    ) -> None:
+        """Evaluate once and report.
+
+        Args:
+            batches_at: returns the microbatches of a step; None without such a set.
+            where: names the evaluation in the report.
+            consumed: first sample; by default where the last evaluation has stopped.
+        """
+        run = self._run
+        progress = run.progress
+        iters = run.config.data.eval_batches
         self._check_files()
         if batches_at is None or not iters:
             return
+        # The test set, and a run that only evaluates, begin at the first sample.
         begin = progress.consumed_valid_samples if consumed is None else consumed
-        by_hand = run.config.guards.manual_gc and not run.config.guards.no_manual_gc_eval
-        if by_hand:
+        guards = run.config.guards
+        collects = guards.manual_gc and not guards.no_manual_gc_eval
+        if collects:
             gc.collect()
-        # Weights whose gathering the next step would begin are needed now.
+        # The next training step would begin to gather updated weights; they are needed now.
         run.optimizer.gathers.settle()
         losses = evaluate(self._stages, batches_at, begin, iters, weights_of(run.optimizer))
         end = begin + iters * run.config.evaluation.global_batch_size
@@ -72,5 +124,6 @@ class Evaluation:
             progress.consumed_valid_samples = end
         run.report.validation(losses, where, range(begin, end), progress)
         self._hooks.call("on_evaluation", run, where, losses)
-        if by_hand:
-            gc.collect(0)  # what the evaluation left
+        if collects:
+            # Only young objects: the evaluation's.
+            gc.collect(0)

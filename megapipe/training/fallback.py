@@ -1,4 +1,4 @@
-"""The checkpoint that --load goes on from: the newest that is sound, whatever happened to those after it."""
+"""Load the newest undamaged checkpoint, whatever has happened to later ones."""
 
 from __future__ import annotations
 
@@ -18,37 +18,48 @@ from megapipe.training.run import Run
 
 
 def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
-    """The checkpoint to load, its files checked; the same on all ranks, which share the reading. None: start fresh.
+    """Return the checkpoint to load, with its files verified; None to start fresh.
 
-    One that --ckpt-step names is never replaced by another. In the folder of --save damaged ones are set aside under
-    another name, so that this run can save there.
+    The result is the same on all ranks, which share the verification. A checkpoint that
+    --ckpt-step names is never replaced by another one. In the folder of --save, damaged ones are
+    renamed, so that this run can save there.
 
-    Raises: CheckpointError if none is sound, with everything that is wrong.
+    Args:
+        config: the checkpoint flags.
+        mesh: this rank's mesh.
+    Raises: CheckpointError with all damage, if no checkpoint is sound.
     """
-    path = find_checkpoint(config, mesh)  # again, now that --save is this run's alone: who had it may have saved since
+    # Looked up again, now that this run has the lock on --save: the last owner may have saved.
+    path = find_checkpoint(config, mesh)
     if path is None:
         return None
-    root, found, damaged = path.parent, list[str](), list[Path]()
-    # From the newest on back: what a crash or a full disk spoils is the last save, seldom more.
+    root = path.parent
+    found: list[str] = []
+    damaged: list[Path] = []
+    # From the newest back: a crash or a full disk damages the last save, seldom an older one.
     while problems := _damage(path, mesh):
         found += problems
         damaged.append(path)
-        older = [n for n in on_first(mesh, lambda: commit.iterations_in(root)) if n < commit.iteration_of(path)]
+        iteration = commit.iteration_of(path)
+        there = on_first(mesh, lambda: commit.iterations_in(root))
+        older = [n for n in there if n < iteration]
         if config.ckpt_step is not None or not older:
             raise CheckpointError(found)
         path = commit.folder_of(root, older[-1])
     if damaged:
         sound = path
-        aside = on_first(mesh, lambda: _set_aside(config, sound, damaged))
+        renamed = on_first(mesh, lambda: _set_aside(config, sound, damaged))
         if mesh.world.rank == 0:
             lost = commit.iteration_of(damaged[0]) - commit.iteration_of(path)
-            going_on = f"going on from {path}: {lost} iterations are lost{aside}"
+            going_on = f"going on from {path}: {lost} iterations are lost{renamed}"
             print(banner("WARNING: DAMAGED CHECKPOINT", *found, going_on), flush=True)
     return path
 
 
 def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
-    def look() -> list[str]:
+    """Return the problems of a checkpoint, found by all ranks together."""
+
+    def verify_share() -> list[str]:
         try:
             files = commit.read_manifest(folder)
             commit.verify(folder, files, share_of(files, mesh))
@@ -56,12 +67,16 @@ def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
             return list(error.problems)
         return []
 
-    return list(dict.fromkeys(text for row in mesh.world.gather_json(together(mesh, look)) for text in row))
+    # Each rank reads its share of the bytes; the problems are put together in rank order.
+    everyone = mesh.world.gather_json(together(mesh, verify_share))
+    return list(dict.fromkeys(text for of_rank in everyone for text in of_rank))
 
 
 def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> str:
+    """Rename damaged checkpoints in the folder of --save; return the end of a message."""
     if config.save is None or not sound.parent.samefile(config.save):
         return ""
+    # First the pointer: if the process is killed here, it names a checkpoint that exists.
     commit.point_to(sound.parent, commit.iteration_of(sound))
     for folder in damaged:
         folder.rename(commit.aside(folder, "damaged"))
@@ -69,23 +84,41 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
 
 
 def resumed(run: Run, contents: Mapping[str, str]) -> Run:
-    """The run where it begins: behind the newest sound checkpoint that it is to load, whose weights it then has."""
-    path, config = newest_sound(run.config.checkpoint, run.mesh), run.config
+    """Load the newest undamaged checkpoint and return the run positioned after it.
+
+    Returns `run` itself if there is nothing to load.
+
+    Args:
+        run: a fresh run, whose modules and optimizer are loaded in place.
+        contents: digests of data and tokenizer, compared with the checkpoint's.
+    """
+    config = run.config
+    path = newest_sound(config.checkpoint, run.mesh)
     if path is None:
         return run
     if config.checkpoint.moe_use_upcycling:
-        dense, path = path, _with_experts(path, run)
+        dense = path
+        path = _with_experts(path, run)
         run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
+        # The new checkpoint begins at iteration 0, with the settings of this run.
         config = config.with_fields(finetune=True)
-    loaded = load_checkpoint(path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents)
+    loaded = load_checkpoint(
+        path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents
+    )
+    # Megatron-LM's line.
     run.say(f"  successfully loaded checkpoint from {path} at iteration {loaded.iteration}")
     if loaded.other:
-        run.say(f"WARNING: goes on with other settings than {path.name}: {'; '.join(loaded.other)}")
-    return replace(run, progress=Progress.after(loaded, config.precision), curve=loaded.schedule or run.curve)
+        others = "; ".join(loaded.other)
+        run.say(f"WARNING: goes on with other settings than {path.name}: {others}")
+    progress = Progress.after(loaded, config.precision)
+    return replace(run, progress=progress, curve=loaded.schedule or run.curve)
 
 
 def _with_experts(dense: Path, run: Run) -> Path:
-    """Make a checkpoint of this run's model in --save (--moe-use-upcycling), on the first rank."""
+    """Return a checkpoint in --save whose experts are made of a dense one's MLPs.
+
+    The first rank converts it (--moe-use-upcycling).
+    """
     from megapipe.convert.upcycle import upcycle
 
     target = Path(str(run.config.checkpoint.save))

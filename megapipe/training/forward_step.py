@@ -1,4 +1,4 @@
-"""A microbatch and its loss, as GPT pretraining has them: what a program of its own gives to `pretrain` instead."""
+"""The microbatch and the loss of GPT pretraining; a program can give `pretrain` its own instead."""
 
 from __future__ import annotations
 
@@ -13,18 +13,31 @@ from megapipe.data.loader import Batch
 
 
 def get_batch(data_iterator: Iterator[Batch] | None) -> Batch | None:
-    """The next microbatch; None on stages that hold neither the embedding nor the loss and so read no data."""
+    """Return the next microbatch, or None on stages that read none."""
     return None if data_iterator is None else next(data_iterator)
 
 
 def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Token losses [b, s] -> (their sum, number of tokens, what to report)."""
-    loss, tokens = (token_losses * loss_mask).sum(), loss_mask.sum()
+    """Return the sum of token losses, the number of tokens, and values to report.
+
+    Args:
+        loss_mask: [b, s], the weight of each token's loss.
+        token_losses: [b, s].
+    """
+    loss = (token_losses * loss_mask).sum()
+    tokens = loss_mask.sum()
     return loss, tokens, {"lm loss": torch.stack((loss.detach(), tokens))}
 
 
 def forward_step(data_iterator: Iterator[Batch] | None, model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through one stage."""
+    """Run one microbatch through one stage.
+
+    Returns: (output, loss_func), as Megatron's; loss_func is None on a stage that reads no batch.
+
+    Args:
+        data_iterator: yields the stage's microbatches; None if it reads none.
+        model: the stage.
+    """
     batch = get_batch(data_iterator)
     if batch is None:
         return model(), None

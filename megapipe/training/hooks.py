@@ -1,11 +1,12 @@
-"""What a program can change in a run besides model, data and loss.
+"""Let a program change more of a run than model, data and loss.
 
-These are groups of parameters, a learning-rate curve, callbacks, and stages that read batches.
+The changes are groups of parameters, a learning-rate curve, callbacks, and further stages that read
+batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What `pretrain` takes from a program besides model, data and loss.
+    """Changes that a program makes to a run, besides model, data and loss.
 
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
@@ -59,6 +60,10 @@ class Hooks:
     lr: Callable[[int], float] | None = None
     callbacks: tuple[Callback, ...] = ()
     reads_on: Callable[[LayerSpan], bool] = lambda span: False
+
+    def reading_stages(self, spans: Sequence[LayerSpan]) -> frozenset[int]:
+        """Return the stages that `reads_on` selects, given the layers of every stage."""
+        return frozenset(stage for stage, span in enumerate(spans) if self.reads_on(span))
 
     def call(self, event: str, run: Run, *args: Any) -> None:
         """Call the method named `event` of every callback, with `run` and `args`."""

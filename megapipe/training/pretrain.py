@@ -1,67 +1,53 @@
-"""The whole of a run: check everything, build this rank's part, train, evaluate, save, tell."""
+"""Run a pretraining from the checks before the launch to the exit code."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from megapipe.checkpoint.lock import one_run
-from megapipe.checkpoint.save_load import LoadedState, check_save
+from megapipe.checkpoint.save_load import check_save
 from megapipe.config import Config
 from megapipe.data.build import Datasets, build_datasets, reads
 from megapipe.data.sources import mapped_files, refuse_cut_off
 from megapipe.distributed.device import (
     be_deterministic,
     device_name,
-    graph_pool,
     keep_freed_memory,
-    memory_of,
     pick_device,
     require_fp8,
     versions,
 )
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.models.build import stage_module
-from megapipe.models.gpt import GPTModel
-from megapipe.models.provider import Provider, stage_provider
-from megapipe.optim.lr import LRSchedule
-from megapipe.optim.optimizer import Optimizer
-from megapipe.pipeline_parallel.graphs.graphed import Graphs
+from megapipe.models.provider import Provider
 from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
-from megapipe.plan import Plan, changes, in_words, make_plan, summary
-from megapipe.plan.graphs import graphs_line, why_not
-from megapipe.plan.logits import most_kept
+from megapipe.plan import Plan, make_plan
 from megapipe.plan.table import saved_bytes
-from megapipe.schedule.recipe_line import to_line
+from megapipe.training.build import build_run
 from megapipe.training.check import DatasetsProvider, Launch, check, checked, start_block
-from megapipe.training.driver import Course, Driver
+from megapipe.training.driver import Driver, Handover
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
 from megapipe.training.guards.kernels import use_alike
-from megapipe.training.guards.model import check_ownership, room
+from megapipe.training.guards.model import room
 from megapipe.training.guards.process import Stopping, triggered
 from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.hooks import NONE, Hooks
-from megapipe.training.progress import Progress
 from megapipe.training.reading import Reading
-from megapipe.training.report.lines import arguments, held_up_messages
+from megapipe.training.report.lines import arguments
 from megapipe.training.report.profile import Profiler
 from megapipe.training.report.reporter import Reporter
 from megapipe.training.report.stdout import stdout_may_break
 from megapipe.training.reschedule import with_rescheduling
-from megapipe.training.run import Run
 from megapipe.training.saving import Saving
-from megapipe.training.steps.stages import Stages
 
 
 @stdout_may_break()
@@ -72,17 +58,27 @@ def pretrain(
     datasets: DatasetsProvider = build_datasets,
     hooks: Hooks = NONE,
 ) -> None:
-    """Pretrain a model as the configuration says. Call it on every rank that the launcher started.
+    """Pretrain a model. Call this on every rank that the launcher started.
+
+    1. With --check, print what would run, and return.
+    2. Check the flags, the data and the checkpoint before ranks meet.
+    3. Meet the other ranks.
+    4. Build this rank's part of the run, and load the newest undamaged checkpoint.
+    5. Train to the end, with evaluations and saves between steps.
+    6. Exit with a code that says why, if the run has stopped before its end.
 
     Args:
-        config: from `cli.parse`, or built in Python; the world size is taken from the launcher's environment.
-        provider: builds this rank's stages; ours or Megatron's signature. --model-provider names another.
-        forward_step: (data_iterator, model) -> (output, loss_func), Megatron's; a microbatch of data_iterator is a
-            `data.loader.Batch`, data_iterator is None on stages with neither embedding nor loss that do not ask.
-        datasets: gives the datasets: items are token ids or, with more fields, arrays by name.
-        hooks: groups of parameters, a learning-rate curve, callbacks, stages that read; see docs/extending.md.
-    Raises: UserError with a text for the user, before any process group exists where that is possible; SystemExit(75)
-        if the run was asked to stop before its end (docs/troubleshooting.md).
+        config: from `flags.parse.parse`, or built in Python. The world size comes from the
+            launcher's environment.
+        provider: builds this rank's stages, with our signature or Megatron's. --model-provider
+            names another one.
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func). The iterator yields
+            `data.loader.Batch`. It is None on stages that read no batches.
+        datasets: returns the datasets. Items are arrays of token ids, or arrays by name.
+        hooks: parameter groups, a learning-rate curve, callbacks, stages that read batches; see
+            docs/extending.md.
+    Raises: UserError with a text for the user, before any process group exists if possible.
+        SystemExit(75) if the run was asked to stop before its end (docs/troubleshooting.md).
     """
     if config.check.check:
         check(config, datasets)
@@ -90,42 +86,86 @@ def pretrain(
     started = time.monotonic()
     launch = checked(config, provider, datasets)
     with _meeting(launch, forward_step, datasets) as mesh:
-        with room(mesh, launch.plan):
-            given = forward_step, launch.data, launch.eod, started, launch.layers, launch.plan, hooks
-            run = Training(launch.config, mesh, launch.provider, *given)
-        exit_code = run.train()
-        del run
+        training = _build(launch, mesh, forward_step, started, hooks)
+        exit_code = training.train()
+        # The mesh closes after the last reference to what uses it is gone.
+        del training
     if exit_code:
         sys.exit(exit_code)
 
 
 @contextmanager
 def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[ProcessMesh]:
-    """Meet the other ranks, which must have the same programs, and part from them in the end."""
-    config, plan = launch.config, launch.plan
+    """Meet the other ranks, which must have equal flags and programs; close the mesh at the end."""
+    config = launch.config
+    plan = launch.plan
     if config.precision.deterministic_mode:
         be_deterministic()
-    if (device := pick_device(config.parallel)).type == "cpu":
+    device = pick_device(config.parallel)
+    if device.type == "cpu":
         keep_freed_memory()
     require_fp8(device, config.model.fp8_format)
-    same = facts(config, plan, (launch.provider, *programs)) if config.world_size > 1 else {}
+    # Without equal facts on all ranks, groups would deadlock or train different models.
+    same = {}
+    if config.world_size > 1:
+        same = facts(config, plan, (launch.provider, *programs))
     mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
     try:
-        # The lock of --save comes before the model: a second run on the folder is refused before it takes memory.
+        # The lock on --save comes before the model: a second run there is refused before it
+        # allocates memory.
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
             yield mesh
     finally:
         mesh.close()
         gc.enable()
         gc.unfreeze()
-        gc.collect()  # the parts of a run know each other; with them end the threads and files of its data
+        # The parts of a run refer to each other. Collecting them ends the data's threads and files.
+        gc.collect()
+
+
+def _build(
+    launch: Launch, mesh: ProcessMesh, forward_step: ForwardStep, started: float, hooks: Hooks
+) -> Training:
+    """Build this rank's part of the run; a device with too little memory is a ConfigError."""
+    with room(mesh, launch.plan):
+        return Training(
+            launch.config,
+            mesh,
+            launch.provider,
+            forward_step,
+            launch.data,
+            launch.eod,
+            started,
+            launch.layers,
+            launch.plan,
+            hooks,
+        )
 
 
 class Training:
-    """One rank's run, and what goes through it: the steps, evaluation and saving.
+    """One rank's part of a run: its steps, evaluations and saves.
+
+    The constructor builds the stages and the optimizer, loads the newest undamaged checkpoint, and
+    opens the data. `train` runs to the end. Both are collective over the world.
+
+    Args:
+        config: the run's configuration, checked.
+        mesh: this rank's mesh.
+        provider: builds this rank's stages.
+        forward_step: Megatron's, see pipeline_parallel.loss.
+        data: the datasets.
+        eod: end-of-document id of the tokenizer.
+        started: time.monotonic() at the start of the process, for --exit-duration-in-mins.
+        layers: a description of the layers, for the log.
+        plan: the plan of the run; None to make it of `config`.
+        hooks: what the program changes.
 
     Attributes:
-        run: what this rank has.
+        run: what this rank has of the run.
+        driver: runs the steps.
+        evaluation: runs the evaluations.
+        saving: saves checkpoints.
+        check_files: raises if a data file has become shorter.
     """
 
     def __init__(
@@ -142,132 +182,120 @@ class Training:
         hooks: Hooks = NONE,
     ) -> None:
         self.started = started
-        plan = plan or make_plan(config)
+        if plan is None:
+            plan = make_plan(config)
         report = Reporter(config, mesh, plan)
-        using = f"using {mesh.world.size} {device_name(mesh.device)} rank(s), {layers}; {versions(mesh.device)}"
-        lines = arguments(config), start_block(config), hooks.lr_warning(config), reads(config, data), using
-        report.say("\n".join(filter(None, [*lines, *use_alike(mesh)])))
-        modules, parameters = _modules(config, mesh, plan, provider)
-        self._check_replicas = partial(check_replicas, modules, mesh, mirrored=plan.schedule.placement.num_chains > 1)
-        self._check_replicas()
-        _say_plan(report, plan, parameters)
-        also = frozenset(stage for stage, span in enumerate(plan.spans) if hooks.reads_on(span))
-        stages = Stages(config, plan.schedule, modules, forward_step, mesh, eod, also_read=also, costs=plan.costs)
-        optimizer = Optimizer(modules, config.optimizer, mesh, groups=hooks.groups, **config.of_optimizer)
-        stages.engine.graphs = _graphs(report, plan)
-        curve = LRSchedule(0.0) if config.optimizer.freeze_all_layers else LRSchedule.of(config)
-        start = Progress.after(LoadedState(), config.precision)
-        run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, hooks.lr)
-        flags, self.check_files = config.checkpoint, partial(refuse_cut_off, mapped_files(config.data))
-        found = on_first(mesh, lambda: contents(config, data.train)) if flags.save or flags.load else {}
-        self.run = run = resumed(run, found)
+        lines = [arguments(config), start_block(config), hooks.lr_warning(config)]
+        lines.append(reads(config, data))
+        device = device_name(mesh.device)
+        lines.append(f"using {mesh.world.size} {device} rank(s), {layers}; {versions(mesh.device)}")
+        lines += use_alike(mesh)
+        report.say("\n".join(filter(None, lines)))
+        fresh, parameters = build_run(
+            config, mesh, plan, report, provider, forward_step, eod, hooks
+        )
+        # Sizes of now: a file that is cut off later would kill the process that reads it.
+        self.check_files = partial(refuse_cut_off, mapped_files(config.data))
+        flags = config.checkpoint
+        found: dict[str, str] = {}
+        if flags.save or flags.load:
+            found = on_first(mesh, lambda: contents(config, data.train))
+        self.run = run = resumed(fresh, found)
         self.hooks = with_rescheduling(hooks, config, plan)
-        reading = Reading(config, mesh, plan.schedule.placement, also)
+        reading = Reading(config, mesh, plan.schedule.placement, hooks.reading_stages(plan.spans))
         self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)
-        self.profiler, self.saving = Profiler(config.log, mesh.world.rank), Saving(run, self.hooks, found)
-        self.driver = Driver(run, self.hooks, self.saving, reading.training(data.train, run.progress))
+        self.profiler = Profiler(config.log, mesh.world.rank)
+        self.saving = Saving(run, self.hooks, found)
+        batches_at = reading.training(data.train, run.progress)
+        self.driver = Driver(run, self.hooks, self.saving, batches_at)
         if flags.save:
-            check_save(flags.save, run.progress.iteration, mesh, saved_bytes(plan, config, parameters))
+            # Last, when the checkpoint's size is known: a disk that is too full stops the run here.
+            size = saved_bytes(plan, config, parameters)
+            check_save(flags.save, run.progress.iteration, mesh, size)
 
     def train(self) -> int:
-        """Steps from where the run is to its last, or until it is to stop. Returns: the process's exit code."""
-        run, config, progress, driver = self.run, self.run.config, self.run.progress, self.driver
+        """Train to the last iteration, or until the run is asked to stop.
+
+        Returns: the exit code of the process.
+        """
+        run = self.run
+        config = run.config
         stopping = Stopping(config.guards, run.mesh, self.started)
-        began, hashes = progress.iteration, config.guards.check_weight_hash_across_dp_replicas_interval
-        seconds = config.parallel.distributed_timeout_seconds_after_init
         run.report.pause()
-        last = progress.iteration if config.data.skip_train else progress.last_iteration(config)
+        first = n = run.progress.iteration
+        last = n
+        if not config.data.skip_train:
+            last = run.progress.last_iteration(config)
         gc.collect()
-        gc.freeze()  # modules, model and tables stay: no collection within a step need walk them
+        # Modules, model and tables stay: a collection during a step need not visit them.
+        gc.freeze()
         if config.guards.manual_gc:
             gc.disable()
-        course, n, every_gc = Course(), began, config.guards.manual_gc_interval
+        handover = Handover()
         with closing(self.saving):
             while n < last:
                 self.profiler.before(n)
                 self.hooks.call("before_step", run)
-                course = driver.step(course, lambda: stopping.wanted)
-                run.report.measure(run.stages.stopwatch, over=course.result is not None)
-                if course.result is not None:
-                    driver.ended(course.result)
+                handover = self.driver.step(handover, lambda: stopping.wanted)
+                run.report.measure(run.stages.stopwatch, over=handover.result is not None)
+                if handover.result is not None:
+                    self.driver.ended(handover.result)
                 n += 1
-                # Garbage is collected here where it is not left to Python, and after the first step.
-                if n == began + 1 or (every_gc and n % every_gc == 0):
-                    gc.collect()
-                if n == began + 1:
-                    gc.freeze()  # nor what the step has made to stay
+                self._collect_garbage(n, after_first=n == first + 1)
                 if self.profiler.after(n):
                     run.report.pause()
-                if seconds and progress.iteration == began + 1:
-                    run.mesh.set_timeout(seconds)
+                self._shorten_timeout(first)
                 self.saving.look()
-                if course.open:
-                    continue
-                if hashes and n % hashes == 0:
-                    self._check_replicas(after=n)
-                self.evaluation.look()
-                asked, every = triggered(config, run.mesh, n), config.checkpoint.save_interval
-                if config.checkpoint.save and ("save" in asked or (every and n % every == 0)):
-                    self.saving.save()
-                    self.check_files()
-                    run.report.pause()
-                if reason := stopping.reason(n, asked):
-                    run.say(reason)
+                # While a step is open, its weights are a guess: nothing may read them.
+                if not handover.open and self._between_steps(n, stopping):
                     break
+            # The run is complete or stops here, so the last save may take its time.
             self.profiler.close(n)
             if config.checkpoint.save and self.saving.begun != n:
                 self.saving.save(last=True)
             self.saving.finish(last=True)
+        # A run that was stopped evaluates when it is resumed and complete.
         if n >= last:
             self.evaluation.finish()
         run.report.close()
         stopping.signal.close()
         return stopping.exit_code if n < last else 0
 
+    def _between_steps(self, n: int, stopping: Stopping) -> bool:
+        """Check replicas, evaluate and save, if that is due after iteration n.
 
-def _modules(
-    config: Config, mesh: ProcessMesh, plan: Plan, provider: Provider
-) -> tuple[list[nn.Module], Sequence[int]]:
-    """Build this rank's stages; return also the parameters of each pipeline rank."""
-    place = plan.schedule.placement
-    own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
-    provider = stage_provider(provider, own)
-    modules = [stage_module(config, provider, span, mesh.tp) for span in own]
-    kept = most_kept(config, plan, memory_of(mesh.device))
-    for module in modules:
-        if isinstance(module, GPTModel):
-            module.most_kept = kept
-    if mesh.dp_cp.rank == 0:
-        count = sum(p.numel() for module in modules for p in module.parameters())
-        where = f"({mesh.tp.rank}, {mesh.pp.rank})"
-        print(f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}", flush=True)
-    return modules, check_ownership(modules, config.model, provider, place, mesh)
+        Returns: whether the run is to stop now.
+        """
+        run = self.run
+        config = run.config
+        flags = config.checkpoint
+        interval = config.guards.check_weight_hash_across_dp_replicas_interval
+        if interval and n % interval == 0:
+            check_replicas(run.modules, run.mesh, mirrored=run.mirrored, after=n)
+        self.evaluation.look()
+        asked = triggered(config, run.mesh, n)
+        due = flags.save_interval and n % flags.save_interval == 0
+        if flags.save and ("save" in asked or due):
+            self.saving.save()
+            self.check_files()
+            run.report.pause()
+        reason = stopping.reason(n, asked)
+        if reason:
+            run.say(reason)
+        return bool(reason)
 
+    def _collect_garbage(self, n: int, *, after_first: bool) -> None:
+        """Collect garbage after the first step, and at --manual-gc-interval."""
+        interval = self.run.config.guards.manual_gc_interval
+        if after_first or (interval and n % interval == 0):
+            gc.collect()
+        if after_first:
+            # The first step also makes objects that stay.
+            gc.freeze()
 
-def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
-    config, mesh, schedule, timeline = report.config, report.mesh, plan.schedule, plan.timeline
-    if said := changes(plan):
-        report.say(said)
-    if mesh.world.rank == 0:
-        print(summary(plan, config, parameters), flush=True)
-    report.say(
-        f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "
-        f"{schedule.num_microbatches} microbatches, predicted bubble {timeline.bubble / timeline.makespan:.1%}"
-    )
-    if plan.recipe is not None:
-        report.say(f"recipe: {to_line(plan.recipe)}")
-    if mesh.device.type == "cuda" and (held_up := held_up_messages(config, schedule)):
-        report.say(held_up)
-
-
-def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
-    """Return CUDA graphs where --cuda-graph-impl asks for them and the run can have them; the line says which."""
-    config, mesh, device = report.config, report.mesh, report.mesh.device
-    if not (said := graphs_line(config, plan.schedule, device.type)):
-        return None
-    report.say(said)
-    if device.type != "cuda" or why_not(config, plan.schedule):
-        return None
-    # Each rank has other stages.
-    tell = partial(print, flush=True) if mesh.dp_cp.rank == 0 else lambda text: None
-    return Graphs(partial(graph_pool, device), config.parallel.cuda_graph_warmup_steps, tell)
+    def _shorten_timeout(self, first: int) -> None:
+        """After the first step set --distributed-timeout-seconds-after-init."""
+        run = self.run
+        seconds = run.config.parallel.distributed_timeout_seconds_after_init
+        if seconds and run.progress.iteration == first + 1:
+            run.mesh.set_timeout(seconds)

@@ -1,4 +1,4 @@
-"""A run's place in its iterations and samples."""
+"""Count a run's iterations and samples."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from megapipe.training.steps.step import StepResult
 
 @dataclass
 class Progress:
-    """The place of a run; saved with every checkpoint.
+    """The iterations and samples of a run so far, saved with every checkpoint.
+
+    `advance` counts a step. `last_iteration` returns the end of the run.
 
     Attributes:
-        skipped_samples: those of iterations that updated nothing, which the learning rate does not count.
+        iteration: iterations so far, skipped ones included.
+        consumed_train_samples: training samples so far.
+        consumed_valid_samples: samples of evaluations during training.
+        skipped_samples: samples of skipped iterations, which the learning rate does not count.
+        loss_scale: the loss scale of the next step.
     """
 
     iteration: int = 0
@@ -26,30 +32,41 @@ class Progress:
 
     @staticmethod
     def after(loaded: LoadedState, precision: PrecisionConfig) -> Progress:
-        """The place of a checkpoint; a dynamic loss scale goes on from its own only."""
+        """Return the progress of a run that continues from a checkpoint.
+
+        A dynamic loss scale continues only from a dynamic one.
+        """
+        # An old or a foreign checkpoint may have no loss scale, which is then a constant one.
         scale = LossScale(**loaded.state.get("loss_scale", {}))
+        if not (scale.dynamic and precision.dynamic_loss_scale):
+            scale = LossScale.start(precision)
         return Progress(
             loaded.iteration,
             loaded.consumed_train_samples,
             loaded.consumed_valid_samples,
             loaded.state.get("skipped_samples", 0),
-            scale if scale.dynamic and precision.dynamic_loss_scale else LossScale.start(precision),
+            scale,
         )
 
     def advance(self, result: StepResult, precision: PrecisionConfig) -> None:
-        """An iteration has ended."""
+        """Count a step that has ended."""
         self.iteration += 1
         self.consumed_train_samples += result.batch
-        self.skipped_samples += result.batch * result.skipped
+        if result.skipped:
+            self.skipped_samples += result.batch
         self.loss_scale = self.loss_scale.after(result.skipped, precision)
 
     def last_iteration(self, config: Config) -> int:
-        """The iteration where the run ends. --train-samples counts samples, also those of batches of another size."""
-        if (samples := config.batch.train_samples) is None:
+        """Return the iteration at which the run ends.
+
+        --train-samples counts samples, whatever batch sizes they were trained with.
+        """
+        samples = config.batch.train_samples
+        if samples is None:
             return config.train_iters
         return self.iteration + config.batch_sizes.iterations(self.consumed_train_samples, samples)
 
     @property
     def scheduled_samples(self) -> int:
-        """The samples by which the learning rate has moved on its curve."""
+        """Return the samples by which the learning rate has advanced on its curve."""
         return self.consumed_train_samples - self.skipped_samples

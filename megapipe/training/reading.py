@@ -1,4 +1,4 @@
-"""The samples that a rank reads: its share of each step, if its stages look at tokens at all."""
+"""Read a rank's samples: its part of each step, or nothing if its stages need no tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from megapipe.training.progress import Progress
 from megapipe.training.steps.batches import gets_batches
 
 BatchesAt = Callable[[int], Sequence[Microbatch]]
-"""(samples consumed) -> the microbatches of a step, none on a rank that looks at no tokens."""
+"""(samples consumed) -> the microbatches of a step; none on a rank that needs no tokens."""
 
 
 @dataclass(frozen=True)
 class Awaited(Sequence[Microbatch]):
-    """The microbatches of a step, which may still be under way.
+    """The microbatches of a step, which may still be read by other threads.
 
     Attributes:
-        waiting: makes what is entered while one is waited for.
+        step: the microbatches; indexing waits for one.
+        waiting: returns a context that is entered while one is waited for.
     """
 
     step: Sequence[Microbatch]
@@ -45,10 +46,15 @@ class Awaited(Sequence[Microbatch]):
 
 @dataclass(frozen=True)
 class Reading:
-    """One rank's way to its samples.
+    """Reads this rank's samples.
+
+    `training` and `evaluation` return functions that read a step.
 
     Attributes:
-        also_read: stages that get batches beside those with embedding or loss.
+        config: the run's configuration.
+        mesh: this rank's mesh.
+        place: the placement of stages on ranks.
+        also_read: stages that get batches in addition to those with embedding or loss.
     """
 
     config: Config
@@ -57,43 +63,66 @@ class Reading:
     also_read: Collection[int] = ()
 
     def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
-        """Raises: DataError, on all ranks, if the run would come to the end of its data."""
+        """Return the reader of training steps.
+
+        Args:
+            dataset: the training samples; None if the split leaves none.
+            progress: where the run begins.
+        Raises: DataError, on all ranks, if the run would reach the end of its data.
+        """
         config = self.config
         if config.data.skip_train:
             return lambda consumed: ()
+        # Asked before the first step, so that no run ends after days for lack of data.
         steps = max(0, progress.last_iteration(config) - progress.iteration)
         until = config.batch_sizes.after(steps, progress.consumed_train_samples)
         if dataset is None:
-            raise DataError(f"--split {config.data.split} leaves nothing to train on. Use --split 969,30,1")
+            raise DataError(
+                f"--split {config.data.split} leaves nothing to train on. Use --split 969,30,1"
+            )
+        # A cyclic order begins again instead.
         if config.data.dataloader_type == "single" and steps and len(dataset) < until:
             raise DataError(
-                f"the training data ends at sample {len(dataset)}, but this run reads until sample {until}. "
-                "Train shorter, or give a data set with more samples."
+                f"the training data ends at sample {len(dataset)}, but this run reads until sample "
+                f"{until}. Train shorter, or give a data set with more samples."
             )
         return self._batches(config, dataset, wraps=False)
 
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
-        """Batches without an end: a run that evaluates more often than was planned begins again at the first sample."""
-        return None if dataset is None else self._batches(self.config.evaluation, dataset, wraps=True)
+        """Return the reader of evaluations, or None without a dataset.
+
+        It has no end: a run with more evaluations than planned begins again at the first sample.
+        """
+        if dataset is None:
+            return None
+        return self._batches(self.config.evaluation, dataset, wraps=True)
 
     @property
     def looks(self) -> bool:
-        """Do stages of this rank look at tokens? The ends of a chain do, depths behind it, those that ask, and all
-        where documents are apart."""
-        data, own = self.config.data, self.place.stages_on(self.mesh.pp.rank)
-        apart = data.reset_attention_mask or data.reset_position_ids
-        return apart or any(gets_batches(self.place, stage, self.also_read) for stage in own)
+        """Return whether a stage of this rank needs tokens.
+
+        Ends of a model and prediction depths do, and stages that ask for them. All stages do if
+        attention or positions end with documents.
+        """
+        data = self.config.data
+        if data.reset_attention_mask or data.reset_position_ids:
+            return True
+        own = self.place.stages_on(self.mesh.pp.rank)
+        return any(gets_batches(self.place, stage, self.also_read) for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
-        # Ranks between the ends of a pipeline read nothing, and start no threads.
+        """Return the reader of steps with this batch size; `wraps` begins again at the end."""
+        # Ranks between the ends of a pipeline read nothing and start no threads.
         if not self.looks:
             return lambda consumed: ()
-        dp, sizes = self.mesh.dp, config.batch_sizes
-        kind, sharded = config.data.dataloader_type, not config.data.no_data_sharding
+        dp = self.mesh.dp
+        b = config.batch.micro_batch
+        kind = config.data.dataloader_type
+        sharded = not config.data.no_data_sharding
         return Batches(
             dataset,
-            SampleOrder(len(dataset), config.batch.micro_batch, dp.rank, dp.size, kind, sharded, wraps),
-            lambda consumed: sizes.at(consumed) // (config.batch.micro_batch * dp.size),
+            SampleOrder(len(dataset), b, dp.rank, dp.size, kind, sharded, wraps),
+            lambda consumed: config.batch_sizes.at(consumed) // (b * dp.size),
             num_workers=config.data.num_workers,
             pinned=self.mesh.device.type == "cuda",
         ).at

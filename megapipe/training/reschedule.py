@@ -1,7 +1,8 @@
-"""--reschedule-after N: a run that measures its passes and goes on under a better table.
+"""--reschedule-after N: measure the passes of a run and continue under a better table.
 
-All tables of the same stages train the same bits, so nothing but the time changes. The first rank has a process of its
-own search; when that has found something, all ranks take the new table between the same two steps.
+All tables of the same stages give bitwise equal results, so only the time changes. The first rank
+searches in a process of its own. When that has found a table, all ranks take it before the same
+step.
 """
 
 from __future__ import annotations
@@ -24,96 +25,122 @@ from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
 
-_EFFORT, _EFFORT_PER_PASS = 10.0, 0.02
-"""The effort of the search, about seconds of a core: at most, and for each F."""
+_EFFORT = 10.0
+"""The largest effort of the search, about seconds of one core."""
+_EFFORT_PER_PASS = 0.02
+"""The effort for each forward pass of the table."""
 _WORTH = 0.01
-"""The share of the passes' time that the new table must save by its prediction."""
+"""The least share of the passes' time that the new table must save by its prediction."""
 
 
 def with_rescheduling(hooks: Hooks, config: Config, plan: Plan) -> Hooks:
-    """The hooks with a callback that does what --reschedule-after asks for."""
+    """Return the hooks with a callback that does what --reschedule-after asks for, if it does."""
     if config.parallel.reschedule_after is None:
         return hooks
     return replace(hooks, callbacks=(*hooks.callbacks, Rescheduling(config, plan)))
 
 
 class Rescheduling(Callback):
-    """Measures steps 2 to N, has a better table searched, goes on under it, and tells what that gained.
+    """Measures steps 2 to N, searches a better table, takes it, and reports the gain.
 
-    It may hold what --memory-limit-gib leaves for activations, without it on each rank what the plan's table holds on
-    the heaviest.
+    The new table may hold the activations for which --memory-limit-gib leaves memory. Without that
+    flag a rank may hold as much as the heaviest rank does under the plan's table.
     """
 
     def __init__(self, config: Config, plan: Plan) -> None:
         assert config.parallel.reschedule_after is not None
-        self.after, self.limit_gib, self.plan = config.parallel.reschedule_after, config.parallel.memory_limit_gib, plan
-        self._course: Iterator[None] | None = None
+        self.after = config.parallel.reschedule_after
+        self.limit_gib = config.parallel.memory_limit_gib
+        self.plan = plan
+        # The generator lives through the run; each callback moves it on by one step.
+        self._story: Iterator[None] | None = None
         self._search: Beside | None = None
-        self._began = self._took = 0.0
+        self._began = 0.0
+        self._took = 0.0
 
     def before_step(self, run: Run) -> None:
-        if self._course is None:
-            self._course = self._through(run)
-            next(self._course)
+        if self._story is None:
+            self._story = self._reschedule(run)
+            next(self._story)
         self._began = time.perf_counter()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self._took = time.perf_counter() - self._began
-        assert self._course is not None
-        next(self._course, None)
+        assert self._story is not None
+        next(self._story, None)
 
-    def _through(self, run: Run) -> Iterator[None]:
-        """The whole story; each yield is a step of training."""
-        yield  # warms up
+    def _reschedule(self, run: Run) -> Iterator[None]:
+        """Do everything from the first measured step to the report; each yield is one step."""
+        # The first step warms up.
+        yield
         before, steps = yield from self._timed(run)
         old = self.plan.schedule
         if run.mesh.world.rank == 0:
             costs = measured_costs(steps, old.placement, self.plan.costs, old.cuts)
             passes = old.num_microbatches * len(old.slices) * old.placement.num_stages
             effort = min(_EFFORT, _EFFORT_PER_PASS * passes)
-            self._search = Beside(old, costs, self._room(), effort)
-        # Asked after every step and of all ranks: they must take the new table between the same two steps.
+            # The search may use no more memory than the run has left.
+            self._search = Beside(old, costs, self._allowed_bytes(), effort)
+        # All ranks ask after every step, because they must take the table before the same step.
         while (found := run.mesh.world.gather_json(self._found())[0]) is None:
             yield
         now = f"rescheduling at iteration {run.progress.iteration}"
         if isinstance(found, str):
             run.say(f"WARNING: {now}: {found} The run goes on under {old.name}.")
             return
-        table, was, will, costs = found
-        told = f"{now}: under {old.name} its passes take {was * 1e3:.1f} ms by measured costs"
+        table, was, will, measured = found
+        text = f"{now}: under {old.name} its passes take {was * 1e3:.1f} ms by measured costs"
         if will > was * (1 - _WORTH):
-            run.say(f"{told}, under the best table found {will * 1e3:.1f} ms. The run goes on under {old.name}.")
+            run.say(
+                f"{text}, under the best table found {will * 1e3:.1f} ms. The run goes on under "
+                f"{old.name}."
+            )
             return
         new = from_json(table)
-        run.say(f"{told}, under {new.name} {will * 1e3:.1f} ms, {1 - will / was:.1%} less. The run goes on under it.")
-        run.stages.follow(new, read_costs(costs))
-        yield  # warms up
+        run.say(
+            f"{text}, under {new.name} {will * 1e3:.1f} ms, {1 - will / was:.1%} less. The run "
+            "goes on under it."
+        )
+        run.stages.follow(new, read_costs(measured))
+        # The first step under the new table warms up too.
+        yield
         since, _ = yield from self._timed(run)
-        a, b = median(before), median(since)
-        run.say(f"rescheduling gained {1 - b / a:.1%}: a step took {a * 1e3:.1f} ms before, {b * 1e3:.1f} ms after it")
+        a = median(before)
+        b = median(since)
+        run.say(
+            f"rescheduling gained {1 - b / a:.1%}: a step took {a * 1e3:.1f} ms before, "
+            f"{b * 1e3:.1f} ms after it"
+        )
 
     def _timed(self, run: Run) -> Generator[None, None, tuple[list[float], StepsRan]]:
-        """Times of `after` - 1 steps and of their passes."""
-        times, steps = list[float](), list[list[list[Ran]]]()
+        """Let N - 1 steps pass; return their times, and the times of all passes."""
+        times: list[float] = []
+        steps: list[list[list[Ran]]] = []
         for _ in range(self.after - 1):
             yield
             times.append(self._took)
             steps += ran_by_all([run.stages.stopwatch], run.mesh.pp)
         return times, steps
 
-    def _room(self) -> tuple[float, ...]:
-        """Bytes of activations that each rank may hold."""
+    def _allowed_bytes(self) -> tuple[float, ...]:
+        """Return the bytes of activations that each rank may hold."""
         plan = self.plan
+        # Devices are equal: what fits on the heaviest rank fits on each.
         if self.limit_gib is None:
             return (max(plan.timeline.peak),) * plan.schedule.placement.num_ranks
         return tuple(self.limit_gib * GIB - state for state in plan.state_bytes)
 
     def _found(self) -> object:
-        """The message of the rank that searches to the others: nothing yet, an error, or a table with its costs."""
+        """Return the search's result in JSON types: None so far, an error, or a table and costs.
+
+        Ranks without a search return None.
+        """
         if self._search is None:
             return None
         try:
             found = self._search.result()
         except ScheduleError as error:
             return str(error)
-        return None if found is None else [*found, json.loads(dump_costs(self._search.costs))]
+        if found is None:
+            return None
+        return [*found, json.loads(dump_costs(self._search.costs))]

@@ -1,4 +1,4 @@
-"""A rank's part of a run as data, on which saving, evaluation, the steps and callbacks act."""
+"""A rank's part of a run as data, which steps, evaluations, saves and callbacks share."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ from megapipe.training.steps.stages import Stages
 class Run:
     """One rank's part of a run.
 
+    `say` prints a line. `rate` and `rates` return the learning rates of the next step.
+
     Attributes:
-        modules: the stages of this rank, in ascending order.
-        stages: those with their data, under the table and batch of the next step.
-        progress: where the run is; it moves with every step.
-        curve: of the flags, or of the checkpoint that the run goes on from.
-        own_rate: samples -> learning rate, in place of the curve's; the program's (Hooks.lr).
+        config: the run's configuration.
+        mesh: this rank's mesh.
+        plan: the plan of the run.
+        report: writes the log.
+        modules: the stages of this rank in ascending order.
+        stages: runs the passes over `modules`, with the table and batch size of the next step.
+        optimizer: this rank's optimizer.
+        progress: iterations and samples so far; every step changes it.
+        curve: the learning-rate curve of the flags, or of the loaded checkpoint.
+        own_rate: (samples) -> learning rate, the program's (Hooks.lr) instead of the curve's.
     """
 
     config: Config
@@ -41,16 +48,24 @@ class Run:
     curve: LRSchedule
     own_rate: Callable[[int], float] | None
 
+    @property
+    def mirrored(self) -> bool:
+        """Return whether each stage exists on two ranks, as under DualPipe."""
+        return self.plan.schedule.placement.num_chains > 1
+
     def say(self, text: str) -> None:
-        """Print on the speaking rank."""
+        """Print on the rank that writes the log."""
         self.report.say(text)
 
     def rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         samples = self.progress.scheduled_samples
-        return learning_rate(self.curve, samples) if self.own_rate is None else self.own_rate(samples)
+        if self.own_rate is not None:
+            return self.own_rate(samples)
+        return learning_rate(self.curve, samples)
 
     def rates(self) -> Rates:
-        """All rates of the next step."""
-        samples, curve = self.progress.scheduled_samples, self.curve
-        return Rates(self.rate(), decoupled_rate(curve, samples, self.config.optimizer), weight_decay(curve, samples))
+        """Return all rates of the next step."""
+        samples = self.progress.scheduled_samples
+        ends_lr = decoupled_rate(self.curve, samples, self.config.optimizer)
+        return Rates(self.rate(), ends_lr, weight_decay(self.curve, samples))

@@ -1,4 +1,7 @@
-"""The saves of a run, and what it says of them; with --async-save steps go on while a checkpoint is written."""
+"""Save checkpoints during a run and report them.
+
+With --async-save, steps go on while a checkpoint is written.
+"""
 
 from __future__ import annotations
 
@@ -24,47 +27,86 @@ from megapipe.training.run import Run
 class Saving:
     """The checkpoints of a run.
 
+    `save` saves, or begins to. `look` reports a save in the background once this rank knows how it
+    ended. `finish` waits for it on all ranks, `close` on this rank alone.
+
     Args:
-        contents: of its data and tokenizer, as a run that goes on must find them again.
+        run: what this rank has of the run.
+        hooks: what the program changes.
+        contents: digests of data and tokenizer, which a resumed run compares.
+
     Attributes:
-        last: iteration of the newest that is complete, or of the one that the run goes on from; 0 for none.
-        begun: that of the newest, complete or under way.
-        own: of those in --save that this run has saved or goes on from; it removes no others unless it is told to.
+        last: iteration of the newest complete checkpoint, or of the loaded one; 0 for none.
+        begun: iteration of the newest checkpoint, complete or being written.
+        own: iterations in --save that this run has saved or loaded. Only these are removed, unless
+            --save-remove-earlier is given.
     """
 
     def __init__(self, run: Run, hooks: Hooks, contents: Mapping[str, str]) -> None:
-        self._run, self._hooks, self._contents = run, hooks, contents
+        self._run = run
+        self._hooks = hooks
+        self._contents = contents
         self.last = self.begun = run.progress.iteration
-        wanted, possible = run.config.checkpoint.async_save, hasattr(os, "memfd_create")
-        if wanted and not possible:
-            run.say("WARNING: --async-save needs Linux's memory files, which this system has not: each save waits")
+        flags = run.config.checkpoint
+        possible = hasattr(os, "memfd_create")
+        if flags.async_save and not possible:
+            run.say(
+                "WARNING: --async-save needs Linux's memory files, which this system has not: each "
+                "save waits"
+            )
         writes = run.mesh.world.rank == 0
         self.jobs = JobLog(run.config, run.progress.consumed_train_samples, writes=writes)
-        self._background = Background(run.mesh) if wanted and possible else None
-        self._told: int | None = None  # the iteration whose failed save had an ALARM when it was noticed
-        self.own = [self.last] if self.last and _one_folder(run.config.checkpoint) else []
-        if run.report.speaks and (text := retention.others(run.config.checkpoint, self.own)):
-            run.say(text)
+        self._background: Background | None = None
+        if flags.async_save and possible:
+            self._background = Background(run.mesh)
+        # The iteration whose failed save has been reported with an ALARM already.
+        self._alarmed: int | None = None
+        self.own = [self.last] if self.last and _one_folder(flags) else []
+        if run.report.speaks:
+            text = retention.others(flags, self.own)
+            if text:
+                run.say(text)
 
     def save(self, *, last: bool = False) -> None:
-        """Save, or begin to, once the one before is complete. Collective. last: the run ends with it.
+        """Save, or begin to save in the background. Collective over the world.
 
-        Raises: CheckpointError on all ranks if one of the two fails, unless --save-failure continue and not last.
+        The save before is completed first.
+
+        Args:
+            last: the run ends with this save.
+        Raises: CheckpointError on all ranks if one of the two saves fails, except with
+            --save-failure continue before the last save.
         """
-        self.finish()  # the save before is not the last one: --save-failure decides whether its failure ends the run
-        run, n = self._run, self._run.progress.iteration
+        # Without `last`: --save-failure decides whether a failure of the save before ends the run.
+        self.finish()
+        run = self._run
+        n = run.progress.iteration
         directory = run.config.checkpoint.save
         assert directory is not None
+        # Megatron-LM's line.
         run.say(f"saving checkpoint at iteration {n:7d} to {directory} in safetensors format")
-        recipe = run.plan.recipe
-        made = {"recipe": to_line(recipe)} if recipe else {}
-        state = dataclasses.asdict(run.progress) | {"contents": self._contents} | made
-        given = directory, n, run.modules, run.optimizer, state, run.config, run.mesh, run.curve, self._background
+        state = dataclasses.asdict(run.progress) | {"contents": self._contents}
+        if run.plan.recipe:
+            state["recipe"] = to_line(run.plan.recipe)
+        # The writer in the background removes old checkpoints itself, once the new one is complete.
         if self._background is not None:
             self._background.keep = self._keep
-        if self._tried(partial(save_checkpoint, *given), last):
+        save = partial(
+            save_checkpoint,
+            directory,
+            n,
+            run.modules,
+            run.optimizer,
+            state,
+            run.config,
+            run.mesh,
+            run.curve,
+            self._background,
+        )
+        if self._tried(save, last):
             self.begun = n
             self.jobs.saved(n, run.progress.consumed_train_samples)
+            # The first save of a run is never in the background, see checkpoint/background.py.
             if self._background is None or self._background.under_way is None:
                 newest = commit.folder_of(Path(directory), n)
                 self._say(n, on_first(run.mesh, lambda: retention.retain(newest, self._keep)))
@@ -73,59 +115,82 @@ class Saving:
             self.finish(last=True)
 
     def look(self) -> None:
-        """Say that the save under way is complete or has failed, once this rank knows."""
-        if self._background is not None and (news := self._background.news()) is not None:
-            n, problem, removed = news
-            if problem:
-                self._told = n
-                self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", f"iteration {n}: {problem}"))
-            else:
-                self._say(n, removed)
+        """Report how a background save has ended, if this rank knows that by now."""
+        news = None if self._background is None else self._background.news()
+        if news is None:
+            return
+        n, problem, removed = news
+        if problem:
+            self._alarmed = n
+            self._run.say(banner("ALARM: CHECKPOINT NOT SAVED", f"iteration {n}: {problem}"))
+        else:
+            self._say(n, removed)
 
     def finish(self, *, last: bool = False) -> None:
-        """Wait for the save under way. Collective, and raises as `save`."""
-        if self._background is None or (n := self._background.under_way) is None:
+        """Wait for a background save. Collective over the world.
+
+        Args:
+            last: the run ends with this save.
+        Raises: CheckpointError, as `save`.
+        """
+        if self._background is None:
             return
-        done = self._tried(self._background.finish, last, told=self._told == n)
-        if done:
+        n = self._background.under_way
+        if n is None:
+            return
+        if self._tried(self._background.finish, last, alarmed=self._alarmed == n):
             self.look()
             self._complete(n)
         else:
-            self._background.news()  # told already
+            # `_tried` has reported it.
+            self._background.news()
 
     def close(self) -> None:
-        """Wait for this rank's part of a save under way, also where an error ends the run."""
+        """Wait for this rank's part of a background save, also if an error ends the run."""
         if self._background is not None:
             self._background.close()
             self.look()
 
-    def _tried(self, save: Callable[[], object], last: bool, *, told: bool = False) -> bool:
-        """Return whether a save was made. told: its failure has had its ALARM, and what follows from it has not."""
+    def _tried(self, save: Callable[[], object], last: bool, *, alarmed: bool = False) -> bool:
+        """Return whether a save succeeded.
+
+        Args:
+            save: saves, or waits for a save.
+            last: whether a failure ends the run in any case.
+            alarmed: the ALARM for a failure has been printed, but not what follows from it.
+        """
         try:
             save()
         except CheckpointError as error:
             if last or self._run.config.checkpoint.save_failure == "stop":
                 raise
-            going_on = f"going on from iteration {self.last}'s checkpoint alone until the next save"
-            text = f"{going_on} (--save-failure continue)"
-            self._run.say(text if told else banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, text))
+            text = (
+                f"going on from iteration {self.last}'s checkpoint alone until the next save "
+                "(--save-failure continue)"
+            )
+            if not alarmed:
+                text = banner("ALARM: CHECKPOINT NOT SAVED", *error.problems, text)
+            self._run.say(text)
             return False
         return True
 
     @property
     def _keep(self) -> retention.Keep:
         flags = self._run.config.checkpoint
+        # None allows the removal of every iteration, also of earlier runs.
         own = None if flags.save_remove_earlier else tuple(self.own)
         return flags.save_retain_interval, flags.save_keep_last, own
 
     def _say(self, n: int, removed: Sequence[int]) -> None:
-        """A line on the speaking rank, and one of what was removed, on the first, which knows what its writer did."""
+        """Report a complete checkpoint and the iterations that were removed for it."""
         flags = self._run.config.checkpoint
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
+        # Only the first rank knows what its writer has removed.
         if self._run.mesh.world.rank == 0:
             print(retention.told(removed, flags), end="", flush=True)
 
     def _complete(self, n: int) -> None:
+        """Note that the checkpoint of iteration n is complete, and call the callbacks."""
         self.last = n
         self.own.append(n)
         self.jobs.complete(n)
@@ -133,4 +198,7 @@ class Saving:
 
 
 def _one_folder(flags: CheckpointConfig) -> bool:
-    return bool(flags.save and flags.load and os.path.exists(flags.save) and os.path.samefile(flags.save, flags.load))
+    """Return whether --save and --load are the same existing folder."""
+    if not flags.save or not flags.load or not os.path.exists(flags.save):
+        return False
+    return os.path.samefile(flags.save, flags.load)

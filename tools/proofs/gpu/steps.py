@@ -21,7 +21,7 @@ from megapipe.distributed.mesh import ProcessMesh, axis_names, build_mesh
 from megapipe.flags.parse import parse
 from megapipe.plan import Plan, with_batch
 from megapipe.training.check import as_here
-from megapipe.training.driver import Course
+from megapipe.training.driver import Handover
 from megapipe.training.evaluation import evaluate
 from megapipe.training.pretrain import Training
 from megapipe.training.steps.step import weights_of
@@ -66,11 +66,11 @@ def records_of(flags: str, world: int, whole: int) -> dict[int, list[Item]]:
 
 def _run(config: Config, plan: Plan, by: Recorder, answers: Answers) -> None:
     with started(config, plan, by, answers) as training:
-        course = Course()
+        handover = Handover()
         for _ in range(2):
-            course = training.driver.step(course, lambda: False)
-        if course.open:
-            training.driver.end(course.open, course.good)
+            handover = training.driver.step(handover, lambda: False)
+        if handover.open:
+            training.driver.end(handover.open, handover.good)
         training.run.optimizer.gathers.settle()
         stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
         batches = _batch(config) * config.evaluation.num_microbatches
@@ -83,9 +83,9 @@ def host_waits(flags: str, world: int) -> Counter[str]:
     answers, counted = answers_of(config, plan, world_ranks(config)), list[Counter[str]]()
     for rank in world_ranks(config):
         with started(config, plan, by := Recorder(rank), answers) as training:
-            course = training.driver.step(Course(), lambda: False)
+            handover = training.driver.step(Handover(), lambda: False)
             before = len(by.items)
-            training.driver.step(course, lambda: False)
+            training.driver.step(handover, lambda: False)
         counted.append(Counter(item.why for item in by.items[before:] if isinstance(item, Host)))
     return max(counted, key=Counter.total)
 

@@ -1,0 +1,160 @@
+"""Build this rank's stages, optimizer and learning-rate curve, and report the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from megapipe.checkpoint.save_load import LoadedState
+from megapipe.config import Config
+from megapipe.distributed.device import graph_pool, memory_of
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.models.build import stage_module
+from megapipe.models.gpt import GPTModel
+from megapipe.models.provider import Provider, stage_provider
+from megapipe.optim.lr import LRSchedule
+from megapipe.optim.optimizer import Optimizer
+from megapipe.pipeline_parallel.graphs.graphed import Graphs
+from megapipe.pipeline_parallel.loss import ForwardStep
+from megapipe.plan import Plan, changes, in_words, summary
+from megapipe.plan.graphs import graphs_line, why_not
+from megapipe.plan.logits import most_kept
+from megapipe.schedule.recipe_line import to_line
+from megapipe.training.guards.model import check_ownership
+from megapipe.training.guards.replicas import check_replicas
+from megapipe.training.hooks import Hooks
+from megapipe.training.progress import Progress
+from megapipe.training.report.lines import held_up_messages
+from megapipe.training.report.reporter import Reporter
+from megapipe.training.run import Run
+from megapipe.training.steps.stages import Stages
+
+
+def build_run(
+    config: Config,
+    mesh: ProcessMesh,
+    plan: Plan,
+    report: Reporter,
+    provider: Provider,
+    forward_step: ForwardStep,
+    eod: int,
+    hooks: Hooks,
+) -> tuple[Run, Sequence[int]]:
+    """Build a fresh run, before any checkpoint is loaded. Collective over the world.
+
+    Args:
+        config: the run's configuration, checked.
+        mesh: this rank's mesh.
+        plan: the plan of the run.
+        report: writes the log.
+        provider: builds this rank's stages.
+        forward_step: Megatron's, see pipeline_parallel.loss.
+        eod: end-of-document id of the tokenizer.
+        hooks: what the program changes.
+    Returns: the run, and the number of parameters on each pipeline rank.
+    Raises: ConfigError on every rank if replicas of the model differ.
+    """
+    modules, parameters = _modules(config, mesh, plan, provider)
+    mirrored = plan.schedule.placement.num_chains > 1
+    # Before the optimizer, which would hide a difference: it sends weights to other ranks.
+    check_replicas(modules, mesh, mirrored=mirrored)
+    _say_plan(report, plan, parameters)
+    stages = Stages(
+        config,
+        plan.schedule,
+        modules,
+        forward_step,
+        mesh,
+        eod,
+        also_read=hooks.reading_stages(plan.spans),
+        costs=plan.costs,
+    )
+    optimizer = Optimizer(
+        modules, config.optimizer, mesh, groups=hooks.groups, **config.of_optimizer
+    )
+    stages.engine.graphs = _graphs(report, plan)
+    frozen = config.optimizer.freeze_all_layers
+    curve = LRSchedule(0.0) if frozen else LRSchedule.of(config)
+    start = Progress.after(LoadedState(), config.precision)
+    run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, hooks.lr)
+    return run, parameters
+
+
+def _modules(
+    config: Config, mesh: ProcessMesh, plan: Plan, provider: Provider
+) -> tuple[list[nn.Module], Sequence[int]]:
+    """Build this rank's stages.
+
+    Returns: the stages, and the number of parameters on each pipeline rank.
+    """
+    place = plan.schedule.placement
+    own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
+    provider = stage_provider(provider, own)
+    modules = [stage_module(config, provider, span, mesh.tp) for span in own]
+    kept = most_kept(config, plan, memory_of(mesh.device))
+    for module in modules:
+        if isinstance(module, GPTModel):
+            module.most_kept = kept
+    if mesh.dp_cp.rank == 0:
+        count = sum(p.numel() for module in modules for p in module.parameters())
+        where = f"({mesh.tp.rank}, {mesh.pp.rank})"
+        # Megatron-LM's line, which tools read.
+        print(
+            f" > number of parameters on (tensor, pipeline) model parallel rank {where}: {count}",
+            flush=True,
+        )
+    return modules, check_ownership(modules, config.model, provider, place, mesh)
+
+
+def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
+    """Print the plan: stages, memory, schedule and predicted bubble.
+
+    Args:
+        report: prints on one rank.
+        plan: the plan of the run.
+        parameters: number of parameters on each pipeline rank.
+    """
+    config = report.config
+    mesh = report.mesh
+    schedule = plan.schedule
+    changed = changes(plan)
+    if changed:
+        report.say(changed)
+    if mesh.world.rank == 0:
+        print(summary(plan, config, parameters), flush=True)
+    bubble = plan.timeline.bubble / plan.timeline.makespan
+    report.say(
+        f"pipeline schedule {schedule.name}{in_words(schedule)}: {mesh.pp.size} ranks, "
+        f"{schedule.num_microbatches} microbatches, predicted bubble {bubble:.1%}"
+    )
+    if plan.recipe is not None:
+        report.say(f"recipe: {to_line(plan.recipe)}")
+    if mesh.device.type == "cuda":
+        warning = held_up_messages(config, schedule)
+        if warning:
+            report.say(warning)
+
+
+def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
+    """Return CUDA graphs if --cuda-graph-impl asks for them and this run can have them.
+
+    Prints a line that says which, if they are asked for.
+    """
+    config = report.config
+    mesh = report.mesh
+    device = mesh.device
+    line = graphs_line(config, plan.schedule, device.type)
+    if not line:
+        return None
+    report.say(line)
+    if device.type != "cuda" or why_not(config, plan.schedule):
+        return None
+
+    def say(text: str) -> None:
+        # One rank of each pipeline rank: their stages differ.
+        if mesh.dp_cp.rank == 0:
+            print(text, flush=True)
+
+    return Graphs(partial(graph_pool, device), config.parallel.cuda_graph_warmup_steps, say)
