@@ -20,6 +20,7 @@ ROOMS = [
     "megapipe/config",
     "megapipe/config/model",
     "megapipe/config/parallel",
+    "megapipe/flags",
     "megapipe/data",
     "megapipe/data/tokenizers",
     "megapipe/distributed",

@@ -22,6 +22,6 @@ def on_cpus(config: Config) -> Config:
         part = getattr(config, section)
         if getattr(part, field) == asked:
             line = (f"--{field.replace('_', '-')} {asked}", because)
-            changed = {section: replace(part, **{field: taken}), "holding": (*config.holding, line)}
+            changed = {section: replace(part, **{field: taken}), "noop_flags": (*config.noop_flags, line)}
             config = replace(config, **changed)
     return config

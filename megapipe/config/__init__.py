@@ -61,8 +61,8 @@ class Config:
     check: CheckConfig = field(default_factory=CheckConfig)
     world_size: Annotated[int, NO_FLAG] = 1
     """Number of processes, from the launcher; not a flag."""
-    holding: Annotated[tuple[tuple[str, str], ...], NO_FLAG] = field(default=(), compare=False)
-    """Flags that were given but set no field, each with what happens instead; see flags.holds."""
+    noop_flags: Annotated[tuple[tuple[str, str], ...], NO_FLAG] = field(default=(), compare=False)
+    """Flags that were given but set no field, each with what happens instead. Not a flag."""
 
     @property
     def sections(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""One flag: the field of a frozen dataclass that it sets, and what may stand behind it."""
+"""A flag: the field of a frozen dataclass that it sets, and the values that it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from megapipe.config.notes import flag as named_flag
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One flag and the field it sets."""
+    """A flag and the field that it sets.
+
+    Attributes:
+        name: the flag, such as --num-layers.
+        owner: the dataclass that has the field.
+        section: the owner's field in Config; empty for a class that is parsed by itself.
+        kind: the field's type, without None and notes.
+    """
 
     name: str
     owner: type
@@ -25,19 +32,19 @@ class Flag:
 
     @property
     def count(self) -> Literal["none", "one", "many"]:
-        """The number of values that the flag takes: a switch takes none."""
+        """The number of values that the flag takes; a switch takes none."""
         if self.kind is bool:
             return "none"
         return "many" if get_origin(self.kind) is tuple else "one"
 
     @property
     def value_type(self) -> Any:
-        """Type of each value."""
+        """The type of each value."""
         return get_args(self.kind)[0] if self.count == "many" else self.kind
 
     @property
     def allowed(self) -> str:
-        """The values that it may have, in words."""
+        """The values that the flag accepts, in words."""
         kind = self.value_type
         if get_origin(kind) is Literal:
             choices = get_args(kind)
@@ -46,25 +53,31 @@ class Flag:
         return words[kind]
 
     def spell(self, values: Sequence[str]) -> list[str]:
-        """Tokens of a command line; `=` where a value would look like a flag."""
+        """Return the words of a command line, with `=` where a value looks like a flag."""
         if self.count == "one" and values[0].startswith("-"):
             return [f"{self.name}={values[0]}"]
         return [self.name, *values]
 
     def count_problem(self, values: Sequence[str]) -> str | None:
-        """A problem with how many values there are; None for none."""
+        """Return the error for a wrong number of values, None for a right one."""
         text = " ".join(values)
         if self.count == "none":
             return f"{self.name} is a switch and takes no value, got {text}" if values else None
         if not values:
-            dashes = f"; one that begins with a dash is written {self.name}=-..." if self.kind is str else ""
+            dashes = ""
+            if self.kind is str:
+                dashes = f"; one that begins with a dash is written {self.name}=-..."
             return f"{self.name} needs a value: {self.allowed}{dashes}"
         if self.count == "one" and len(values) > 1:
-            return f'{self.name} takes one value, got {len(values)}: {text} (quote it: {self.name} "{text}")'
+            got = f"got {len(values)}: {text}"
+            return f'{self.name} takes one value, {got} (quote it: {self.name} "{text}")'
         return None
 
     def value_problem(self, values: Sequence[str]) -> str | None:
-        """A problem with the values themselves, if there are as many as there should be; None for none."""
+        """Return the error for values that cannot be read, None if all can.
+
+        A wrong number of values is left to `count_problem`.
+        """
         if self.count_problem(values):
             return None
         try:
@@ -72,21 +85,23 @@ class Flag:
         except (KeyError, ValueError):
             return f"{self.name} {' '.join(values)}: expected {self.allowed}"
         if self.default is None and read == "":
+            # A variable of a shell script that was never set.
             return f"{self.name} '' is empty. Leave it out, or set the variable that it was to be."
         return None
 
     def read(self, values: Sequence[str]) -> Any:
-        """The value of the field. Raises: KeyError or ValueError."""
+        """Return the value of the field. Raises: KeyError or ValueError."""
         if self.count == "none":
             return not self.default
-        kind = self.value_type
-        read = {str(choice): choice for choice in get_args(kind)}.__getitem__ if get_origin(kind) is Literal else kind
+        read = self.value_type
+        if get_origin(read) is Literal:
+            read = {str(choice): choice for choice in get_args(read)}.__getitem__
         found = tuple(map(read, values))
         return found if self.count == "many" else found[0]
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
-    """Every flag of a configuration class, by name."""
+    """Return every flag of a configuration class by name, in the order of the fields."""
     return {flag.name: flag for flag in _flags(cls, "")}
 
 
@@ -104,9 +119,12 @@ def _flags(cls: type, section: str) -> tuple[Flag, ...]:
             assert not section, "two levels: a configuration and its sections"
             found += _flags(kind, field.name)
             continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name}: a flag has a default"
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name} has no default"
         if get_origin(kind) in (Union, types.UnionType):
             kind = next(k for k in get_args(kind) if k is not types.NoneType)
-        found.append(Flag(named_flag(field.name, cls), cls, section, field.name, kind, default))
+        name = named_flag(field.name, cls)
+        found.append(Flag(name, cls, section, field.name, kind, default))
     return tuple(found)

@@ -1,20 +1,25 @@
-"""The switches of sail-sg/zero-bubble-pipeline-parallelism that choose a schedule, as one name of ours.
+"""Switches of sail-sg/zero-bubble-pipeline-parallelism that choose a schedule, as one flag of ours.
 
-Its `zbpp_utils.py`: --enable-zero-bubble turns them on; --zero-bubble-max-pending-backward N is how many microbatches
-a rank may hold, pp for ZB1P (ZB-H1) and 2 x pp for ZB2P (ZB-H2), `auto` as many as fit; no effect on V schedules, which
-are named by what they hold. --allow-padding-num-layers fills a model up with layers that do nothing until stages are
-even; here stages hold different numbers of layers.
+As its `zbpp_utils.py` has them, --enable-zero-bubble turns the schedules on.
+--zero-bubble-max-pending-backward N is the number of microbatches that a rank may hold: pp for ZB1P
+(ZB-H1), 2 x pp for ZB2P (ZB-H2), `auto` for all that fit. It has no effect on V schedules, whose
+name says what they hold. --allow-padding-num-layers adds layers that do nothing until all stages
+have equally many; here stages get different numbers of layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_ENABLE, _V, _ONE_F_ONE_B_V = "--enable-zero-bubble", "--zero-bubble-v-schedule", "--enable-1f1b-v"
-_SETUP, _PENDING = "--zero-bubble-v-schedule-mem-setup", "--zero-bubble-max-pending-backward"
+_ENABLE = "--enable-zero-bubble"
+_V = "--zero-bubble-v-schedule"
+_ONE_F_ONE_B_V = "--enable-1f1b-v"
+_SETUP = "--zero-bubble-v-schedule-mem-setup"
+_PENDING = "--zero-bubble-max-pending-backward"
 _GROUP = "--interleave-group-size"
 PADDING = "--allow-padding-num-layers"
-_LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
+_LAYOUT = "--pipeline-model-parallel-layout"
+_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 _PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 _V_SETUPS = {"zb": "zb-v", "half": "v-half", "min": "v-min"}
 
@@ -26,16 +31,21 @@ _MEANS = {
     _V: "zb-v",
     _SETUP: "which V: zb is zb-v, half v-half, min v-min",
     _ONE_F_ONE_B_V: "1f1b-v",
-    _GROUP: "group-interleaved, in groups of so many microbatches, where a rank has several stages",
+    _GROUP: "group-interleaved, in groups of this many microbatches, if a rank has several stages",
 }
 SWITCHES = {switch: f"--pipeline-schedule {name}" for switch, name in _MEANS.items()} | {
     PADDING: f"{_LAYOUT} auto, where the layers do not divide"
 }
-"""Switch -> the flag that it means."""
+"""Each switch, with the flag that it means."""
 
 
 def uneven(given: dict[str, list[str]], ranks: int) -> str:
-    """Put into the other flags what --allow-padding-num-layers means beside them, and say it."""
+    """Replace --allow-padding-num-layers by flags of ours, and return the line about it.
+
+    Args:
+        given: our flags with their values as typed; the new ones are put here.
+        ranks: number of pipeline ranks.
+    """
     numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
     if any("decoder-" in name or "account-for" in name or name == _LAYOUT for name in given):
         return "another flag says which stage holds how many layers"
@@ -46,24 +56,29 @@ def uneven(given: dict[str, list[str]], ranks: int) -> str:
         return "the layers fill the stages"
     means = {_LAYOUT: ["auto"]}
     if given.pop(_PER_STAGE, None):
+        # The fork rounds the layers up to full stages.
         means[_PER_RANK] = [str(layers // (ranks * per_stage) + 1)]
     given |= means
     return " ".join(f"{name} {value}" for name, (value,) in means.items())
 
 
-def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> tuple[str | None, list[str]]:
-    """The schedule that the switches mean, None without one, and a line for each that cannot be met.
+def chosen(
+    given: Mapping[str, Sequence[str]], ranks: int, *, several: bool
+) -> tuple[str | None, list[str]]:
+    """Return the schedule that the switches mean and a line for each problem.
+
+    The schedule is None if the switches choose none, or if there are problems.
 
     Args:
-        given: the switches and their values.
-        ranks: pipeline ranks.
-        several: does a rank hold several stages by another flag?
+        given: the switches and their values as typed.
+        ranks: number of pipeline ranks.
+        several: whether another flag gives a rank several stages.
     """
-    problems = [
-        f"{name} takes {'one value' if name in _VALUED else 'no value'}, got {' '.join(values) or 'none'}"
-        for name, values in given.items()
-        if len(values) != (name in _VALUED)
-    ]
+    problems = []
+    for name, values in given.items():
+        if len(values) != (name in _VALUED):
+            takes = "one value" if name in _VALUED else "no value"
+            problems.append(f"{name} takes {takes}, got {' '.join(values) or 'none'}")
     if problems:
         return None, problems
     if _ONE_F_ONE_B_V in given:
@@ -74,7 +89,8 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> 
             return None, [f"{_SETUP} {setup}: expected zb, half or min"]
         return _V_SETUPS[setup], []
     if _ENABLE not in given:
-        return _by_groups(given.get(_GROUP, ["0"])[0], ranks) if several else (None, [])
+        size = given.get(_GROUP, ["0"])[0]
+        return _by_groups(size, ranks) if several else (None, [])
     pending = given.get(_PENDING, ["auto"])[0]
     if pending == "auto":
         return "zb-auto", []
@@ -87,15 +103,18 @@ def chosen(given: Mapping[str, Sequence[str]], ranks: int, *, several: bool) -> 
 
 
 def _by_groups(size: str, ranks: int) -> tuple[str | None, list[str]]:
-    """Interleaved by groups of so many microbatches, 0 for none."""
+    """Return `chosen` for --interleave-group-size, where 0 stands for no groups."""
     if size == "0":
         return None, []
     least = (ranks + 1) // 2
     if _is_number(size) and int(size) >= least:
         return "group-interleaved", []
-    return None, [f"{_GROUP} {size}: a group has at least half of {ranks} pipeline ranks. Use {least} to {ranks}."]
+    return None, [
+        f"{_GROUP} {size}: a group has at least half of {ranks} pipeline ranks. "
+        f"Use {least} to {ranks}."
+    ]
 
 
 def _is_number(text: str) -> bool:
-    """Is it a whole number that Python reads? It refuses thousands of digits."""
+    """Return whether a text is a natural number. int() refuses thousands of digits."""
     return text.isdecimal() and len(text) < 20

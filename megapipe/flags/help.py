@@ -13,31 +13,38 @@ from typing import Literal, get_args, get_origin
 from megapipe.doors import as_called
 from megapipe.flags.flag import Flag
 
-_NARROWEST, _WIDEST = 40, 120
+_NARROWEST = 40
+_WIDEST = 120
 
 
 def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) -> str:
-    """The whole text, by the sections of a configuration.
+    """Return the whole text, by the sections of a configuration.
 
     Args:
-        flags: those of cls, in their order.
-        width: of the terminal.
+        flags: the flags of cls, in their order.
+        program: the command that the user typed.
+        width: columns of the terminal.
     """
     width = min(max(width, _NARROWEST), _WIDEST)
     lines = [f"usage: {program} [--flag value ...]", ""]
-    lines += [*_prose(as_called(text), width), ""] if (text := _about(cls)) else []
+    if text := _about(cls):
+        lines += [*_prose(as_called(text), width), ""]
     lines += ["  -h, --help", "      Print this and end."]
     for section, group in groupby(flags.values(), lambda flag: flag.section):
         some = list(group)
-        lines += ["", *_prose(f"{section}: {_about(some[0].owner)}", width), ""] if section else []
+        if section:
+            lines += ["", *_prose(f"{section}: {_about(some[0].owner)}", width), ""]
         for flag in some:
-            lines += _filled(" ".join(filter(None, (flag.name, values(flag)))), width, "  ", "      ")
-            lines += _filled(as_called(meaning(flag) + _default(flag)).strip(), width, "      ", "      ")
+            takes = values(flag)
+            head = f"{flag.name} {takes}" if takes else flag.name
+            body = as_called(meaning(flag) + _default(flag)).strip()
+            lines += _filled(head, width, "  ", "      ")
+            lines += _filled(body, width, "      ", "      ")
     return "\n".join(lines)
 
 
 def values(flag: Flag) -> str:
-    """The words that stand behind a flag: TEXT, INT ... for several, {a,b} for a choice."""
+    """Return the words for a flag's values: TEXT, INT ... for several, {a,b} for a choice."""
     if flag.count == "none":
         return ""
     many = " ..." if flag.count == "many" else ""
@@ -47,13 +54,14 @@ def values(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """The docstring under the field, in one line; a program's own class may have none."""
+    """Return the docstring under a field in one line, empty if a class has none there."""
     return " ".join(_docstrings(flag.owner).get(flag.field, "").split())
 
 
 def _about(cls: type) -> str:
-    """The docstring of the class, if it has one: a dataclass without has its signature there."""
+    """Return the docstring of a class, empty if it has none."""
     text = inspect.getdoc(cls) or ""
+    # A dataclass without a docstring has its signature there.
     return "" if text.startswith(f"{cls.__name__}(") else text
 
 
@@ -66,7 +74,10 @@ def _default(flag: Flag) -> str:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """Docstrings by field, those of the classes that it inherits from too."""
+    """Return the docstrings under the fields of a class and of its bases.
+
+    Python does not keep them, so they are read from the source.
+    """
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
         try:
@@ -77,19 +88,32 @@ def _docstrings(cls: type) -> dict[str, str]:
         assert isinstance(body, ast.ClassDef)
         for pair in pairwise(body.body):
             match pair:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
                     found[name] = text
     return found
 
 
 def _prose(text: str, width: int) -> Iterator[str]:
-    """Paragraphs, each filled; one that is indented stays as it is."""
+    """Yield the lines of paragraphs, each filled; an indented paragraph keeps its lines."""
     for n, paragraph in enumerate(text.split("\n\n")):
-        yield from [""] if n else []
-        yield from paragraph.splitlines() if paragraph.startswith(" ") else textwrap.wrap(paragraph, width)
+        if n:
+            yield ""
+        if paragraph.startswith(" "):
+            yield from paragraph.splitlines()
+        else:
+            yield from textwrap.wrap(paragraph, width)
 
 
 def _filled(text: str, width: int, first: str, then: str) -> Sequence[str]:
+    """Return the lines of a text. first, then: indentation of the first line and of the others."""
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
     )

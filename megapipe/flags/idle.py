@@ -1,6 +1,7 @@
-"""Combinations that Megatron-LM ignores: a flag that is given and, beside the others, has nothing to act on.
+"""Flags that were given and, with the other flags of the run, have no effect.
 
-Each is accepted with one line at start. In which runs a flag is idle stands at its field, see config.notes.
+Megatron-LM ignores such combinations. Here each is accepted with a line at the start. The notes of
+a field say in which runs its flag has no effect, see config.notes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ T = TypeVar("T")
 
 def noted(kind: type[T]) -> list[tuple[Flag, T]]:
     """Return each note of a kind with its flag."""
-    flags = flags_of(Config).values()
-    return [(flag, note) for flag in flags for note in notes_of(flag.owner, kind).get(flag.field, ())]
+    found = []
+    for flag in flags_of(Config).values():
+        for note in notes_of(flag.owner, kind).get(flag.field, ()):
+            found.append((flag, note))
+    return found
 
 
 IDLE = [(flag, note.where, note.text) for flag, note in noted(Idle)]
-"""A flag, in which run it has nothing to act on, and what happens instead."""
+"""(flag, predicate of a Config in which it has no effect, what happens instead)."""
 
 
 def idle(config: Config) -> list[tuple[str, str]]:
-    """Flags that were given and change nothing beside the others, each with what happens instead."""
+    """Return the flags without effect in a run, each as typed and with what happens instead."""
     found: dict[str, tuple[str, str]] = {}
     for flag, text in _given(config):
         value = config.value(flag.field)
@@ -35,13 +39,15 @@ def idle(config: Config) -> list[tuple[str, str]]:
 
 
 def without_idle(config: Config) -> Config:
-    """The run without the flags that have nothing to act on."""
+    """Return the configuration without the flags that have no effect."""
+    # Once a flag is out, another one may have lost what it acts on.
     while given := list(_given(config)):
         config = config.with_fields(**{flag.field: flag.default for flag, _ in given})
     return config
 
 
 def _given(config: Config) -> Iterator[tuple[Flag, str]]:
+    """Yield each flag that differs from its default where a note applies, with the note's text."""
     for flag, where, text in IDLE:
         if config.value(flag.field) != flag.default and where(config):
             yield flag, text

@@ -1,6 +1,6 @@
-"""Flags to configuration and back.
+"""Flags to a configuration, and back.
 
-Megatron takes each name as it is spelled, and a user with three wrong flags wants to read three lines.
+Every name is taken as Megatron-LM spells it. All wrong flags are reported at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
@@ -19,7 +19,7 @@ from megapipe.flags.flag import Flag as Flag
 from megapipe.flags.flag import flags_of as flags_of
 from megapipe.flags.fork import PADDING, SWITCHES, chosen, uneven
 from megapipe.flags.help import help_text
-from megapipe.flags.holds import HOLDS
+from megapipe.flags.noop_flags import NOOP_FLAGS
 from megapipe.flags.rules import KNOWN, refusal, value_problem
 from megapipe.flags.stop import program, say
 from megapipe.flags.stop import run as run
@@ -28,35 +28,62 @@ from megapipe.schedule import SCHEDULES
 
 T = TypeVar("T")
 _VALUE = ["VALUE"]
+_SELECTIVE = {"--recompute-granularity": ["selective"]}
 OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
+    # Megatron-LM until 2023.
     "--layernorm-epsilon": {"--norm-epsilon": _VALUE},
-    "--activations-checkpoint-method": {"--recompute-granularity": ["full"], "--recompute-method": _VALUE},
+    "--activations-checkpoint-method": {
+        "--recompute-granularity": ["full"],
+        "--recompute-method": _VALUE,
+    },
     "--use-rotary-position-embeddings": {"--position-embedding-type": ["rope"]},
-    "--recompute-lgd": {"--recompute-granularity": ["selective"], "--recompute-modules": ["layernorm", "mlp"]},
-    "--moe-layer-recompute": {"--recompute-granularity": ["selective"], "--recompute-modules": ["moe"]},
+    # The zero-bubble fork, which recomputes norms, GELU and dropout.
+    "--recompute-lgd": _SELECTIVE | {"--recompute-modules": ["layernorm", "mlp"]},
+    # Megatron-LM's own second names.
+    "--moe-layer-recompute": _SELECTIVE | {"--recompute-modules": ["moe"]},
     "--disable-fp8-wgrad": {"--no-fp8-wgrad": []},
     "--enable-cuda-graph": {"--cuda-graph-impl": ["local"]},
     "--external-cuda-graph": {"--cuda-graph-impl": ["transformer_engine"]},
     "--disable-manual-gc-eval": {"--no-manual-gc-eval": []},
+    # The fork for vocabulary parallelism.
     "--enable-vocab-parallel": {"--vocab-parallel-pipeline": []},
 }
-"""A name -> the flags and values that it means; VALUE is its own. The first two are of 2023 and before. The fork for
-zero bubble computes norms, GELU and dropout again; then five of Megatron-LM's own; the last is the vocabulary-parallel
-fork's."""
+"""Each old name, with the flags and values that it means. VALUE stands for its own value."""
 
 _FLAG = re.compile(r"--|-[A-Za-z]")
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
 _UNQUOTED = "--step-batch-size-schedule"
 
+Given = dict[str, list[str]]
+"""Flags of ours, each with its values as typed."""
+
+
+class _Typed(NamedTuple):
+    """The words of a command line by their meaning.
+
+    Attributes:
+        given: the flags of the class that is parsed.
+        others: (name, values) of all other flags.
+        stray: an error for each value that follows no flag.
+    """
+
+    given: Given
+    others: list[tuple[str, list[str]]]
+    stray: list[str]
+
 
 def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
-    """Read flags into a configuration; a flag given twice counts the second time. `--help` prints and exits.
+    """Read flags into a configuration. `--help` prints its text and exits.
+
+    A flag that is given twice has the second value.
 
     Args:
-        cls: a dataclass whose fields are flags, or one of such dataclasses. With `Config` also Megatron's other flags
-            are known and answered.
-        argv: flags and values; default sys.argv[1:].
-    Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse would.
+        cls: a dataclass whose fields are flags, or are dataclasses with such fields. For `Config`
+            the other flags of Megatron-LM are known too, and accepted or refused.
+        argv: flags and values. Default: sys.argv[1:].
+
+    Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse
+        would.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     flags = flags_of(cls)
@@ -64,31 +91,43 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
         say(help_text(cls, flags, program(), shutil.get_terminal_size().columns))
         sys.exit(0)
     given, others, problems = _split(argv, flags)
-    holding: dict[str, str] = {}
+    noops: dict[str, str] = {}
+    known: Set[str] = frozenset()
     if issubclass(cls, Config):
+        known = KNOWN
         problems += _old_names(given, others)
-        problems += _schedule_switches(given, others, holding)
-        holding |= {" ".join((name, *values)): HOLDS[name].because for name, values in others if name in HOLDS}
-    known = KNOWN if issubclass(cls, Config) else frozenset()
-    problems += [line for name, values in others if (line := _other(name, values, flags, known))]
-    problems += [line for name, values in given.items() if (line := flags[name].count_problem(values))]
-    problems += [line for name, values in given.items() if (line := flags[name].value_problem(values))]
+        problems += _schedule_switches(given, others, noops)
+        for name, values in others:
+            if name in NOOP_FLAGS:
+                noops[" ".join((name, *values))] = NOOP_FLAGS[name].because
+    # A line for each, the unknown ones first.
+    lines = [_other(name, values, flags, known) for name, values in others]
+    lines += [flags[name].count_problem(values) for name, values in given.items()]
+    lines += [flags[name].value_problem(values) for name, values in given.items()]
+    problems += filter(None, lines)
     if problems:
         raise ConfigError(problems)
-    sections: dict[str, dict[str, Any]] = {"": {"holding": tuple(holding.items())} if holding else {}}
+    sections: dict[str, dict[str, Any]] = {"": {}}
+    if noops:
+        sections[""]["noop_flags"] = tuple(noops.items())
     for name, values in given.items():
-        sections.setdefault(flags[name].section, {})[flags[name].field] = flags[name].read(values)
+        flag = flags[name]
+        sections.setdefault(flag.section, {})[flag.field] = flag.read(values)
     parsed: Any = cls()
-    top = sections.pop("") | {name: dataclasses.replace(getattr(parsed, name), **to) for name, to in sections.items()}
+    top = sections.pop("")
+    for section, fields in sections.items():
+        top[section] = dataclasses.replace(getattr(parsed, section), **fields)
     return cast(T, dataclasses.replace(parsed, **top))
 
 
 def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
-    """Flags of a tool that stand among those of a run; `--help` is the tool's.
+    """Read the flags of a tool, mixed with the flags of a run. `--help` is the tool's.
 
     Raises: ConfigError with the problems of both.
     """
-    tool, config, problems = own(), Config(), list[str]()
+    tool = own()
+    config = Config()
+    problems: list[str] = []
     of_tool, of_run = split_among(own, argv)
     try:
         tool = parse(own, of_tool)
@@ -104,104 +143,118 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
 
 
 def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tokens of a tool's flags and of all others, each with the values behind it."""
+    """Return the words of a tool's flags and of all other flags, each with its values."""
     names = {*flags_of(own), "--help", "-h"}
-    tokens: dict[bool, list[str]] = {True: [], False: []}
+    words: dict[bool, list[str]] = {True: [], False: []}
     of_tool = False
-    for token in argv:
-        if _FLAG.match(token):
-            of_tool = token.partition("=")[0] in names
-        tokens[of_tool].append(token)
-    return tokens[True], tokens[False]
+    for word in argv:
+        if _FLAG.match(word):
+            of_tool = word.partition("=")[0] in names
+        words[of_tool].append(word)
+    return words[True], words[False]
 
 
 def place_of_dashes(argv: Sequence[str], example: str) -> int:
-    """Return where the `--` stands that ends a tool's own flags, or the end where help is asked for.
+    """Return the place of the `--` that ends a tool's own flags, or the end if help is asked for.
 
-    Raises: ConfigError with the example where there is none.
+    Raises: ConfigError with the example if there is none.
     """
     if "--" in argv:
         return argv.index("--")
     if not {"--help", "-h"} & {*argv}:
-        raise ConfigError(f"what is to run is given after --, as in {example}")
+        raise ConfigError(f"give the command to run after --, as in {example}")
     return len(argv)
 
 
 def to_flags(config: object) -> list[str]:
-    """The flags that differ from the defaults, such that parse(type(config), to_flags(config)) == config."""
-    tokens: list[str] = []
+    """Return the flags that differ from the defaults.
+
+    `parse(type(config), to_flags(config))` equals the configuration.
+    """
+    words: list[str] = []
     for flag in flags_of(type(config)).values():
-        value = getattr(getattr(config, flag.section) if flag.section else config, flag.field)
-        if value != flag.default:
-            values = value if flag.count == "many" else () if flag.count == "none" else (value,)
-            tokens += flag.spell([str(v) for v in values])
-    return tokens
+        section = getattr(config, flag.section) if flag.section else config
+        value = getattr(section, flag.field)
+        if value == flag.default:
+            continue
+        if flag.count == "none":
+            words += flag.spell([])
+        else:
+            values = value if flag.count == "many" else (value,)
+            words += flag.spell([str(v) for v in values])
+    return words
 
 
 def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:
-    """A text is forgotten, or begins with dashes, where --help follows its flag."""
+    """Return whether --help is a flag, and not the value of the flag before it."""
     awaiting = {name for name, flag in flags.items() if flag.kind is str}
-    return any(
-        token in ("--help", "-h") and before not in awaiting for before, token in zip(["", *argv], argv, strict=False)
-    )
+    pairs = zip(["", *argv], argv, strict=False)
+    return any(word in ("--help", "-h") and before not in awaiting for before, word in pairs)
 
 
-def _split(
-    argv: Sequence[str], flags: Mapping[str, Flag]
-) -> tuple[dict[str, list[str]], list[tuple[str, list[str]]], list[str]]:
-    """The values typed after each flag we have and after each we have not, and a line for every stray value."""
-    # Megatron takes --override-opt_param-scheduler and --override-opt-param-scheduler, and no other second spelling.
+def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
+    # Megatron-LM spells one flag --override-opt_param-scheduler, and takes
+    # --override-opt-param-scheduler too.
     ours = {spelling: name for name in flags for spelling in (name, name.replace("_", "-"))}
-    given: dict[str, list[str]] = {}
-    others: list[tuple[str, list[str]]] = []
-    stray: list[str] = []
+    typed = _Typed({}, [], [])
     values: list[str] | None = None
-    for token in argv:
-        name, equals, value = token.partition("=")
+    for word in argv:
+        name, equals, value = word.partition("=")
         if _FLAG.match(name) and name not in ("-inf", "-infinity", "-nan"):
             values = [value] if equals else []
             if name in ours:
-                given[ours[name]] = values
+                typed.given[ours[name]] = values
             else:
-                others.append((name, values))
+                typed.others.append((name, values))
         elif values is None:
-            shown = token or "''"
-            stray.append(f"unexpected {shown}: values follow a flag")
+            shown = word or "''"
+            typed.stray.append(f"unexpected {shown}: values follow a flag")
         else:
-            values.append(token)
-    return given, others, stray
+            values.append(word)
+    return typed
 
 
-def _old_names(given: dict[str, list[str]], others: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Names that mean a value of another flag. A line for what contradicts it."""
-    if len(sizes := given.get(_UNQUOTED, [])) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
+def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
+    """Move old names from `others` to the flags that they mean, and yield a line for a conflict."""
+    sizes = given.get(_UNQUOTED, [])
+    if len(sizes) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
         given[_UNQUOTED] = [" ".join(sizes)]
     for old, means in OLD_NAMES.items():
-        said = [values for other, values in others if other == old]
-        if not said:
+        typed = [values for other, values in others if other == old]
+        if not typed:
             continue
         others[:] = [(other, values) for other, values in others if other != old]
-        if len(said[-1]) != (_VALUE in means.values()):
-            takes = "takes one value" if _VALUE in means.values() else "is a switch and takes no value"
-            yield f"{old} {takes}, got {' '.join(said[-1]) or 'none'}"
+        valued = _VALUE in means.values()
+        if len(typed[-1]) != valued:
+            takes = "takes one value" if valued else "is a switch and takes no value"
+            yield f"{old} {takes}, got {' '.join(typed[-1]) or 'none'}"
             continue
         if old in ("--recompute-lgd", "--moe-layer-recompute") and (also := given.keys() & means):
-            yield f"{old} is {text_of(means)} here, but {' and '.join(sorted(also))} is given. Leave one out."
-        # rotary positions as upstream, where they win over the other flag
-        given |= {name: said[-1] if values is _VALUE else values for name, values in means.items()}
+            both = " and ".join(sorted(also))
+            yield f"{old} is {text_of(means)} here, but {both} is given. Leave one out."
+        # An old name wins over the flag that it means, as --use-rotary-position-embeddings does in
+        # Megatron-LM.
+        for name, values in means.items():
+            given[name] = typed[-1] if values is _VALUE else values
     rope = given.get("--position-embedding-type", [""])[-1:] == ["rope"]
     if not rope and any(name == "--no-position-embedding" for name, _ in others):
         yield (
-            "--no-position-embedding is ignored beside --position-embedding-type rope and refused without, as in "
-            "Megatron-LM. For rotary positions add --position-embedding-type rope; for no positions at all use "
-            "--position-embedding-type none instead."
+            "--no-position-embedding is ignored with --position-embedding-type rope and refused "
+            "without, as in Megatron-LM. For rotary positions add --position-embedding-type rope; "
+            "for no positions at all use --position-embedding-type none instead."
         )
 
 
 def _schedule_switches(
-    given: dict[str, list[str]], others: list[tuple[str, list[str]]], holding: dict[str, str]
+    given: Given, others: list[tuple[str, list[str]]], noops: dict[str, str]
 ) -> Iterator[str]:
-    """Put --pipeline-schedule for the zero-bubble fork's switches; a line for what cannot be met."""
+    """Replace the zero-bubble fork's switches by --pipeline-schedule, and yield each problem.
+
+    Args:
+        given: flags of ours; the schedule is put here.
+        others: other flags; the switches are taken out.
+        noops: lines about flags that set no field; the switches are put here.
+    """
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]
     size = given.get("--pipeline-model-parallel-size", ["1"])
@@ -209,29 +262,41 @@ def _schedule_switches(
     name, problems = chosen(switches, ranks, several=bool(given.keys() & _SEVERAL))
     yield from problems
     if switches.pop(PADDING, None) is not None:
-        holding[PADDING] = uneven(given, ranks)
+        noops[PADDING] = uneven(given, ranks)
     text = text_of(switches)
-    if name is not None and (also := given.get("--pipeline-schedule")):
-        yield f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. Leave one out."
-    elif name is not None:
-        given["--pipeline-schedule"] = [name]
-    if name is not None and SCHEDULES[name].grouped:
-        group = min(ranks, int(switches["--interleave-group-size"][0]))  # as the fork
-        given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
     if text:
-        holding[text] = f"--pipeline-schedule {name}" if name else "without effect: nothing turns such a schedule on"
+        noops[text] = "without effect: nothing turns such a schedule on"
+    if name is None:
+        return
+    if also := given.get("--pipeline-schedule"):
+        yield (
+            f"{text} means --pipeline-schedule {name}, but --pipeline-schedule {also[0]} is given. "
+            "Leave one out."
+        )
+    else:
+        given["--pipeline-schedule"] = [name]
+    noops[text] = f"--pipeline-schedule {name}"
+    if SCHEDULES[name].grouped:
+        # As in the fork, a group has at most as many microbatches as there are ranks.
+        group = min(ranks, int(switches["--interleave-group-size"][0]))
+        given["--microbatch-group-size-per-virtual-pipeline-stage"] = [str(group)]
 
 
 def text_of(flags: Mapping[str, Sequence[str]]) -> str:
-    """Flags and their values as typed."""
-    return " ".join(token for name, values in flags.items() for token in (name, *values))
+    """Return flags and their values as typed."""
+    return " ".join(word for name, values in flags.items() for word in (name, *values))
 
 
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
-    """The line about a flag that is no field; None if it holds already."""
+    """Return the error for a flag that sets no field, None if it is accepted."""
     if name in known:
-        return value_problem(name, values) if name in HOLDS else refusal(name)
-    near = difflib.get_close_matches(name if name.startswith("--") else f"-{name}", {*ours, *known}, n=1, cutoff=0.75)
-    # No second try for one No.
-    also = f" {refusal(near[0])}" if near and near[0] in known - HOLDS.keys() and near[0] not in [*ours] else ""
-    return f"unknown flag {name}" + (f"; did you mean {near[0]}?{also}" if near else "")
+        return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
+    like = name if name.startswith("--") else f"-{name}"
+    near = difflib.get_close_matches(like, {*ours, *known}, n=1, cutoff=0.75)
+    if not near:
+        return f"unknown flag {name}"
+    line = f"unknown flag {name}; did you mean {near[0]}?"
+    # Say at once that the right spelling would be refused too.
+    if near[0] in known - NOOP_FLAGS.keys() and near[0] not in [*ours]:
+        line += f" {refusal(near[0])}"
+    return line

@@ -1,7 +1,8 @@
-"""Rules for a flag that is no field of ours: it holds already (flags.holds), or is refused with what to do.
+"""Rules for a flag that sets nothing: it is accepted (flags.noop_flags), or refused.
 
-A Megatron script should run after its launch line is changed, and a name that is accepted must be true. So a flag that
-would change numbers, or promises what is not here, is refused; `docs/megatron.md` is generated from these tables.
+A Megatron-LM script should run after its launch line is changed, and an accepted name must keep its
+promise. So a flag is refused if it would change numbers or asks for a missing feature. The error
+says what to do. docs/megatron.md is generated from these tables.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from megapipe.flags.fork import SWITCHES
-from megapipe.flags.holds import HOLDS, MANY, OLD_FLAGS, rows_of
-from megapipe.flags.known import MEGATRON_FLAGS
+from megapipe.flags.megatron_flags import MEGATRON_FLAGS
+from megapipe.flags.noop_flags import MANY, NOOP_FLAGS, OLD_FLAGS, rows_of
 
-# The first pattern that fits gives the reason; a name that none fits is refused without one.
+# The first pattern that fits a name gives its reason. Other names are refused without a reason.
 _REASONS = tuple(
     rows_of("""
 model-parallel-size: an old name; use --tensor-model-parallel-size
@@ -28,34 +29,42 @@ fp16-lm-cross-entropy: the loss is always computed in float32
 checkpoint-activations: an old name; use --recompute-granularity full
 spec: use --model-provider; see docs/model_provider.md
 use-mp-args-from-checkpoint-args: any layout loads any checkpoint; give the layout's flags
-tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer is what its files say
-rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain or scaled as in Llama
-    3.1 (--use-rope-scaling)
-glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or --quick-geglu
+tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer's files decide
+    everything about it
+rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain or
+    scaled as in Llama 3.1 (--use-rope-scaling)
+glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or
+    --quick-geglu
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
 moe-apply-probs-on-input: the weight of an expert is applied between its two layers
 moe-router-force-biased: use --moe-router-force-load-balancing
 moe-router-quantile-balancing-ema: use --moe-router-enable-expert-bias
-moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use --moe-expert-capacity-factor
+moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use
+    --moe-expert-capacity-factor
 moe-routing-trace-*: use --moe-per-layer-logging with --metrics-file
 moe-latent-size: experts take the hidden states themselves
 moe-* expert-* gtp-* use-grouped-gemm-*: experts have one layout of their weights on a rank
-rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method: megapipe pretrains; no reinforcement learning
-inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens: megapipe trains; it
-    does not serve
-bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* query-in-block-prob evidence-data-path
-    embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings dino-* vision-* swin-* img-* patch-dim
-    num-channels num-classes classes-fraction head-lr-mult: megapipe trains GPT models only
-mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers are attention and MLP
+rl-* no-rl-* grpo-* perform-rl-step langrl-* refit-method: megapipe pretrains; no reinforcement
+    learning
+inference-* no-inference-* *-chunked-prefill flash-decode mlp-chunks-* num-speculative-tokens:
+    megapipe trains; it does not serve
+bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* query-in-block-prob
+    evidence-data-path embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings
+    dino-* vision-* swin-* img-* patch-dim num-channels num-classes classes-fraction head-lr-mult:
+    megapipe trains GPT models only
+mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers have attention
+    and an MLP
 cache-mla-* mla-*: latents are not cached, and projections down are two products
-dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, whole or --window-size
+dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, of all
+    tokens or with --window-size
 mtp-standalone: use m in --pipeline-model-parallel-layout
-mtp-*: each depth of multi-token prediction has a layer of its own and trains what it stands on
-fine-grained-offloading-*: copies to the host stand in the table, one behind the other
+mtp-*: each depth of multi-token prediction has a layer of its own, and its loss trains the model
+    below
+fine-grained-offloading-*: the table has the copies to the host, one after the other
 no-use-layer-wise-param-layout: parameters have one layout
 fp8-output-proj: the output head has the type of the weights
-fp8-quantizer-factory: scales are those of --fp8-recipe
+fp8-quantizer-factory: --fp8-recipe decides the scales
 fp4-*: precision is float32, bf16, fp16 or, by --fp8-format, FP8
 lion-*: the optimizers are adam, sgd, muon and --optimizer FILE.py:NAME
 *optimizer-*offload* qk-clip*: optimizer state is on the device
@@ -68,33 +77,46 @@ inprocess-* calc-ft-* enable-ft-* ft-* fault-* adlr-*: restart with --load
 
 _FORK = "sail-sg/zero-bubble-pipeline-parallelism"
 _FORK_FLAGS = {
-    "--zero-bubble-adaptive-memory-limit-percentile": "zb-auto searches under the limit of --memory-limit-gib",
+    "--zero-bubble-adaptive-memory-limit-percentile": (
+        "zb-auto searches under the limit of --memory-limit-gib"
+    ),
 }
 
-KNOWN = MEGATRON_FLAGS | set(HOLDS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS
+KNOWN = MEGATRON_FLAGS | set(NOOP_FLAGS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS
+"""Every flag of Megatron-LM and of its zero-bubble fork."""
 
 
 def value_problem(name: str, values: Sequence[str]) -> str | None:
-    """A problem with the values of a flag in HOLDS, in one line; None for none."""
-    allowed, because = HOLDS[name]
-    if len(values) != (1 if allowed else 0) and not (values and MANY in allowed):
-        return f"{name} takes {'one value' if allowed else 'no value'}, got {' '.join(values) or 'none'}"
+    """Return the error for the values of a flag in NOOP_FLAGS, None if they are accepted."""
+    allowed, because = NOOP_FLAGS[name]
+    wanted = 1 if allowed else 0
+    several = bool(values) and MANY in allowed
+    if len(values) != wanted and not several:
+        takes = "one value" if allowed else "no value"
+        return f"{name} takes {takes}, got {' '.join(values) or 'none'}"
     wrong = [value for value in values if not {"*", value}.intersection(allowed)]
     if "#" in allowed:
         wrong = [value for value in wrong if not re.fullmatch(r"-?\d+", value)]
         return f"{name} {' '.join(wrong)}: expected an integer" if wrong else None
-    return f"{name} {' '.join(wrong)}: only {', '.join(allowed)} is implemented ({because})" if wrong else None
+    if not wrong:
+        return None
+    return f"{name} {' '.join(wrong)}: only {', '.join(allowed)} is implemented ({because})"
 
 
 def reason(name: str) -> str:
-    """The reason why a Megatron-LM flag is refused, or what to use; empty if all there is to say is 'not yet'."""
+    """Return why a flag of Megatron-LM is refused, or what to use; empty for "not yet"."""
     bare = name.removeprefix("--")
-    return next((why for patterns, why in _REASONS if any(fnmatchcase(bare, p) for p in patterns.split())), "")
+    for patterns, why in _REASONS:
+        if any(fnmatchcase(bare, pattern) for pattern in patterns.split()):
+            return why
+    return ""
 
 
 def refusal(name: str) -> str:
-    """The line that stops the run at a flag in KNOWN that neither acts nor holds already."""
+    """Return the error for a flag in KNOWN that neither sets something nor is accepted."""
     if name in _FORK_FLAGS:
-        return f"{name} is a switch of {_FORK} that megapipe does not implement ({_FORK_FLAGS[name]})"
+        why = _FORK_FLAGS[name]
+        return f"{name} is a switch of {_FORK} that megapipe does not implement ({why})"
     why = reason(name)
-    return f"{name} is a Megatron-LM flag that megapipe does not implement yet" + (f" ({why})" if why else "")
+    refused = f"{name} is a Megatron-LM flag that megapipe does not implement yet"
+    return f"{refused} ({why})" if why else refused

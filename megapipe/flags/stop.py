@@ -1,4 +1,4 @@
-"""The end of a program of ours that cannot go on: one text for the user, once."""
+"""The end of a command that cannot go on: one message for the user, printed once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from megapipe.errors import UserError
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """A command, with the command line's flags: what the user can mend ends it in one message.
+    """Run a command with the flags of the command line.
 
-    main: what it returns is the exit status, none is 0.
+    An error that the user can mend ends it in one message.
+
+    Args:
+        main: takes the flags, and returns the exit status or None for 0.
     """
     take_any_name()
     try:
@@ -26,10 +29,10 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     except (UserError, KeyboardInterrupt) as error:
         stop(error)
     except BrokenPipeError:  # `| head` has seen enough
-        _nobody_reads()
+        _discard_output()
         return
     except OSError as error:
-        if error.filename is None:  # no file of the user's
+        if error.filename is None:  # not about a file of the user
             raise
         stop(UserError(f"{error.filename}: {error.strerror}"))
     if code:
@@ -37,53 +40,69 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 
 def take_any_name() -> None:
-    """Let standard output say any name of a file, as standard error does: bytes that are no text are escaped."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, a test's, or a file that became a pipe
+    """Let standard output print any file name, as standard error does.
+
+    Bytes that are not text are escaped.
+    """
+    # The stream may be closed, be replaced by a test, or be a file that became a pipe.
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def say(text: str) -> None:
-    """Print a line at once. Where nobody reads any more, as behind `| head`, the work goes on without a word."""
+    """Print a line at once. If the reader is gone, as after `| head`, print nothing and go on."""
     try:
         print(as_called(text), flush=True)
     except BrokenPipeError:
-        _nobody_reads()
+        _discard_output()
 
 
-def _nobody_reads() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it once more
+def _discard_output() -> None:
+    # Python flushes standard output again when it exits, which would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
-    """Tell `pretrain_gpt.py: error: ...`, once per machine, and exit with its code; 130 after Ctrl-C.
+    """Print `pretrain_gpt.py: error: ...` once per machine, and exit with the error's code.
 
-    On stderr; under torchrun in the report that it ends with, behind its own trace.
+    After Ctrl-C the code is 130. The message goes to standard error; under torchrun it goes into
+    the report that torchrun prints at its end, after its own trace.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if isinstance(error, KeyboardInterrupt):
-        text, code = "; ".join(["interrupted", *map(str, error.args)]), 130
+        text = "; ".join(["interrupted", *map(str, error.args)])
+        code = 130
     else:
-        text, code = as_called(f"error: {error}"), error.exit_code
-    # The launcher ends all ranks when one exits, so the others wait until local rank 0 has told the same.
+        text = as_called(f"error: {error}")
+        code = error.exit_code
+    # The launcher ends all ranks when one exits, so the others wait until local rank 0 has printed.
     if not first and code != 130:
         time.sleep(5)
     if first or code != 130:
         text = f"{program()}: {text}"
-        with contextlib.suppress(OSError, AttributeError):  # nobody reads it, or it is closed: the exit code stays
-            if code == 130 or not _told_by_torchrun(text):
+        # Where standard error is closed or nobody reads it, the exit code still says what happened.
+        with contextlib.suppress(OSError, AttributeError):
+            if code == 130 or not _printed_by_torchrun(text):
                 sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
     sys.exit(code)
 
 
-def _told_by_torchrun(text: str) -> bool:
-    """Leave it where torchrun looks for what ended a process, unless the machine's first rank has done so."""
+def _printed_by_torchrun(text: str) -> bool:
+    """Write the message where torchrun looks for what ended a process, if there is torchrun.
+
+    The first rank of a machine writes it, and the others leave it at that.
+
+    Returns: whether torchrun prints it.
+    """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not path.name:
         return False
-    if (path.parents[1] / "0" / path.name).exists():  # torch.distributed.elastic: a folder for each local rank
+    # torch.distributed.elastic has a folder for each local rank.
+    if (path.parents[1] / "0" / path.name).exists():
         return True
-    report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    extra = {"timestamp": str(int(time.time()))}
+    report = {"message": {"message": text, "extraInfo": extra}}
     try:
         path.write_text(json.dumps(report), encoding="utf-8")
     except OSError:
@@ -92,5 +111,5 @@ def _told_by_torchrun(text: str) -> bool:
 
 
 def program() -> str:
-    """Name of the script, as errors and help print it."""
+    """Return the name of the script, as errors and help print it."""
     return Path(sys.argv[0]).name or "megapipe"

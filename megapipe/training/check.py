@@ -39,7 +39,7 @@ DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 def start_block(config: Config) -> str:
     """Return a line for each flag that holds already or has no effect; an empty text for none."""
-    rows = [*config.holding, *idle(config)]
+    rows = [*config.noop_flags, *idle(config)]
     if not rows:
         return ""
     # Very long flags do not push the column of reasons to the right.
@@ -62,7 +62,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
     made = config.settled(model)
     still = idle(made)
     gone = tuple(row for row in idle(config) if row not in still)
-    return replace(made, holding=(*made.holding, *gone))
+    return replace(made, noop_flags=(*made.noop_flags, *gone))
 
 
 @dataclass(frozen=True)

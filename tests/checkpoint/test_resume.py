@@ -37,7 +37,7 @@ def test_every_field_has_a_row_and_every_row_a_field():
         "log",
         "check",
         "world_size",
-        "holding",
+        "noop_flags",
     }
 
 

@@ -57,5 +57,5 @@ def test_a_run_that_is_broken_at_random_ends_on_the_bits_of_an_unbroken_one(tmp_
 
 def test_a_launch_line_without_dashes_before_it_is_answered_with_the_line_to_type():
     """It was `unexpected torchrun: values follow a flag`."""
-    with pytest.raises(ConfigError, match=r"^what is to run is given after --, as in megapipe chaos .* -- torchrun"):
+    with pytest.raises(ConfigError, match=r"^give the command to run after --, as in megapipe chaos .* -- torchrun"):
         chaos.main(["--minutes", "1", "torchrun", "pretrain_gpt.py", "--save-interval", "5"])

@@ -171,7 +171,7 @@ def test_a_number_of_processes_that_cannot_be_is_refused(before, behind, sentenc
 
 def test_flags_of_the_run_without_dashes_before_them_are_answered_with_the_line_to_type() -> None:
     """It was a line `unknown flag` for each of 48 flags, and none about --."""
-    with pytest.raises(ConfigError, match=r"^what is to run is given after --, as in megapipe rehearse .* -- --num-"):
+    with pytest.raises(ConfigError, match=r"^give the command to run after --, as in megapipe rehearse .* -- --num-"):
         rehearse.main(["--world-size", "4", *MODEL.split()])
 
 

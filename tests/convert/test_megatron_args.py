@@ -13,7 +13,7 @@ from megapipe.checkpoint.resume import RULES, resume_problems
 from megapipe.config import SECTION_OF, Config
 from megapipe.config.notes import flag
 from megapipe.convert.megatron.args import args_of, config_of
-from megapipe.flags.known import MEGATRON_FLAGS
+from megapipe.flags.megatron_flags import MEGATRON_FLAGS
 
 RUN = Config(model=LLAMA).with_fields(micro_batch_size=1, global_batch_size=2, seq_length=8, train_iters=9, lr=0.1)
 MEGATRON_HAS_IT_NOT = {name for name in RULES if SECTION_OF[name] == "model" and flag(name) not in MEGATRON_FLAGS}

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from megapipe.config import Config
-from megapipe.flags.different import DIFFERENT
-from megapipe.flags.holds import HOLDS, MANY, OLD_FLAGS
-from megapipe.flags.known import MEGATRON_FLAGS
+from megapipe.flags.differences import DIFFERENCES
+from megapipe.flags.megatron_flags import MEGATRON_FLAGS
+from megapipe.flags.noop_flags import MANY, NOOP_FLAGS, OLD_FLAGS
 from megapipe.flags.parse import OLD_NAMES, Flag, flags_of
 from megapipe.flags.rules import value_problem
 
@@ -43,7 +43,7 @@ def differences(flag: Flag) -> dict[str, str]:
 
 def test_every_default_arity_and_choice_is_megatrons_or_a_difference_that_the_page_shows():
     found = {(name, what, there) for name, flag in OURS.items() for what, there in differences(flag).items()}
-    assert found == {row[:3] for row in DIFFERENT}
+    assert found == {row[:3] for row in DIFFERENCES}
     assert len(OURS) > 195
 
 
@@ -60,14 +60,14 @@ def test_its_own_default_is_never_refused_where_it_is_written_out():
         default = THEIRS[name].get("default")
         if flag.count == "one" and default is not None:
             assert flag.value_problem([str(default)]) is None, name
-    for name in HOLDS.keys() & THEIRS.keys():
+    for name in NOOP_FLAGS.keys() & THEIRS.keys():
         default = THEIRS[name].get("default")
-        if HOLDS[name].values and default not in (None, []):
+        if NOOP_FLAGS[name].values and default not in (None, []):
             assert value_problem(name, [str(default)]) is None, name
 
 
 def test_a_flag_that_holds_takes_the_values_that_it_takes_there():
-    for name, (values, _) in HOLDS.items():
+    for name, (values, _) in NOOP_FLAGS.items():
         if name in OLD_FLAGS or name not in THEIRS:
             continue
         theirs = THEIRS[name]

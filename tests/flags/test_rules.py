@@ -7,8 +7,8 @@ import pytest
 from megapipe.config import Config
 from megapipe.errors import ConfigError
 from megapipe.flags.help import meaning
-from megapipe.flags.holds import HOLDS, OLD_FLAGS
-from megapipe.flags.known import MEGATRON_FLAGS
+from megapipe.flags.megatron_flags import MEGATRON_FLAGS
+from megapipe.flags.noop_flags import NOOP_FLAGS, OLD_FLAGS
 from megapipe.flags.parse import OLD_NAMES, flags_of, parse
 from megapipe.flags.rules import _REASONS, KNOWN, reason
 from megapipe.flags.table import PAGE, table, with_table
@@ -24,7 +24,7 @@ def problem(*argv: str) -> str:
 def test_a_flag_that_asks_for_what_is_always_so_is_accepted():
     config = parse(Config, ["--use-mcore-models", "--no-rope-fusion"])
     assert config == Config()
-    assert config.holding == (
+    assert config.noop_flags == (
         ("--use-mcore-models", "there is one model"),
         ("--no-rope-fusion", "names a fused kernel that we do not have"),
     )
@@ -48,7 +48,7 @@ def test_the_zero_bubble_forks_switches_choose_the_schedule(switches, schedule):
     config = parse(Config, ["--pipeline-model-parallel-size", "4", *switches.split()])
     assert config.parallel.pipeline_schedule == schedule
     instead = f"--pipeline-schedule {schedule}" if schedule else "without effect: nothing turns such a schedule on"
-    assert config.holding == ((switches, instead),)
+    assert config.noop_flags == ((switches, instead),)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_zero_bubble_forks_switches_choose_the_schedule(switches, schedule):
 )
 def test_the_zero_bubble_forks_padding_of_layers_is_an_uneven_split(flags, instead):
     config = parse(Config, ["--pipeline-model-parallel-size", "8", "--allow-padding-num-layers", *flags.split()])
-    assert config.holding == (("--allow-padding-num-layers", instead),)
+    assert config.noop_flags == (("--allow-padding-num-layers", instead),)
     assert (config.parallel.pipeline_model_parallel_layout == "auto") == instead.startswith("--pipeline")
 
 
@@ -111,7 +111,7 @@ def test_names_of_2023_keep_their_values():
 
 def test_a_flag_that_holds_already_may_take_several_values():
     flags = ["--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"]
-    assert [name for name, _ in parse(Config, flags).holding] == [" ".join(flags[2:])]
+    assert [name for name, _ in parse(Config, flags).noop_flags] == [" ".join(flags[2:])]
 
 
 def test_no_position_embedding_never_takes_rotary_positions_away():
@@ -127,14 +127,14 @@ def test_the_help_of_a_flag_says_where_megatron_has_it_not():
 
 def test_each_name_has_one_class():
     fields = {spelling for name in flags_of(Config) for spelling in (name, name.replace("_", "-"))}
-    assert not set(HOLDS) & fields
-    assert not set(OLD_NAMES) & (fields | set(HOLDS))
-    assert set(HOLDS) <= KNOWN
-    assert set(OLD_FLAGS) <= set(HOLDS)
+    assert not set(NOOP_FLAGS) & fields
+    assert not set(OLD_NAMES) & (fields | set(NOOP_FLAGS))
+    assert set(NOOP_FLAGS) <= KNOWN
+    assert set(OLD_FLAGS) <= set(NOOP_FLAGS)
 
 
 def test_every_reason_fits_some_flag_that_is_refused():
-    refused = MEGATRON_FLAGS - set(flags_of(Config)) - set(HOLDS) - set(OLD_NAMES)
+    refused = MEGATRON_FLAGS - set(flags_of(Config)) - set(NOOP_FLAGS) - set(OLD_NAMES)
     assert {why for _, why in _REASONS} == {reason(name) for name in refused} - {""}
 
 
