@@ -37,6 +37,7 @@ ROOMS = [
     "megapipe/tensor_parallel",
     "megapipe/tensor_parallel/fp8",
     "megapipe/training",
+    "megapipe/training/report",
     "megapipe/training/steps",
 ]
 # A phrase that may not stand -> what to write instead.

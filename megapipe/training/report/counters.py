@@ -1,7 +1,7 @@
-"""Counters of every step: its passes on every rank, beside what the plan predicts, and who is slow.
+"""Compare the passes of steps with the plan's prediction, and find slow stages and links.
 
-Each rank times its own passes (pipeline_parallel.stopwatch). Every few steps the ranks of a pipeline tell each other,
-and one rank of each replica what they took.
+Each rank times its own passes (pipeline_parallel.stopwatch). Every few steps the ranks of a
+pipeline exchange their times, and then one rank of each replica of the pipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from statistics import mean, median
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.stopwatch import Stopwatch, copied_by_all, exposed_by_all, ran_by_all
+from megapipe.pipeline_parallel.stopwatch import (
+    Stopwatch,
+    copied_by_all,
+    exposed_by_all,
+    ran_by_all,
+)
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.kinds import COPIES
@@ -24,35 +29,45 @@ from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
 from megapipe.schedule.views.lanes import Copied, communicates, communication, copied
 
 WINDOW = 5
-"""Steps at most between two gathers."""
+"""Most steps between two exchanges of times."""
 READ = 2
-"""The last of them that are read: a pass that is told to all costs microseconds for every rank."""
+"""Number of latest steps that an exchange reads. Each pass costs microseconds per rank."""
 SAMPLE = 4
-"""Steps at least between two samples that say who is slow."""
+"""Least number of steps between two samples that find slow stages."""
 THIRD = 3
-"""The first step is slower than all others; after this one there are two to compare with."""
+"""The step after which times are first compared. The first step is slower than all others."""
 
 _simulated = lru_cache(maxsize=4)(simulate)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A pipeline's last steps, medians over them, in seconds.
+    """The times of a pipeline in its last steps: medians over the steps, in seconds.
+
+    The bubble is the largest idle share of a rank between its first and last pass. Its parts are
+    `of_table`, `of_stages`, `of_host` and `of_messages`. Predictions are the plan's, scaled to the
+    measured speed of all ranks.
 
     Attributes:
-        steps: how many.
-        costs: of passes and messages.
-        ranks: what each pipeline rank has spent.
-        passes: from the first pass's first question to the last pass's end, on the rank where that is most.
-        bubble: the most that a rank is idle between its first and its last pass, as a share of `passes`; what it would
-            be if all stages were alike and nothing else took time, what unequal stages add, the host's part, and the
-            rest, for which messages are left.
-        predicted_passes, predicted_bubble: of the plan, at the speed that was measured over all ranks.
-        predicted: F, B and W at each position of the chain, likewise.
-        peak_bytes: of each rank; none on CPUs. predicted_peaks: of each rank.
-        exposed_communication: a mean rank's waits for collectives within its passes; None where these have none.
-        predicted_exposed: of the plan, likewise; None where its costs say nothing of them.
-        copies: of each rank, where the table has O and L. predicted_copies: of the plan, likewise.
+        steps: number of steps.
+        costs: measured costs of passes and messages.
+        ranks: each pipeline rank's time by use.
+        passes: from a rank's first question for an input to its last pass's end; the largest of all
+            ranks.
+        bubble: the bubble as a share of `passes`.
+        of_table: what the bubble would be if all stages were equal and nothing else took time.
+        of_stages: what unequal stages add.
+        of_host: the host's part.
+        predicted_passes: predicted `passes`.
+        predicted_bubble: predicted bubble.
+        predicted: predicted F, B and W at each position of the chain.
+        peak_bytes: most bytes allocated on each rank; empty on CPUs.
+        predicted_peaks: predicted peak of each rank.
+        exposed_communication: mean over ranks of the waits for collectives within passes; None if
+            passes have no collectives.
+        predicted_exposed: its prediction; None if the plan's costs have no communication.
+        copies: times of each rank's copies to and from the host, if the table has O and L.
+        predicted_copies: their prediction.
     """
 
     steps: int
@@ -75,6 +90,7 @@ class Measured:
 
     @property
     def of_messages(self) -> float:
+        """Return the rest of the bubble, for which messages are left."""
         return self.bubble - self.of_table - self.of_stages - self.of_host
 
 
@@ -87,22 +103,40 @@ def measured(
     exposed: float | None = None,
     copies: StepsRan = (),
 ) -> Measured:
-    """The measure of passes, and copies, under a table. costs: measured of them."""
+    """Compare steps under one table with the plan.
+
+    Args:
+        steps: the passes of each step and rank.
+        costs: the costs measured from them.
+        schedule: the table.
+        of_plan: the plan.
+        peak_bytes: see Measured.
+        exposed: see Measured.exposed_communication.
+        copies: the copies of each step and rank, if the table has any.
+    """
     counted = of_plan.costs
-    by_rank = list(zip(*[[spent(row) for row in step] for step in steps], strict=True))
-    ranks = tuple(Spent(*map(median, zip(*of_steps, strict=True))) for of_steps in by_rank)
-    passes, worst = max(r.makespan for r in ranks), max(ranks, key=lambda r: r.idle)
+    by_step = [[spent(row) for row in step] for step in steps]
+    ranks = tuple(Spent(*_medians(of_rank)) for of_rank in zip(*by_step, strict=True))
+    passes = max(r.makespan for r in ranks)
+    worst = max(ranks, key=lambda r: r.idle)
+    # The table alone: equal stages, no messages, no host. Unequal stages add the second part.
     stages = replace(costs, comm=0.0, overhead=0.0)
-    # The bubble in parts: with equal stages it is the table's, what unequal ones add is theirs, the rest is messages
-    # and host.
     f, b, w = ((mean(x),) * len(x) for x in _stages(stages, schedule))
     even = replace(stages, f=f, b=b, w=w)
+    of_table = _bubble(simulate(schedule, even))
+    of_stages = _bubble(simulate(schedule, stages)) - of_table
     plan = _simulated(schedule, counted)
-    # The plan counts in FLOPs or in another machine's seconds: one factor brings its passes to the length of those
-    # here.
+    # The plan counts FLOPs or another machine's seconds. One factor scales its passes to ours.
     speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
-    of_table, of_stages = (_bubble(simulate(schedule, x)) for x in (even, stages))
     f, b, w = (tuple(x * speed for x in row) for row in _stages(counted, schedule))
+    predicted_exposed = None
+    if communicates(counted):
+        predicted_exposed = communication(schedule, counted).exposed * speed / len(ranks)
+    predicted_copies = []
+    if copies:
+        for of_rank in copied(schedule, counted, plan):
+            predicted_copies.append(Copied(*(speed * x for x in of_rank)))
+    copies_by_rank = zip(*map(_summed, copies), strict=True)
     return Measured(
         len(steps),
         costs,
@@ -110,7 +144,7 @@ def measured(
         passes,
         worst.idle / passes,
         of_table,
-        of_stages - of_table,
+        of_stages,
         (worst.idle - worst.waited) / passes,
         plan.makespan * speed,
         _bubble(plan),
@@ -118,19 +152,28 @@ def measured(
         peak_bytes,
         of_plan.peak_bytes,
         exposed,
-        communication(schedule, counted).exposed * speed / len(ranks) if communicates(counted) else None,
-        tuple(Copied(*map(median, zip(*of_rank, strict=True))) for of_rank in zip(*map(_summed, copies), strict=True)),
-        tuple(Copied(*(speed * x for x in of_rank)) for of_rank in copied(schedule, counted, plan)) if copies else (),
+        predicted_exposed,
+        tuple(Copied(*_medians(of_rank)) for of_rank in copies_by_rank),
+        tuple(predicted_copies),
     )
 
 
-def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
-    """The copies of a step by rank."""
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each column."""
+    return [median(column) for column in zip(*rows, strict=True)]
 
-    def part(row: Sequence[Ran], kind: Kind) -> float:
+
+def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
+    """Return each rank's copies of one step."""
+
+    def total(row: Sequence[Ran], kind: Kind) -> float:
         return sum(x.end - x.begin for x in row if x.item.kind is kind)
 
-    return [Copied(part(row, Kind.O), part(row, Kind.L), sum(x.waited for x in row)) for row in ranks]
+    found = []
+    for row in ranks:
+        waited = sum(x.waited for x in row)
+        found.append(Copied(total(row, Kind.O), total(row, Kind.L), waited))
+    return found
 
 
 def _bubble(timeline: Timeline) -> float:
@@ -138,22 +181,42 @@ def _bubble(timeline: Timeline) -> float:
 
 
 class Counters:
-    """The counters of one rank. Every rank is to call `add` after each step, when none is within its passes.
+    """The times of one rank's steps, exchanged with other ranks every few steps.
+
+    Every rank calls `add` after each step, outside its passes. On the rank that writes the log,
+    `now` returns the comparison with the plan, and `straggler` the slowest stage.
+
+    Args:
+        config: the run's configuration.
+        mesh: this rank's mesh.
+        plan: the plan of the run.
+        speaker: the pipeline rank that writes the log.
+        speaks: whether this rank writes it.
 
     Attributes:
-        steps: so far.
-        slow: what the last sample shows, whether it was to be named or not.
-        samples: the last, of every replica.
+        steps: number of steps so far.
+        slow: the slow stages and links of the last sample, also those already reported.
+        samples: the last sample, of every replica.
     """
 
-    def __init__(self, config: Config, mesh: ProcessMesh, plan: Plan, speaker: int, *, speaks: bool) -> None:
-        self.mesh, self.plan, self.speaks, self._tells = mesh, plan, speaks, mesh.pp.rank == speaker
+    def __init__(
+        self, config: Config, mesh: ProcessMesh, plan: Plan, speaker: int, *, speaks: bool
+    ) -> None:
+        self.mesh = mesh
+        self.plan = plan
+        self.speaks = speaks
+        # Ranks in the place of the one that writes the log, one in each replica.
+        self._collects = mesh.pp.rank == speaker
+        # --metrics-file has numbers of every step, and of this step alone.
         log = config.log
-        self._every = 1 if log.metrics_file is not None else min(WINDOW, log.log_interval)
-        self.steps = self._sampled_at = 0
+        every_step = log.metrics_file is not None
+        self._every = 1 if every_step else min(WINDOW, log.log_interval)
+        kept = 1 if every_step else READ
+        self._recent: deque[list[list[Ran]]] = deque(maxlen=kept)
+        self._copies: deque[list[list[Ran]]] = deque(maxlen=kept)
+        self.steps = 0
+        self._sampled_at = 0
         self._watches: list[Stopwatch] = []
-        self._recent: deque[list[list[Ran]]] = deque(maxlen=1 if log.metrics_file is not None else READ)
-        self._copies: deque[list[list[Ran]]] = deque(maxlen=self._recent.maxlen)
         self._schedule: Schedule | None = None
         self._history = History({})
         self._now: Callable[[], Measured] | None = None
@@ -162,14 +225,20 @@ class Counters:
 
     @property
     def now(self) -> Measured | None:
-        """The last steps, on the rank that speaks; None before the third step, and where nothing is trained."""
+        """Return the comparison of the last steps with the plan.
+
+        Returns None on a rank that does not write the log, before the third step, and in a run that
+        trains nothing.
+        """
         return None if self._now is None else self._now()
 
     def add(self, watch: Stopwatch, *, over: bool) -> list[Slow]:
-        """The step whose passes this rank has timed is at its end; a collective every few of them.
+        """Count a step whose passes this rank has timed. Every few steps this is collective.
 
-        over: the device is through with it too; else it is read later.
-        Returns: what is to be named, on the rank that speaks.
+        Args:
+            watch: the times.
+            over: whether the device has finished the step too. If not, it is read later.
+        Returns: new slow stages and links, and recovered ones, on the rank that writes the log.
         """
         self.steps += 1
         # The first step warms caches and communicators up, and would spoil every mean.
@@ -178,80 +247,109 @@ class Counters:
         self._watches.append(watch)
         if self.steps != THIRD and self.steps % self._every:
             return []
-        ready, self._watches = (self._watches, []) if over else (self._watches[:-1], self._watches[-1:])
+        ready = self._watches
+        self._watches = []
+        if not over:
+            self._watches = ready[-1:]
+            ready = ready[:-1]
         new: list[Slow] = []
         while ready:
             schedule = ready[0].schedule
-            # A growing batch or a new table may lie between them: times of one table are read together.
+            # A growing batch or a new table may lie between the steps. Steps of one table are read
+            # together.
             same = [x for x in ready if x.schedule is schedule]
             ready = [x for x in ready if x.schedule is not schedule]
             new += self._read(same[-READ:], schedule)
         return new
 
     def _read(self, watches: list[Stopwatch], schedule: Schedule) -> list[Slow]:
-        """Steps under one table."""
+        """Exchange the times of steps under one table; return the findings as `add`."""
         steps = ran_by_all(watches, self.mesh.pp)
         if schedule is not self._schedule:
-            self._schedule, self._history = schedule, History({})
+            # Times under another table say nothing about this one.
+            self._schedule = schedule
+            self._history = History({})
             self._recent.clear()
             self._copies.clear()
         self._recent.extend(steps)
         if any(kind.traits.lane in COPIES for kind in schedule.kinds):
             self._copies.extend(copied_by_all(watches, self.mesh.pp))
+        # Collective over the pipeline, so before ranks that do not collect return.
         peaks = self._peaks()
         exposed = exposed_by_all(watches, self.mesh.pp) if self.mesh.hides else None
-        if not self._tells:
+        if not self._collects:
             return []
-        recent, copies = tuple(self._recent), tuple(self._copies)
+        recent = tuple(self._recent)
+        copies = tuple(self._copies)
         costs = measured_costs(recent, schedule.placement, self.plan.costs, schedule.cuts, copies)
-        if self.speaks:  # simulated when somebody asks, which is not in every step
-            self._now = cache(partial(measured, recent, costs, schedule, self.plan, peaks, exposed, copies))
+        if self.speaks:
+            # The comparison simulates the table, so it is made only if a report asks for it.
+            compare = partial(measured, recent, costs, schedule, self.plan, peaks, exposed, copies)
+            self._now = cache(compare)
         if self.steps - self._sampled_at < SAMPLE:
             return []
         self._sampled_at = self.steps
         return self._sample(costs, schedule)
 
     def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:
-        """Among the ranks that hold what the speaking rank holds, one of each replica of the pipeline."""
+        """Compare the replicas of the pipeline; return the findings as `add`.
+
+        Collective over data parallelism, among the ranks with `_collects`.
+        """
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
+        # A GPU may be slow in one replica only, so replicas are compared stage by stage.
         rows = self.mesh.dp_cp.gather_json([*_stages(costs, schedule), comm, self.mesh.pp.ranks])
         if not self.speaks:
             return []
-        self.samples = [
-            Sample(replace(costs, f=tuple(f), b=tuple(b), w=tuple(w), comm=tuple(links) or 0.0), tuple(ranks))
-            for f, b, w, links, ranks in rows
-        ]
+        self.samples = []
+        for f, b, w, links, ranks in rows:
+            own = replace(costs, f=tuple(f), b=tuple(b), w=tuple(w), comm=tuple(links) or 0.0)
+            self.samples.append(Sample(own, tuple(ranks)))
         self._history, new, self.slow = self._history.after(self.samples, schedule, self.plan.costs)
         return new
 
     def straggler(self) -> str:
-        """The slowest and the fastest stage of the last sample; empty before the first."""
-        return extremes(self.samples, self._schedule, self.plan.costs) if self.samples and self._schedule else ""
+        """Return a line on the slowest and the fastest stage of the last sample.
+
+        The text is empty before the first sample.
+        """
+        if not self.samples or self._schedule is None:
+            return ""
+        return extremes(self.samples, self._schedule, self.plan.costs)
 
     def _peaks(self) -> tuple[float, ...]:
-        """Most bytes allocated so far on each rank of the pipeline."""
+        """Return the most bytes allocated so far on each rank of the pipeline; empty on CPUs."""
         mine = memory_bytes(self.mesh.device).get("mem-max-allocated-bytes")
-        return () if mine is None else tuple(map(float, self.mesh.pp.gather_json(mine)))
+        if mine is None:
+            return ()
+        return tuple(map(float, self.mesh.pp.gather_json(mine)))
 
 
 def _stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]:
-    """F, B and W at each position of the chain."""
+    """Return F, B and W at each position of the chain."""
     place = schedule.placement
     time = replace(costs, overhead=0.0).durations(place)
     return [tuple(time[kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W)]
 
 
 def table(now: Measured, place: Placement) -> str:
-    """Every stage's passes beside their prediction, then every rank's time, in ms."""
-    lines = [f"{'stage':>5}  {'rank':>4}" + "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")]
+    """Return a table in ms: each stage's passes with their prediction, then each rank's time."""
+    head = "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")
+    lines = [f"{'stage':>5}  {'rank':>4}{head}"]
     for stage, rank in enumerate(place.rank_of):
-        cells = [(getattr(x, name)[place.position(stage)] * 1e3) for name in "fbw" for x in (now.costs, now.predicted)]
-        pairs = "".join(f"  {a:8.2f}  {b:9.2f}" for a, b in zip(cells[::2], cells[1::2], strict=True))
-        lines.append(f"{stage:5}  {rank:4}{pairs}")
+        at = place.position(stage)
+        row = f"{stage:5}  {rank:4}"
+        for name in "fbw":
+            for costs, width in ((now.costs, 8), (now.predicted, 9)):
+                row += f"  {getattr(costs, name)[at] * 1e3:{width}.2f}"
+        lines.append(row)
     memory = "  peak GiB  predicted" if now.peak_bytes else ""
     lines.append(f"{'rank':>5}  passes ms   waits ms    host ms{memory}")
     for rank, r in enumerate(now.ranks):
-        held = (now.peak_bytes[rank] / GIB, now.predicted_peaks[rank] / GIB) if now.peak_bytes else ()
-        parts = (r.busy * 1e3, r.waited * 1e3, (r.idle - r.waited) * 1e3)
-        lines.append(f"{rank:5}" + "".join(f"  {x:9.1f}" for x in parts) + "".join(f"  {x:9.3g}" for x in held))
+        row = f"{rank:5}"
+        for seconds in (r.busy, r.waited, r.idle - r.waited):
+            row += f"  {seconds * 1e3:9.1f}"
+        if now.peak_bytes:
+            row += f"  {now.peak_bytes[rank] / GIB:9.3g}  {now.predicted_peaks[rank] / GIB:9.3g}"
+        lines.append(row)
     return "\n".join(lines)

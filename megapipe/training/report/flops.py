@@ -1,4 +1,4 @@
-"""The arithmetic of a step, for the throughput in the log line."""
+"""Count the arithmetic of a step, for the throughput in the log."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from megapipe.plan import pieces
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Return the model FLOPs of one trained token: three times its forward, recomputation not counted.
+    """Return the model FLOPs of one trained token: three times its forward, without recomputation.
 
-    Megatron-LM's count for dense layers. Of experts the router's product is counted too, 6 h E per layer; the scales of
-    norms, which Megatron-LM counts in latents and depths, are not. See plan.work.pieces; layers by their overrides.
+    This is Megatron-LM's count for dense layers. For experts the router's product is counted too,
+    6 h E per layer. Scales of norms, which Megatron-LM counts in latents and depths, are not.
+
+    Args:
+        model: the model; each layer counts with its overrides, see plan.work.pieces.
+        seq_length: tokens per sequence.
     """
     work = pieces(model, seq_length)
-    return 3 * (sum(layer.f for layer in (*work.layers, *work.depths)) + work.head.f) / seq_length
+    layers = sum(layer.f for layer in (*work.layers, *work.depths))
+    return 3 * (layers + work.head.f) / seq_length

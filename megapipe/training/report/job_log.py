@@ -1,4 +1,7 @@
-"""--log-progress: progress.txt in the folder of --save, with Megatron-LM's lines; a run of it is gone on with."""
+"""--log-progress: write progress.txt in the folder of --save, with Megatron-LM's lines.
+
+A resumed run continues the file.
+"""
 
 from __future__ import annotations
 
@@ -16,65 +19,99 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class JobLog(Sink):
-    """Written by one rank, the one of which `writes` is said."""
+    """The file progress.txt, which one rank writes.
+
+    `saved` writes a line for a checkpoint, `complete` one for a save in the background.
+
+    Args:
+        config: the run's configuration.
+        samples: training samples before this job.
+        writes: whether this rank writes.
+    """
 
     def __init__(self, config: Config, samples: int, *, writes: bool) -> None:
-        wanted = writes and config.log.log_progress and config.checkpoint.save
         path = Path(config.checkpoint.save or "", "progress.txt")
         super().__init__(f"no --log-progress from here on, {path}")
-        self._to = path if wanted else None
-        self._world, self._async = config.world_size, config.checkpoint.async_save
+        if writes and config.log.log_progress and config.checkpoint.save:
+            self._to = path
+        self._world = config.world_size
+        self._async = config.checkpoint.async_save
         self._tokens = config.batch.sequence
         self._flops = flops_per_token(config.model, self._tokens) * self._tokens
-        self._began, self._samples = time.time(), samples
+        self._began = time.time()
+        self._samples = samples
         self._write("Starting job")
 
     def saved(self, iteration: int, samples: int) -> None:
-        """A checkpoint is complete, or with --async-save begun, behind so many samples."""
+        """Write that a checkpoint is complete or, with --async-save, begun.
+
+        Args:
+            iteration: the checkpoint's iteration.
+            samples: training samples so far.
+        """
         if self._to is None:
             return
-        flops, here = self._flops * samples, self._flops * (samples - self._samples)
+        flops = self._flops * samples
+        here = self._flops * (samples - self._samples)
         with suppress(OSError):
-            began, before = first_job(self._to.read_text(), self._world) or (self._began, 0.0)
-            speeds = here / (time.time() - self._began), (flops - before) / max(1.0, time.time() - began)
-            job, cumulative = (f"throughput: {x / 1e12 / self._world:.1f} TFLOP/s/GPU" for x in speeds)
-            what = "Saving async checkpoint" if self._async else "Saved checkpoint"
+            # Restarts with the same number of devices count together, as in Megatron-LM.
+            first = first_job(self._to.read_text(), self._world)
+            began, before = first or (self._began, 0.0)
+            job = self._throughput(here / (time.time() - self._began))
+            cumulative = self._throughput((flops - before) / max(1.0, time.time() - began))
+            event = "Saving async checkpoint" if self._async else "Saved checkpoint"
             self._write(
-                f"{what}\tIteration: {iteration}\tJob {job}\tCumulative {cumulative}\t"
-                f"Floating-point operations: {flops:.2e}\tTokens (in billions): {samples * self._tokens / 1e9:.2f}"
+                f"{event}\tIteration: {iteration}\tJob {job}\tCumulative {cumulative}\t"
+                f"Floating-point operations: {flops:.2e}\t"
+                f"Tokens (in billions): {samples * self._tokens / 1e9:.2f}"
             )
 
     def complete(self, iteration: int) -> None:
-        """A checkpoint that was begun is complete."""
+        """Write that a checkpoint, begun with --async-save, is complete."""
         if self._async:
             self._write(f"Saved async checkpoint\tIteration: {iteration}")
 
-    def _write(self, what: str) -> None:
+    def _throughput(self, flops_per_second: float) -> str:
+        return f"throughput: {flops_per_second / 1e12 / self._world:.1f} TFLOP/s/GPU"
+
+    def _write(self, event: str) -> None:
         if self._to is None:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
         with self._trying():
             self._to.parent.mkdir(parents=True, exist_ok=True)
             with self._to.open("a") as file:
-                file.write(f"{datetime.now():{_TIME}}\tJob ID: {job}\t# GPUs: {self._world}\t{what}\n")
+                now = f"{datetime.now():{_TIME}}"
+                file.write(f"{now}\tJob ID: {job}\t# GPUs: {self._world}\t{event}\n")
 
-    def _why(self, error: Exception) -> object:
+    def _reason(self, error: Exception) -> object:
         return getattr(error, "strerror", error)
 
 
 def first_job(text: str, world: int) -> tuple[float, float] | None:
-    """The time at which the first job began of those of this world size at the end of a progress.txt, and
-    the FLOPs that were saved by then."""
-    found, saved, begun = None, 0.0, 0.0
+    """Return the start of the first of the last jobs with this world size.
+
+    These jobs are at the end of the file: a job with another world size begins a new count.
+
+    Args:
+        text: the content of progress.txt.
+        world: the world size.
+    Returns: the time in seconds and the FLOPs saved by then; None if the last job has another size.
+    """
+    found = None
+    saved = 0.0
+    begun = 0.0
     for line in text.splitlines():
-        with suppress(ValueError, IndexError):  # a line of somebody else
-            when, _, devices, what, *rest = line.split("\t")
-            if what in ("Saved checkpoint", "Saving async checkpoint"):
+        # Other programs may have written lines of their own.
+        with suppress(ValueError, IndexError):
+            when, _, devices, event, *rest = line.split("\t")
+            if event in ("Saved checkpoint", "Saving async checkpoint"):
                 begun = float(rest[3].split(": ")[1])
-            if what in ("Saved checkpoint", "Saved async checkpoint"):
+            # A background save counts only once it is complete.
+            if event in ("Saved checkpoint", "Saved async checkpoint"):
                 saved = begun
             if int(devices.split(": ")[1]) != world:
                 found = None
-            elif what == "Starting job" and found is None:
+            elif event == "Starting job" and found is None:
                 found = datetime.strptime(when, _TIME).timestamp(), saved
     return found

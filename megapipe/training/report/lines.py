@@ -1,6 +1,6 @@
-"""Lines that a run prints: Megatron's iteration line letter for letter, validation, arguments.
+"""Format the lines that a run prints: iterations, validation and arguments as Megatron-LM has them.
 
-Tools read these lines by field name, so fields of our own stand behind the last of Megatron's.
+Tools read these lines by field name. Our own fields therefore follow Megatron's last one.
 """
 
 from __future__ import annotations
@@ -17,25 +17,42 @@ from megapipe.training.report.numbers import asked, fields
 
 
 def iteration_line(moment: Moment, now: datetime) -> str:
-    """Megatron-LM's line (training_log), then our own fields."""
-    head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {moment.progress.iteration:8d}/{moment.last:8d} |"
+    """Return Megatron-LM's line of an iteration (training_log), then our own fields."""
+    iteration = f"iteration {moment.progress.iteration:8d}/{moment.last:8d}"
+    head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] {iteration} |"
     return head + "".join(f" {field} |" for field in fields(asked(moment.config), moment))
 
 
 def short_line(moment: Moment, width: int = 80) -> str:
-    """A line for people: what matters most first, as much as fits; what was asked for, by a flag or as a metric of
-    one's own, stands behind the loss and takes nothing of it."""
-    losses, n = moment.over.losses, len(str(moment.last))
+    """Return a line for people, with as many numbers as fit, the most important ones first.
+
+    Numbers that a flag asks for, and metrics of the user's own, follow the loss. They are never cut
+    off, and take no other number's place.
+
+    Args:
+        moment: the values to report.
+        width: columns of the line.
+    """
+    losses = moment.over.losses
+    n = len(str(moment.last))
+    # A metric of the user's own may come before the loss in the alphabet.
     main = "lm loss" if "lm loss" in losses else next(iter(losses), None)
-    head = f"{moment.progress.iteration:{n}}/{moment.last}  loss {'-' if main is None else f'{losses[main]:.4f}'}"
-    own = [f"{name} {value:.4g}" for name, value in losses.items() if name != main]
-    parts = list[str]()
-    rows = [(*row.short, value) for row in asked(moment.config) if row.short and (value := row.of(moment)) is not None]
+    loss = "-" if main is None else f"{losses[main]:.4f}"
+    head = f"{moment.progress.iteration:{n}}/{moment.last}  loss {loss}"
+    always = [f"{name} {value:.4g}" for name, value in losses.items() if name != main]
+    optional: list[str] = []
+    rows = []
+    for row in asked(moment.config):
+        if row.short:
+            value = row.of(moment)
+            if value is not None:
+                rows.append((*row.short, value))
     for place, text, value in sorted(rows, key=lambda row: row[0]):
-        (own if place < 0 else parts).append(text(value))
-    while parts and len("  ".join([head, *parts])) > width:
-        parts.pop()
-    return "  ".join([head, *own, *parts])
+        (always if place < 0 else optional).append(text(value))
+    # The least important ones are last.
+    while optional and len("  ".join([head, *optional])) > width:
+        optional.pop()
+    return "  ".join([head, *always, *optional])
 
 
 LEGEND = """\
@@ -43,52 +60,74 @@ bubble: the share of the passes' time in which the rank that waits most computes
   table     what the schedule leaves open where all stages take the same
   stages    what stages of unlike times add; below 0 where they fit the schedule better
   host      the time between two passes
-  messages  the rest, waiting for messages; called residual below 0, where less was waited than the parts above come
-            to, which are simulated from the median time of each pass"""
-"""Told once, for the fields of PASSES."""
+  messages  the rest, waiting for messages; called residual below 0, where less was waited than the
+            parts above come to, which are simulated from the median time of each pass"""
+"""An explanation of the fields of PASSES, printed once."""
 
 
 def validation_lines(prefix: str, losses: Mapping[str, float], samples: range) -> str:
-    """The validation result between two rules of dashes; behind Megatron-LM's fields the samples that it is of."""
-    text = f" validation loss at {prefix} | " + "".join(
-        f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | " for name, loss in losses.items()
-    )
+    """Return the result of an evaluation between two rules of dashes.
+
+    The evaluated samples follow Megatron-LM's fields.
+
+    Args:
+        prefix: names the evaluation.
+        losses: means by name.
+        samples: the samples that were evaluated.
+    """
+    text = f" validation loss at {prefix} | "
+    for name, loss in losses.items():
+        text += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
     text += f"samples: {samples.start} to {samples.stop - 1} | "
     rule = "-" * (len(text) + 1)
     return f"{rule}\n{text}\n{rule}"
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), capped as Megatron's at exp(20)."""
+    """Return exp(loss), at most exp(20), as in Megatron-LM."""
     return math.exp(min(20.0, loss))
 
 
 def arguments(config: Config) -> str:
-    """The settings that differ from their defaults, sorted without case."""
-    settings = [(f, getattr(group, f.name)) for group in config.sections for f in dataclasses.fields(group)]
-    values = {f.name: value for f, value in settings if value != f.default}
-    others = f"  {len(settings) - len(values)} others have their defaults, see --help"
+    """Return the settings that differ from their defaults, sorted without regard to case."""
+    values = {}
+    count = 0
+    for group in config.sections:
+        for field in dataclasses.fields(group):
+            count += 1
+            value = getattr(group, field.name)
+            if value != field.default:
+                values[field.name] = value
+    others = f"  {count - len(values)} others have their defaults, see --help"
+    # Megatron-LM lists these two with the arguments.
     values["world_size"] = config.world_size
     values["data_parallel_size"] = config.data_parallel_size
-    rows = [f"  {name} ".ljust(50, ".") + f" {values[name]}" for name in sorted(values, key=str.lower)]
-    dashes = "-" * 24
-    return "\n".join([f"{dashes} arguments {dashes}", *rows, others, f"{'-' * 20} end of arguments {'-' * 21}"])
+    names = sorted(values, key=str.lower)
+    rows = [f"  {name} ".ljust(50, ".") + f" {values[name]}" for name in names]
+    head = f"{'-' * 24} arguments {'-' * 24}"
+    end = f"{'-' * 20} end of arguments {'-' * 21}"
+    return "\n".join([head, *rows, others, end])
 
 
 def held_up_messages(config: Config, schedule: Schedule) -> str:
-    """The price of batched messages over NCCL, where a table gives ranks several stages; else nothing."""
+    """Return a warning on the price of batched messages over NCCL, or an empty text.
+
+    There is a price if the table gives a rank several stages.
+    """
     mode = config.parallel.p2p_mode
     if mode == "plain" or schedule.placement.num_stages == len(schedule.ranks):
         return ""
     flag = "--use-ring-exchange-p2p" if mode == "ring" else "--no-overlap-p2p-communication"
     return (
-        f"WARNING: {flag} sends the messages of an exchange as one, which holds up those of the next: under "
-        f"{schedule.name}, with several stages on a rank, a step may take 1% to 39% longer by NCCL's rules "
-        "(docs/performance.md, By NCCL's rules). Leave it out to send them one by one."
+        f"WARNING: {flag} sends the messages of an exchange as one, which holds up the next "
+        f"exchange: under {schedule.name}, with several stages on a rank, a step may take 1% to "
+        "39% longer by NCCL's rules (docs/performance.md, By NCCL's rules). Leave it out to send "
+        "them one by one."
     )
 
 
 def banner(title: str, *lines: str) -> str:
-    """A frame around what nobody should overlook."""
+    """Return a frame around lines that nobody should overlook."""
     rule = "=" * 24
-    return "\n  ".join([f"{rule} {title} {rule}", *lines]) + "\n" + "=" * (50 + len(title))
+    text = "\n  ".join([f"{rule} {title} {rule}", *lines])
+    return f"{text}\n{'=' * (50 + len(title))}"

@@ -1,4 +1,4 @@
-"""Moments that logged numbers are computed from: a step, or those since the last line."""
+"""Collect the values that logged numbers are computed from, of one step or of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,21 @@ from megapipe.training.steps.step import StepResult
 
 
 class Window:
-    """Steps that are told of together: those since the last line, or one."""
+    """The steps that are reported together: one step, or the steps since the last line.
+
+    `add` counts a step. `printed` begins a new window after a line, `restart` leaves out a pause.
+
+    Attributes:
+        first: whether no line was printed yet.
+        seconds: time of the steps.
+        last_seconds: time of the last step.
+        iterations: number of steps.
+        samples: their samples.
+        skipped: steps that updated nothing.
+        nan: steps with a loss that is not finite.
+        guessed: updates that did not wait for the norm.
+        undone: updates that did not wait for the norm and were wrong.
+    """
 
     def __init__(self) -> None:
         self.first = True
@@ -24,28 +38,39 @@ class Window:
 
     @staticmethod
     def of(result: StepResult, seconds: float) -> Window:
-        """One step."""
-        one = Window()
-        one.add(result)
-        one.seconds = seconds
-        return one
+        """Return a window with one step."""
+        window = Window()
+        window.add(result)
+        window.seconds = seconds
+        return window
 
-    def told(self, *, regular: bool) -> None:
-        """A line was printed. That of the first iteration comes beside the regular ones, as in Megatron-LM, and takes
-        nothing out of them."""
+    def printed(self, *, regular: bool) -> None:
+        """Begin a new window after a line, if the line was a regular one.
+
+        Like Megatron-LM's, the line of the first iteration is an additional one. Its step counts in
+        the first regular line too.
+        """
         self.first = False
         if regular:
             self.clear()
 
     def clear(self) -> None:
-        """Start after a line."""
-        self.skipped = self.nan = self.guessed = self.undone = self.samples = self.iterations = 0
+        """Begin a new window."""
+        self.skipped = 0
+        self.nan = 0
+        self.guessed = 0
+        self.undone = 0
+        self.samples = 0
+        self.iterations = 0
         self._sums: dict[str, tuple[float, int]] = {}
         self.seconds = 0.0
         self._since = time.monotonic()
 
     def add(self, result: StepResult) -> None:
-        """Count an iteration; one that was skipped does not enter the mean loss unless it is the only one."""
+        """Count a step.
+
+        The loss of a skipped step does not enter the mean, unless all steps are skipped.
+        """
         self.last_seconds = time.monotonic() - self._since
         self.seconds += self.last_seconds
         self._since = time.monotonic()
@@ -55,29 +80,41 @@ class Window:
         self.nan += not result.finite
         self.guessed += result.guessed
         self.undone += result.undone
-        for name, loss in result.shown.items() if not result.skipped else ():
-            total, count = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + loss, count + 1
+        if not result.skipped:
+            for name, loss in result.shown.items():
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + loss, count + 1
+        # Shown if all steps of the window are skipped.
         self._last = result.shown
 
     def restart(self) -> None:
-        """Leave the time of an evaluation or a save out of the iterations' time."""
+        """Leave the time since the last step out of the next step's time."""
         self._since = time.monotonic()
 
     @property
     def losses(self) -> dict[str, float]:
-        """Means over the iterations that advanced and reported the name; the last losses as they are if none did."""
-        return {name: total / count for name, (total, count) in self._sums.items()} or self._last
+        """Return each loss, its mean over the steps that updated and reported it.
+
+        If no step updated, return the losses of the last one.
+        """
+        means = {name: total / count for name, (total, count) in self._sums.items()}
+        return means or self._last
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment that numbers are computed from.
+    """The values from which the numbers of one report are computed.
 
     Attributes:
-        result: of the last step. over: the steps that are told of.
-        lr: as Megatron-LM prints it, already that of the next iteration.
-        flops: model FLOPs of a token. peak: TFLOP/s of a device, where it is known.
+        config: the run's configuration.
+        progress: iterations and samples so far.
+        result: the last step's outcome.
+        over: the steps that are reported.
+        lr: the learning rate of the next iteration, which Megatron-LM prints too.
+        params_norm: L2 norm of all parameters; None without --log-params-norm.
+        flops: model FLOPs of a token.
+        peak: TFLOP/s of a device; None if it is not known.
+        counters: times of passes.
     """
 
     config: Config
@@ -92,35 +129,37 @@ class Moment:
 
     @property
     def now(self) -> Measured | None:
-        """The passes of the last steps."""
+        """Return the times of the last steps' passes, see Counters.now."""
         return None if self.counters is None else self.counters.now
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration."""
+        """Return the mean time of a step."""
         return self.over.seconds / self.over.iterations
 
     @property
     def last(self) -> int:
-        """Iteration at which the run ends."""
+        """Return the iteration at which the run ends."""
         return self.progress.last_iteration(self.config)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the whole run."""
+        """Return the tokens per second of all devices together."""
         return self.over.samples * self.config.batch.sequence / self.over.seconds
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s of the model on each device."""
+        """Return the model TFLOP/s of each device."""
         return self.flops * self.tokens_per_second / self.config.world_size / 1e12
 
     @property
     def mfu(self) -> float | None:
+        """Return the model FLOPs utilization; None if the device's peak is not known."""
         return None if self.peak is None else self.tflops / self.peak
 
     @property
     def remaining(self) -> timedelta | None:
-        """The time to the end of the run at this speed, where somebody watches a terminal."""
-        left = round(self.seconds * (self.last - self.progress.iteration))
-        return timedelta(seconds=left) if sys.stdout.isatty() else None
+        """Return the time to the end of the run at this speed; None without a terminal."""
+        if not sys.stdout.isatty():
+            return None
+        return timedelta(seconds=round(self.seconds * (self.last - self.progress.iteration)))

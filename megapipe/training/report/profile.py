@@ -1,4 +1,4 @@
-"""A window of steps recorded by torch's profiler: one Perfetto-readable trace per rank, its passes labelled."""
+"""Record a window of steps with torch's profiler: a trace per rank, with labelled passes."""
 
 from __future__ import annotations
 
@@ -13,39 +13,51 @@ from megapipe.config import LogConfig
 
 
 def trace_path(log: LogConfig, rank: int) -> Path:
-    """torch_profile/rank-N.json.gz beside the TensorBoard folder, as Megatron-LM writes it."""
-    beside = Path(log.tensorboard_dir).parent if log.tensorboard_dir else Path()
-    return beside / "torch_profile" / f"rank-{rank}.json.gz"
+    """Return torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM."""
+    folder = Path(log.tensorboard_dir).parent if log.tensorboard_dir else Path()
+    return folder / "torch_profile" / f"rank-{rank}.json.gz"
 
 
 class Profiler:
-    """Opens and closes the window of --profile-step-start and --profile-step-end. Idle on ranks not asked for."""
+    """Records the window from --profile-step-start to --profile-step-end.
+
+    `before` and `after` are called around each step, `close` at the end of the run. Does nothing on
+    ranks that --profile-ranks leaves out.
+
+    Args:
+        log: the logging flags.
+        rank: the global rank.
+    """
 
     def __init__(self, log: LogConfig, rank: int) -> None:
-        self._log, self._rank = log, rank
-        self._wanted = log.profile and log.use_pytorch_profiler and (not log.profile_ranks or rank in log.profile_ranks)
+        self._log = log
+        self._rank = rank
+        chosen = not log.profile_ranks or rank in log.profile_ranks
+        self._wanted = log.profile and log.use_pytorch_profiler and chosen
         self._open: profile | None = None
         self._began = 0
 
     def before(self, iteration: int) -> None:
-        """Call with the number of finished steps before each step."""
-        if (
-            self._wanted
-            and self._open is None
-            and self._log.profile_step_start <= iteration < self._log.profile_step_end
-        ):
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start, and that a CPU is no GPU
-            shapes, lines = self._log.pytorch_profiler_collect_shapes, self._log.pytorch_profiler_collect_callstack
-            # Of everything this build of torch can record, in all threads: the second of two passes has one of its own.
-            threads = _ExperimentalConfig(profile_all_threads=True)
-            self._open = profile(record_shapes=shapes, with_stack=lines, experimental_config=threads)
+        """Open the window before a step, if it begins; `iteration` steps are done."""
+        log = self._log
+        if not self._wanted or self._open is not None:
+            return
+        if log.profile_step_start <= iteration < log.profile_step_end:
+            # Otherwise Kineto reports its start, and that a CPU is no GPU.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+            self._open = profile(
+                record_shapes=log.pytorch_profiler_collect_shapes,
+                with_stack=log.pytorch_profiler_collect_callstack,
+                # The second of two overlapped passes runs in a thread of its own.
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
             self._open.start()
             self._began = iteration
 
     def after(self, iteration: int) -> bool:
-        """Call with the number of finished steps after each step; the window closes at its end.
+        """Close the window after a step, if it ends; `iteration` steps are done.
 
-        Returns: has it written the trace now?
+        Returns: whether a trace was written.
         """
         ends = self._open is not None and iteration >= self._log.profile_step_end
         if ends:
@@ -53,21 +65,27 @@ class Profiler:
         return ends
 
     def close(self, iteration: int) -> None:
-        """Write the trace, also where the run ends inside the window, and say where. An earlier one is renamed."""
+        """Write the trace and print its path, also if the run ends inside the window.
+
+        A trace that exists already is renamed.
+        """
         if self._open is None:
             return
         self._open.stop()
         path = trace_path(self._log, self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         name = path.name[: -len(".json.gz")]
+        # A trace under its final name is complete.
         partial = path.with_name(f"{name}.partial.json.gz")
         self._open.export_chrome_trace(str(partial))
-        moved = ""
+        renamed = ""
         if path.exists():
-            aside = next(p for n in count(1) if not (p := path.with_name(f"earlier-{n}-{name}.json.gz")).exists())
+            candidates = (path.with_name(f"earlier-{n}-{name}.json.gz") for n in count(1))
+            aside = next(candidate for candidate in candidates if not candidate.exists())
             path.rename(aside)
-            moved = f"; the one that was there is now {aside.name}"
+            renamed = f"; the one that was there is now {aside.name}"
         os.replace(partial, path)
-        print(f"trace of iterations {self._began + 1} to {iteration} of rank {self._rank}: {path}{moved}", flush=True)
+        iterations = f"{self._began + 1} to {iteration}"
+        print(f"trace of iterations {iterations} of rank {self._rank}: {path}{renamed}", flush=True)
         self._open = None
         self._wanted = False

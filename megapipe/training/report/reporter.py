@@ -1,4 +1,4 @@
-"""A rank's reports while it trains: lines on the console and scalars on the board, from the same numbers."""
+"""Report a run while it trains, with equal numbers in lines on the console and on boards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from megapipe.training.progress import Progress
 from megapipe.training.report import timers
 from megapipe.training.report.counters import THIRD, Counters, table
 from megapipe.training.report.flops import flops_per_token
-from megapipe.training.report.lines import LEGEND, iteration_line, perplexity, short_line, validation_lines
+from megapipe.training.report.lines import (
+    LEGEND,
+    iteration_line,
+    perplexity,
+    short_line,
+    validation_lines,
+)
 from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, as_json, fields, scalars
 from megapipe.training.report.sinks import MetricsFile, TensorBoard, WeightsAndBiases
@@ -30,55 +36,103 @@ Board = TensorBoard | WeightsAndBiases
 
 
 class Reporter:
-    """Speaks on one rank, the one with the loss (as Megatron's last rank does under 1F1B); silent on the others."""
+    """Writes the log, boards and the metrics file on one rank; silent on all others.
+
+    That rank is the one with the loss, as in Megatron-LM, where it is the last one.
+
+    Every rank calls `measure` and `iteration` after each step, `validation` after an evaluation,
+    `pause` after work between steps, and `close` at the end. `reading` times waits for samples.
+
+    Args:
+        config: the run's configuration.
+        mesh: this rank's mesh.
+        plan: the plan of the run.
+
+    Attributes:
+        speaks: whether this rank writes.
+    """
 
     def __init__(self, config: Config, mesh: ProcessMesh, plan: Plan) -> None:
-        self.config, self.mesh, place = config, mesh, plan.schedule.placement
+        self.config = config
+        self.mesh = mesh
+        place = plan.schedule.placement
         speaker = place.rank_of[place.main - 1]
         self.speaks = (mesh.pp.rank, mesh.dp_cp.rank, mesh.tp.rank) == (speaker, 0, 0)
         self._window = Window()
-        self._boards: tuple[Board, ...] = (TensorBoard(config.log), WeightsAndBiases(config)) if self.speaks else ()
+        self._boards: tuple[Board, ...] = ()
+        if self.speaks:
+            self._boards = (TensorBoard(config.log), WeightsAndBiases(config))
         self._timers = timers.Timers(config.log, mesh)
         self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
         self._flops = flops_per_token(config.model, config.batch.sequence)
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
-        self._place, self._compared = place, False
+        self._place = place
+        self._compared = False
         self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)
 
     def say(self, text: str) -> None:
-        """Print on the speaking rank."""
+        """Print on the rank that writes the log."""
         if self.speaks:
             print(text, flush=True)
 
     def measure(self, watch: Stopwatch, *, over: bool = True) -> None:
-        """Add a step's passes; some are collectives of every rank. Not to be called within passes, see Counters."""
+        """Count a step's passes; report slow stages, and once a comparison with the plan.
+
+        Some calls are collective over the world. Do not call this within passes, see Counters.
+
+        Args:
+            watch: times of the passes.
+            over: whether the device has finished the step.
+        """
+        # A rank that hangs in the exchange is reported with this place.
         self._timers.add(watch)
         self.mesh.position.enter("the exchange of measured times")
         slow = self._counters.add(watch, over=over)
         self.mesh.position.leave()
         for one in slow:
-            self.say(f"slow: {one.text}" if one.cost is not None else f"slow no more: {one.text}")
-        if not self._compared and self._counters.steps >= THIRD and (now := self._counters.now) is not None:
+            head = "slow no more" if one.cost is None else "slow"
+            self.say(f"{head}: {one.text}")
+        if self._compared or self._counters.steps < THIRD:
+            return
+        now = self._counters.now
+        if now is not None:
             self._compared = True
-            self.say(f"measured over {now.steps} step(s), beside the plan's prediction at the same speed:")
+            self.say(
+                f"measured over {now.steps} step(s), next to the plan's prediction at the same "
+                "speed:"
+            )
             rows = [table(now, self._place), "; ".join(fields(PASSES, now))]
-            self.say("\n".join([*rows, LEGEND] if len(now.ranks) > 1 else rows))
+            if len(now.ranks) > 1:
+                rows.append(LEGEND)
+            self.say("\n".join(rows))
 
-    def iteration(self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer) -> None:
-        """The line every --log-interval iterations and after the first, TensorBoard at its own interval.
+    def iteration(
+        self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer
+    ) -> None:
+        """Report a step: a line at --log-interval and after the first, boards at their interval.
 
-        A collective on some iterations (--log-params-norm, --timing-log-level): to be called on every rank. lr: as
-        Megatron prints it, already that of the next iteration.
+        Every rank must call this: with --log-params-norm or --timing-log-level some calls are
+        collective.
+
+        Args:
+            result: the step's outcome.
+            progress: iterations and samples so far.
+            lr: the learning rate of the next iteration, which Megatron-LM prints too.
+            optimizer: computes the norm of the parameters.
         """
-        config, log, n, window = self.config, self.config.log, progress.iteration, self._window
+        log = self.config.log
+        n = progress.iteration
+        # Counted in every step, whether something is printed or not.
+        window = self._window
         window.add(result)
-        on_board = (log.tensorboard_dir or log.wandb_project) and n % log.tensorboard_log_interval == 0
+        has_board = log.tensorboard_dir or log.wandb_project
+        on_board = has_board and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
         if not (on_board or in_line or log.metrics_file):
             return
         step = Moment(
-            config,
+            self.config,
             progress,
             result,
             Window.of(result, window.last_seconds),
@@ -93,50 +147,71 @@ class Reporter:
         if on_board:
             self._draw(scalars(step, line=False), progress)
         if in_line:
+            # The time of the window counts until its last step is complete on the device.
             synchronize(self.mesh.device)
             self._line(replace(step, over=window))
             if regular:
                 self._timers.restart()
-            window.told(regular=regular)
+            window.printed(regular=regular)
 
     def _line(self, moment: Moment) -> None:
+        """Print the line of an iteration, with what flags add to it."""
         log = self.config.log
         terminal = sys.stdout.isatty()
         if log.log_format == "short" or (log.log_format == "auto" and terminal):
-            self.say(short_line(moment, max(80, shutil.get_terminal_size().columns) if terminal else 80))
+            width = 80
+            if terminal:
+                width = max(80, shutil.get_terminal_size().columns)
+            self.say(short_line(moment, width))
         else:
             self.say(iteration_line(moment, datetime.now()))
-        if log.log_straggler and (text := self._counters.straggler()):
-            self.say(text)
+        if log.log_straggler:
+            text = self._counters.straggler()
+            if text:
+                self.say(text)
         self._draw(scalars(moment, line=True), moment.progress)
-        if times := self._timers.read():
+        times = self._timers.read()
+        if times:
             self.say(timers.text(times, log.timing_log_option))
         if log.log_timers_to_tensorboard:
             most = {f"{name}-time": max(seconds) for name, seconds in times.items()}
+            # Without samples: Megatron-LM has these tags by iteration alone.
             for board in self._boards:
                 board.scalars(most, moment.progress.iteration)
 
-    def validation(self, losses: Mapping[str, float], where: str, samples: range, progress: Progress) -> None:
-        """The lines of one evaluation and its scalars. As in Megatron-LM the test set's have the validation's tags."""
+    def validation(
+        self, losses: Mapping[str, float], where: str, samples: range, progress: Progress
+    ) -> None:
+        """Report an evaluation.
+
+        Args:
+            losses: means by name.
+            where: names the evaluation.
+            samples: the samples that were evaluated.
+            progress: iterations and samples so far.
+        """
         self.say(validation_lines(where, losses, samples))
+        # As in Megatron-LM, the test set has the tags of the validation set.
         values = {f"{name} validation": loss for name, loss in losses.items()}
         if self.config.log.log_validation_ppl_to_tensorboard:
-            values |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
+            for name, loss in losses.items():
+                values[f"{name} validation ppl"] = perplexity(loss)
         self._draw(values, progress)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Samples are waited for."""
+        """Time a wait for samples."""
         began = time.perf_counter()
         yield
         self._timers.wait(time.perf_counter() - began)
 
     def pause(self) -> None:
-        """Leave out of the next iteration's time what came since the last one."""
+        """Leave the time since the last step out of the next step's time."""
+        # Evaluations and saves are no part of an iteration's time.
         self._window.restart()
 
     def close(self) -> None:
-        """Flush."""
+        """Flush and close all outputs."""
         for board in self._boards:
             board.close()
         self._metrics.close()

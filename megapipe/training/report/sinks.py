@@ -1,4 +1,4 @@
-"""Sinks of a run's numbers beside the console: boards, and a file with a JSON line for every step."""
+"""Write a run's numbers to boards, and to a file with a JSON line for every step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from megapipe.training.report.numbers import PREFIX
 
 
 class Sink:
-    """A sink. What fails costs one warning, never the run, and from then on nothing is told there.
+    """A place for numbers. Its first failure costs one warning, and nothing is written after it.
+
+    A failure never ends the run.
 
     Attributes:
-        lost: what the warning says before the error.
-        failures: errors that are the sink's.
+        lost: the beginning of the warning, before the error.
+        failures: the errors that are caught.
     """
 
     failures: tuple[type[Exception], ...] = (OSError, UnicodeError)
@@ -33,41 +35,56 @@ class Sink:
         try:
             yield
         except self.failures as error:
+            # Nothing is tried again: a warning in every step would hide the log.
             self._to = None
-            print(f"WARNING: {self.lost}: {self._why(error)}", flush=True)
+            print(f"WARNING: {self.lost}: {self._reason(error)}", flush=True)
 
-    def _why(self, error: Exception) -> object:
+    def _reason(self, error: Exception) -> object:
         return error
 
 
 class TensorBoard(Sink):
-    """Scalars by iteration, Megatron's tags also by samples. Does nothing without --tensorboard-dir."""
+    """TensorBoard: scalars by iteration, and Megatron's tags also by samples.
+
+    `scalars` writes values, `close` flushes them. Does nothing without --tensorboard-dir.
+    """
 
     def __init__(self, log: LogConfig) -> None:
-        super().__init__(f"no TensorBoard logs from here on, --tensorboard-dir {log.tensorboard_dir}")
-        if log.tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter  # a tenth of a second, for those who ask
+        folder = log.tensorboard_dir
+        super().__init__(f"no TensorBoard logs from here on, --tensorboard-dir {folder}")
+        if folder is not None:
+            # The import takes a tenth of a second.
+            from torch.utils.tensorboard import SummaryWriter
 
             with self._trying():
-                self._to = SummaryWriter(log.tensorboard_dir, max_queue=log.tensorboard_queue_size)
+                self._to = SummaryWriter(folder, max_queue=log.tensorboard_queue_size)
 
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Write values by tag, and against samples if these are given."""
-        with self._trying():  # also for what the writer's thread met since the last call
-            for tag, value in values.items() if self._to is not None else ():
+    def scalars(
+        self, values: Mapping[str, float], iteration: int, samples: int | None = None
+    ) -> None:
+        """Write values by tag, against the iteration and, if given, against samples."""
+        if self._to is None:
+            return
+        # The call also raises errors that the writer's thread met since the last one.
+        with self._trying():
+            for tag, value in values.items():
                 self._to.add_scalar(tag, value, iteration)
+                # Only Megatron-LM's tags have a second form.
                 if samples is not None and not tag.startswith(PREFIX):
                     self._to.add_scalar(f"{tag} vs samples", value, samples)
 
     def close(self) -> None:
-        """Flush."""
-        with self._trying():
-            if self._to is not None:
+        """Flush and close the file."""
+        if self._to is not None:
+            with self._trying():
                 self._to.close()
 
 
 class WeightsAndBiases(Sink):
-    """A project of Weights & Biases, an optional package. Does nothing without --wandb-project."""
+    """A project of Weights & Biases, which is an optional package.
+
+    `scalars` sends values, `close` the remaining ones. Does nothing without --wandb-project.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__("nothing goes to Weights & Biases from here on")
@@ -78,7 +95,10 @@ class WeightsAndBiases(Sink):
 
         self.failures = (*self.failures, wandb.Error)
         folder = Path(log.wandb_save_dir or Path(config.checkpoint.save or "", "wandb"))
-        settings = {name: value for section in config.sections for name, value in asdict(section).items()}
+        settings: dict[str, Any] = {}
+        for section in config.sections:
+            settings |= asdict(section)
+        settings["world_size"] = config.world_size
         with self._trying():
             folder.mkdir(parents=True, exist_ok=True)
             self._to = wandb.init(
@@ -86,24 +106,30 @@ class WeightsAndBiases(Sink):
                 name=log.wandb_exp_name,
                 entity=log.wandb_entity,
                 dir=str(folder),
-                config=settings | {"world_size": config.world_size},
+                config=settings,
             )
 
-    def scalars(self, values: Mapping[str, float], iteration: int, samples: int | None = None) -> None:
-        """Values by tag and, if samples are given, how many were read: Megatron-LM's `samples vs steps`."""
-        if self._to is not None:
-            with self._trying():
-                self._to.log({**values, **({} if samples is None else {"samples vs steps": samples})}, step=iteration)
+    def scalars(
+        self, values: Mapping[str, float], iteration: int, samples: int | None = None
+    ) -> None:
+        """Send values by tag, with Megatron-LM's `samples vs steps` if `samples` is given."""
+        if self._to is None:
+            return
+        row = dict(values)
+        if samples is not None:
+            row["samples vs steps"] = samples
+        with self._trying():
+            self._to.log(row, step=iteration)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values."""
         if self._to is not None:
             with self._trying():
                 self._to.finish()
 
 
 class MetricsFile(Sink):
-    """A line for each step, appended. Does nothing without a path."""
+    """A file to which `write` appends one line for each step. Does nothing without a path."""
 
     def __init__(self, path: str | None) -> None:
         super().__init__(f"no metrics from here on, --metrics-file {path}")
@@ -111,22 +137,29 @@ class MetricsFile(Sink):
         self._to = path
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One object; what is not finite becomes null."""
-        if self._to is not None:
-            with self._trying():
-                self._file = self._file or open(self._to, "a", encoding="utf-8")  # noqa: SIM115
-                self._file.write(json.dumps(_finite(values)) + "\n")
-                self._file.flush()
+        """Append one JSON object; numbers that are not finite become null."""
+        if self._to is None:
+            return
+        with self._trying():
+            if self._file is None:
+                self._file = open(self._to, "a", encoding="utf-8")  # noqa: SIM115
+            self._file.write(json.dumps(_finite(values)) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
-            with suppress(OSError):  # said already: what it still holds could not be written
+            # A failure was reported when the line was written.
+            with suppress(OSError):
                 self._file.close()
 
 
 def _finite(value: Any) -> Any:
+    """Return the value with None for every number that is not finite."""
     if isinstance(value, Mapping):
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(x) for x in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,4 +1,4 @@
-"""Standard output may be read by nobody: that is no reason to stop training."""
+"""Let a run go on if nobody reads its standard output any more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megapipe.flags.stop import take_any_name
 
 @contextmanager
 def stdout_may_break() -> Iterator[None]:
-    """While entered, a standard output that nobody reads any more (`| head`, a full disk) costs one warning."""
-    # A standard stream that is closed would lend its number to the next file, whose contents all warnings would become.
+    """Make a broken standard output, as by `| head` or a full disk, cost one warning."""
+    # If a standard stream is closed, the next opened file gets its number, and all warnings would
+    # be written into that file. Opening /dev/null occupies the free numbers up to 2.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
@@ -24,7 +25,7 @@ def stdout_may_break() -> Iterator[None]:
 
 
 class _Forgiving:
-    """A stream; from its first failure on nothing."""
+    """A stream that discards everything after its first failure."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -49,9 +50,11 @@ class _Forgiving:
         try:
             call(stream)
         except (OSError, ValueError) as error:
+            # stderr may still be read.
             self._stream = None
             with suppress(OSError, ValueError):
                 os.write(2, f"WARNING: no output from here on, standard output: {error}\n".encode())
+                # Python flushes the stream's buffer when it ends, which must not fail again.
                 nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, stream.fileno())  # what it still holds is flushed when Python ends
+                os.dup2(nothing, stream.fileno())
                 os.close(nothing)

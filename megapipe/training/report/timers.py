@@ -1,9 +1,10 @@
-"""Megatron-LM's timers (megatron/core/timers.py), of the passes and updates that every step is timed by anyway.
+"""Megatron-LM's timers (megatron/core/timers.py), computed from the times that every step records.
 
-`forward-backward` is a rank's step from its first question for an input to its last pass; `optimizer` what follows:
-what is left to reduce, norm, clipping and update. `forward-compute` and `backward-compute` are its passes;
-`forward-recv` and `backward-recv` are its waits for messages; `batch-generator` its waits for samples, which stand
-between passes and count in none of the others' times but `forward-backward`.
+- `forward-backward`: from the first question of a rank for an input to the end of its last pass.
+- `optimizer`: the remaining reductions, norm, clipping and update after that.
+- `forward-compute`, `backward-compute`: the passes.
+- `forward-recv`, `backward-recv`: waits for messages.
+- `batch-generator`: waits for samples. They lie between passes and count in `forward-backward`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ READS = "batch-generator"
 _NAMES = {
     0: (),
     1: ("forward-backward", "optimizer"),
-    2: ("forward-backward", "optimizer", READS, "forward-compute", "backward-compute", "forward-recv", "backward-recv"),
+    2: (
+        "forward-backward",
+        "optimizer",
+        READS,
+        "forward-compute",
+        "backward-compute",
+        "forward-recv",
+        "backward-recv",
+    ),
 }
+"""The timers of each --timing-log-level."""
 _HEADS = {
     "max": "max time across ranks (ms):",
     "minmax": "(min, max) time across ranks (ms):",
@@ -33,54 +43,76 @@ _HEADS = {
 
 
 class Timers:
-    """Timers of one rank, means over the steps since `restart`; without --timing-log-level nothing is kept."""
+    """The timers of one rank: means over the steps since `restart`.
+
+    `add` counts a step and `wait` a wait for samples; `read` returns the means of all ranks.
+    Without --timing-log-level nothing is recorded.
+    """
 
     def __init__(self, log: LogConfig, mesh: ProcessMesh) -> None:
-        self._names, self._mesh = _NAMES[log.timing_log_level], mesh
+        self._names = _NAMES[log.timing_log_level]
+        self._mesh = mesh
+        # Steps whose times on the device may not be known yet, with a mark of their end.
         self._open: list[tuple[Stopwatch, Any]] = []
         self.restart()
 
     def restart(self) -> None:
-        """Forget the steps so far."""
-        self._sums, self._steps = defaultdict[str, float](float), 0
+        """Forget all steps so far."""
+        self._sums = defaultdict[str, float](float)
+        self._steps = 0
 
     def wait(self, seconds: float) -> None:
-        """Count the time in which this rank has waited for the samples of a step."""
+        """Count time in which this rank waited for samples."""
         self._sums[READS] += seconds
 
     def add(self, watch: Stopwatch) -> None:
-        """The host is through with a step; the device is with those before."""
+        """Count a step that the host has finished. The device has finished all earlier ones."""
         if self._names and watch.passes:
             self._close()
             self._open.append((watch, watch.mark()))
 
     def read(self) -> dict[str, list[float]]:
-        """Seconds a step on each rank of the world, by name; of what took time on one of them. The device is through
-        with all steps. Collective with --timing-log-level, else empty."""
+        """Return the seconds of a step on each rank of the world, by name.
+
+        Timers that are 0 on all ranks are left out. The device must have finished all steps.
+        Collective over the world with --timing-log-level; empty without it.
+        """
         self._close()
         if not self._names:
             return {}
+        # Every rank sends all names, so that rows have one length.
         mine = [self._sums[name] / max(1, self._steps) for name in self._names]
-        rows = self._mesh.world.all_gather(torch.tensor([mine], dtype=torch.float64, device=self._mesh.device))
-        return {name: of for name, of in zip(self._names, rows.T.tolist(), strict=True) if any(of)}
+        row = torch.tensor([mine], dtype=torch.float64, device=self._mesh.device)
+        columns = self._mesh.world.all_gather(row).T.tolist()
+        by_name = dict(zip(self._names, columns, strict=True))
+        return {name: seconds for name, seconds in by_name.items() if any(seconds)}
 
     def _close(self) -> None:
+        """Add the times of open steps to the sums."""
         for watch, end in self._open:
-            for name, seconds in of_step(watch.ran(self._mesh.pp.rank), watch.seconds(end)).items():
+            times = of_step(watch.ran(self._mesh.pp.rank), watch.seconds(end))
+            for name, seconds in times.items():
                 self._sums[name] += seconds
             self._steps += 1
         self._open.clear()
 
 
 def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
-    """Seconds by name. row: a rank's passes in their order. end: of its update."""
+    """Return the seconds of one step on one rank, by name.
+
+    Args:
+        row: the rank's passes in the order in which they ran.
+        end: the time at which the update ended.
+    """
     found = defaultdict[str, float](float)
     for group in in_turn(row):
         for x in group:
             traits = x.item.kind.traits
-            way = "forward" if traits.evaluates else "backward"
-            found["optimizer" if traits.per_stage else f"{way}-compute"] += (x.end - x.begin) / len(group)
-            found[f"{way}-recv"] += x.waited / len(group)
+            direction = "forward" if traits.evaluates else "backward"
+            name = "optimizer" if traits.per_stage else f"{direction}-compute"
+            # Overlapped passes share their time.
+            found[name] += (x.end - x.begin) / len(group)
+            found[f"{direction}-recv"] += x.waited / len(group)
     last = max(x.end for x in row)
     found["forward-backward"] = last - row[0].begin + row[0].waited - found["optimizer"]
     found["optimizer"] += max(0.0, end - last)
@@ -88,15 +120,21 @@ def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
 
 
 def text(times: Mapping[str, Sequence[float]], option: str) -> str:
-    """Megatron-LM's lines, in ms; ranks without such a time are left out. option: --timing-log-option."""
+    """Return Megatron-LM's lines, in ms.
+
+    Args:
+        times: seconds of each rank, by name. A rank with 0 is left out.
+        option: --timing-log-option.
+    """
     lines = [_HEADS[option]]
     for name, seconds in times.items():
-        there = {rank: s * 1e3 for rank, s in enumerate(seconds) if s > 0}
+        by_rank = {rank: s * 1e3 for rank, s in enumerate(seconds) if s > 0}
         label = f"    {name} ".ljust(52, ".")
         if option == "all":
-            lines += [f"  {name}:", *(f"     rank {rank:2d}: {ms:.2f}" for rank, ms in there.items())]
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in by_rank.items()]
         elif option == "max":
-            lines.append(f"{label}: {max(there.values()):.2f}")
+            lines.append(f"{label}: {max(by_rank.values()):.2f}")
         else:
-            lines.append(f"{label}: ({min(there.values()):.2f}, {max(there.values()):.2f})")
+            lines.append(f"{label}: ({min(by_rank.values()):.2f}, {max(by_rank.values()):.2f})")
     return "\n".join(lines)

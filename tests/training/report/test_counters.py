@@ -112,7 +112,7 @@ def test_a_run_tells_bubble_and_times_beside_their_prediction(tmp_path, capsys, 
     par = replace(asked.parallel, enable_optimizer_post_validation=late)
     run_threads(partial(train, asked=replace(asked, log=log, parallel=par, batch=batch_10)), pp=2, timeout_s=60)
     said = capsys.readouterr().out
-    assert "beside the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
+    assert "next to the plan's prediction at the same speed:\nstage  rank      F ms  predicted" in said
     line = next(x for x in said.splitlines() if "iteration       10/" in x)
     fields = re.search(r"\| MFU: .* \| passes \(ms\): ([\d.]+), predicted [\d.]+ \| bubble: ([\d.]+)% \(", line)
     assert fields
