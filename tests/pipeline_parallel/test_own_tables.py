@@ -74,7 +74,7 @@ def test_every_transform_of_a_drawn_table_can_be_run():
         verify(table)
         reduced = with_reduction(table)
         verify(with_optimizer(reduced, barrier=False, gather="ahead"))
-        verify(with_optimizer(reduced, gather="behind"))
+        verify(with_optimizer(reduced, gather="after"))
         places = table.placement
         if all(set(places.rank_of[first : first + places.chain]) == set(range(places.num_ranks))
                for first in range(0, places.num_stages, places.chain)):  # fmt: skip

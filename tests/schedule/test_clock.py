@@ -179,7 +179,7 @@ def test_a_rank_updates_when_all_its_stages_are_reduced() -> None:
 
 def test_replicas_wait_for_each_other() -> None:
     """DualPipe's stages s and s + chain: reduced when both have all gradients, gathered when both are updated."""
-    table = with_optimizer(with_reduction(build("dualpipe", 2, 4)), gather="behind")
+    table = with_optimizer(with_reduction(build("dualpipe", 2, 4)), gather="after")
     time = simulate(table, Costs(1, 1, 1, g=3, u=2, a=1))
     for s in range(4):
         both = [x for x in time.end if x.stage % 2 == s % 2]

@@ -151,7 +151,7 @@ def test_a_memory_without_gain_is_refused_with_the_least_that_gains() -> None:
 
 
 def test_what_cannot_be_paired_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"one microbatch has no pass that could run beside another\. Take more"):
+    with pytest.raises(ScheduleError, match=r"one microbatch has no two passes that could run together\. Take more"):
         pairs(build("1f1b", 4, 1), COSTS)
     with pytest.raises(
         ScheduleError, match=r"nothing to hide, as no pass has communication\. Say its share .*--comm-s"

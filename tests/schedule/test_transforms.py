@@ -161,7 +161,7 @@ REDUCED = BACKWARDS.format("2G0") + " 0G0"
     ("options", "expected"),
     [
         ({}, f"{FORWARDS} {REDUCED} 2U0 0U0"),
-        ({"gather": "behind"}, f"{FORWARDS} {REDUCED} 0U0 0A1 2U0 2A1"),
+        ({"gather": "after"}, f"{FORWARDS} {REDUCED} 0U0 0A1 2U0 2A1"),
         ({"gather": "ahead"}, f"0A0 2A0 {FORWARDS} {REDUCED} 2U0 0U0"),
         ({"barrier": False}, f"{FORWARDS} 0V0 2V0 {REDUCED} 2U0 0U0"),
     ],
@@ -176,7 +176,7 @@ def test_updates_stand_behind_all_gathers_where_they_are_asked_for_v_behind_forw
     ("there", "options", "twice"),
     [
         ({"gather": "ahead"}, {}, "U"),
-        ({"gather": "ahead"}, {"gather": "behind"}, "A, U"),
+        ({"gather": "ahead"}, {"gather": "after"}, "A, U"),
         ({"barrier": False}, {"barrier": False}, "U, V"),
         ({"barrier": False}, {}, "U"),
     ],

@@ -1,8 +1,9 @@
-"""V-Half and V-Min: half and a third of 1F1B's activations, from a building block repeated for each microbatch.
+"""V-Half and V-Min: half and a third of 1F1B's activations, from a repeated building block.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 2 and 3). On the V, what a rank holds is the
-lifespans of its two stages in the block together; the offsets choose how soon B follows F, and are the same memory on
-every rank. Slots decide the order of F and B; given costs decide where W stand.
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 2 and 3). The memory of a rank
+follows from the lifespans of its two stages in the block. On the V the lifespans of a rank's two
+stages add up to the same on every rank. The offsets in the block choose how soon B follows F. They
+fix the order of F and B; costs decide where W runs.
 """
 
 from __future__ import annotations
@@ -19,35 +20,48 @@ from megapipe.schedule.passes import Kind, Pass, Schedule, Step
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Memory (p+2)//2; about half of 1F1B's bubble at F = B = W."""
+    """Return V-Half: memory (p+2)//2, with about half of 1F1B's bubble at F = B = W."""
     patterns, memory = v_half_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
 
 
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Memory (p+4)//3. Each pass waits for the one before, so that unequal costs add up and make it slow."""
+    """Return V-Min: memory (p+4)//3.
+
+    Each pass waits for the one before it, so unequal costs add up and make the table slow.
+    """
     patterns, memory = v_min_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
 
 
 def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
-    """The tables that costs choose from, and the memory."""
+    """Return the tables from which costs choose V-Half, and their memory."""
+    # Without it, passes of a rank share slots if the number of ranks is even.
     clash = 0 if ranks % 2 else 3
 
     def block(rank: int) -> Block:
-        down, up = 2 * rank, 3 * ranks - rank - 2
-        return Block(down, up, 3 * ranks + clash + 2 * rank - 1, 6 * ranks + clash - rank - 2)
+        return Block(
+            f0=2 * rank,
+            f1=3 * ranks - rank - 2,
+            b1=3 * ranks + clash + 2 * rank - 1,
+            b0=6 * ranks + clash - rank - 2,
+        )
 
     return _patterns("v-half", ranks, microbatches, block, (ranks + 2) // 2)
 
 
 def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
-    """The tables that costs choose from, and the memory."""
+    """Return the tables from which costs choose V-Min, and their memory."""
+    # Without it, passes of a rank share slots if 3 divides the number of ranks.
     clash = 0 if ranks % 3 else 2
 
     def block(rank: int) -> Block:
-        down, up = rank, 2 * ranks - rank - 1
-        return Block(down, up, 2 * ranks + clash + rank, 4 * ranks + clash - rank - 1)
+        return Block(
+            f0=rank,
+            f1=2 * ranks - rank - 1,
+            b1=2 * ranks + clash + rank,
+            b0=4 * ranks + clash - rank - 1,
+        )
 
     return _patterns("v-min", ranks, microbatches, block, (ranks + 4) // 3)
 
@@ -55,23 +69,26 @@ def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
 def _patterns(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
 ) -> tuple[list[Schedule], int]:
-    """The block repeated with its ramps packed, and run slot by slot."""
+    """Return `memory` and two tables of a block: with packed ramps, and run slot by slot."""
     blocks = [block(rank) for rank in range(ranks)]
     rows = (packed(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
     return [Schedule(name, vee(ranks), microbatches, r) for r in rows], memory
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:
-    """Let each rank run, slot by slot, the first pass of its block that can run, and a W where none can.
+    """Return the rows in which each rank runs, slot by slot, the first pass of its block that can.
 
-    A stage holds no more microbatches than in the repeated block and a rank no more than `limit`. One of them is kept
-    from the stage that goes down: so the oldest unfinished microbatch always finds room, and nothing can block.
+    Where neither F nor B can run it runs a pending W. A stage holds no more microbatches than in
+    the repeated block, and a rank no more than `limit`. The stage going down leaves one of these to
+    the stage going up. So the oldest unfinished microbatch always fits, and no rank deadlocks.
     """
     stages = 2 * len(blocks)
+    # The slot from which on a pass's input is there.
     ready: dict[tuple[Kind, int, int], int] = {(Kind.F, 0, i): 0 for i in range(microbatches)}
     rows: list[list[Step]] = [[] for _ in blocks]
     ranks = [_Rank(rank, stages - 1 - rank, block, limit) for rank, block in enumerate(blocks)]
-    now, left = 0, 6 * microbatches * len(blocks)
+    now = 0
+    left = 6 * microbatches * len(blocks)
     while left:
         for row, rank in zip(rows, ranks, strict=True):
             item = rank.choose(ready, now)
@@ -80,10 +97,10 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
             row.append((item,))
             left -= 1
             kind, stage, i, _ = item
-            if kind is Kind.F:
-                ready[(Kind.F, stage + 1, i) if stage + 1 < stages else (Kind.B, stage, i)] = (
-                    now + 1
-                )
+            if kind is Kind.F and stage + 1 < stages:
+                ready[Kind.F, stage + 1, i] = now + 1
+            elif kind is Kind.F:
+                ready[Kind.B, stage, i] = now + 1
             elif kind is Kind.B:
                 ready[Kind.B, stage - 1, i] = now + 1
         now += 1
@@ -91,7 +108,14 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 
 
 class _Rank:
-    """A rank with what it has run and holds."""
+    """The state of a rank: the next microbatch of each class, pending W, and microbatches held.
+
+    `choose` returns the pass to run in a slot.
+
+    Args:
+        down, up: its stages.
+        limit: most microbatches of a stage that the rank may hold.
+    """
 
     def __init__(self, down: int, up: int, block: Block, limit: int) -> None:
         w0, w1 = block.weights()
@@ -104,7 +128,7 @@ class _Rank:
         self.next = dict.fromkeys(self.slots, 0)
         self.owed: deque[Pass] = deque()
         self.held = {down: 0, up: 0}
-        # Lifespans from F to the end of W, in whole microbatches.
+        # Lifespans from F to the end of W, rounded up to whole microbatches.
         self.rooms = {
             down: min(ceil((w0 + 1 - block.f0) / 6), max(1, limit - 1)),
             up: ceil((w1 + 1 - block.f1) / 6),
@@ -112,7 +136,11 @@ class _Rank:
         self.limit = limit
 
     def choose(self, ready: dict[tuple[Kind, int, int], int], now: int) -> Pass | None:
-        """The pass to run in slot `now`, noted as run; None if nothing can."""
+        """Return the pass to run in slot `now`, counted as run; None if no pass can run.
+
+        Args:
+            ready: the slot from which on the input of (kind, stage, microbatch) is there.
+        """
         full = sum(self.held.values()) == self.limit
         can = [
             (self.slots[kind, stage] + 6 * i, kind, stage)

@@ -1,8 +1,10 @@
-"""Two streams of microbatches in opposite directions, each one's forward overlapped with the other's backward.
+"""DualPipe and DualPipeV: two streams of microbatches in opposite directions.
 
-DualPipe (DeepSeek-V3 report, sec. 3.2.1) runs them through two copies of the model. Cut in half (Qi et al. 2025,
-"DualPipe could be better without the Dual") one copy folded to a V is enough: the stream that comes down meets itself
-going up. Both are one order of eight sections; what differs is the number of ranks that share a fold.
+The forward of one stream overlaps with the backward of the other. DualPipe (DeepSeek-V3 report,
+sec. 3.2.1) runs the streams through two copies of the model. "DualPipe could be better without the
+Dual" (Qi et al. 2025) cuts it in half: one copy on the V is enough, because the stream down meets
+itself going up. Both are one order of eight sections. They differ in the number of ranks between
+the ends of the model and the fold, where a stream passes to the other direction.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from megapipe.schedule.passes import Schedule, Step
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1, two copies of the parameters.
+    """Return DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1.
 
-    Half of the microbatches go each way.
+    It has two copies of the parameters. Half of the microbatches run in each direction.
+
+    Raises: ScheduleError for an odd number of ranks or microbatches, or too few microbatches.
     """
     if ranks % 2:
         raise ScheduleError(
@@ -25,74 +29,81 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     if microbatches % 2 or microbatches < 2 * ranks:
         nearest = max(2 * ranks, microbatches + 1)
         raise ScheduleError(
-            f"dualpipe on {ranks} ranks needs an even number of at least {2 * ranks} microbatches, got {microbatches}; "
-            f"the nearest is {nearest}."
+            f"dualpipe on {ranks} ranks needs an even number of at least {2 * ranks} microbatches, "
+            f"got {microbatches}; the nearest is {nearest}."
         )
     half = microbatches // 2
     rows = []
     for rank in range(ranks):
-        near, far = rank, 2 * ranks - 1 - rank
+        near = rank
+        far = 2 * ranks - 1 - rank
         depth = min(rank, ranks - 1 - rank)
         if rank >= ranks // 2:
             near, far = far, near
+        # The second chain carries the second half of the microbatches.
         first = {stage: half * (stage // ranks) for stage in (near, far)}
         rows.append(_eight_sections(near, far, ranks // 2, depth, half - ranks + depth + 1, first))
     return Schedule("dualpipe", mirror(ranks), microbatches, tuple(rows))
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """DualPipe cut in half: bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2, one copy, twice the messages."""
+    """Return DualPipeV: bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2.
+
+    It has one copy of the parameters and twice the messages of DualPipe.
+
+    Raises: ScheduleError for too few microbatches.
+    """
     if microbatches < 2 * ranks:
         raise ScheduleError(
-            f"dualpipe-v on {ranks} ranks needs at least {2 * ranks} microbatches, got {microbatches}; "
-            f"the nearest is {2 * ranks}."
+            f"dualpipe-v on {ranks} ranks needs at least {2 * ranks} microbatches, "
+            f"got {microbatches}; the nearest is {2 * ranks}."
         )
-    rows = [
-        _eight_sections(
-            rank, 2 * ranks - 1 - rank, ranks, rank, microbatches - 2 * ranks + rank + 1, {}
-        )
-        for rank in range(ranks)
-    ]
+    rows = []
+    for rank in range(ranks):
+        main = microbatches - 2 * ranks + rank + 1
+        rows.append(_eight_sections(rank, 2 * ranks - 1 - rank, ranks, rank, main, {}))
     return Schedule("dualpipe-v", vee(ranks), microbatches, tuple(rows))
 
 
 def _eight_sections(
     s0: int, s1: int, fold: int, depth: int, main: int, first: dict[int, int]
 ) -> tuple[Step, ...]:
-    """One rank's order.
+    """Return one rank's order.
 
     Args:
-        s0: the stage whose stream enters on this side; s1: the stage of the other stream.
-        fold: ranks between the entry and the fold; depth: how many of them lie before this one.
-        main: rounds of the overlapped section.
-        first: first microbatch of each stage.
+        s0: the stage of the stream that enters on this side.
+        s1: the stage of the other stream.
+        fold: ranks from the entry to the fold.
+        depth: how many of these ranks come before this one.
+        main: rounds of the overlapped section 4.
+        first: number of the first microbatch of each stage.
     """
     rec = Recorder(first)
-    behind = fold - depth - 1
-    for _ in range(2 * behind):  # 1  F0
+    after = fold - depth - 1  # ranks between this one and the fold
+    for _ in range(2 * after):  # 1  F0
         rec.f(s0)
     for _ in range(depth + 1):  # 2  F0 F1
         rec.f(s0)
         rec.f(s1)
-    for _ in range(behind):  # 3  B1 W F1
+    for _ in range(after):  # 3  B1 W F1
         rec.b(s1)
         rec.w()
         rec.f(s1)
     for i in range(main):  # 4  F0&B1 F1&B0
-        if i == 0 and behind == 0:
-            # Next to the fold B1 is not there yet: F0 need not wait for it.
+        if i == 0 and after == 0:
+            # At the fold the first B1 has not arrived yet, and F0 need not wait for it.
             rec.f(s0)
             rec.bw(s1)
         else:
             rec.f_bw(s0, s1)
         rec.f_bw(s1, s0)
-    for _ in range(behind):  # 5  B1 F1&B0
+    for _ in range(after):  # 5  B1 F1&B0
         rec.bw(s1)
         rec.f_bw(s1, s0)
     for i in range(2 * (depth + 1)):  # 6  B1 B0, split in the second half
         backward = rec.bw if i <= depth else rec.b
         backward(s0 if i % 2 else s1)
-    for _ in range(behind):  # 7  W B0
+    for _ in range(after):  # 7  W B0
         rec.w()
         rec.b(s0)
     rec.pay()  # 8  W

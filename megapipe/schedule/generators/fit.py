@@ -1,14 +1,13 @@
-"""A fit of a fixed order to costs: they can still change where the weight gradients stand.
+"""Fit of a schedule to costs: F and B keep their order, W moves.
 
-F and B keep their order, so a schedule keeps its picture and its memory; W go where a rank would wait under the costs
-at hand, or where the memory asks for them.
+W runs where a rank would wait under the given costs, or where the memory limit requires it. So a
+schedule keeps its picture and its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from math import inf
 
 from megapipe.schedule.costs import Costs
@@ -24,77 +23,99 @@ from megapipe.schedule.generators.orders import (
 )
 from megapipe.schedule.passes import Schedule
 
-PATIENCE = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
-"""Parts of W by which one may overrun a wait that is shorter than itself."""
+OVERRUNS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)
+"""Fractions of a W that may extend beyond the wait in which it starts."""
+
+
+Filled = tuple[Orders, list[float]]
+"""(orders with W, end of every pass)."""
 
 
 def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    """The one of least makespan under costs, as it is or with its W refilled; the first of equals.
+    """Return the candidate of least makespan, with its own W or with W refilled.
+
+    Among equal ones it is the first.
 
     Args:
         candidates: split schedules of one placement that hold at most `memory`.
-        memory: limit of a refilled one, in microbatches of a device share, whatever the costs count.
+        memory: limit of a refilled schedule, in microbatches of a device share, whatever memory
+            the costs name.
     """
-    place, m = candidates[0].placement, candidates[0].num_microbatches
+    place = candidates[0].placement
+    m = candidates[0].num_microbatches
     shares = replace(costs, mem_b=1.0, mem_w=1.0)
     of = problem(place, m, shares, (memory,) * place.num_ranks, period=False)
-    best, least = candidates[0], inf
+    best = candidates[0]
+    least = inf
     for candidate in candidates:
         orders = encode(of, candidate)
         end = clock(of, orders)
         assert end is not None, f"{candidate.name} cannot proceed"
-        if (time := length(of, orders, end)) < least * (1 - 1e-9):
-            best, least = candidate, time
+        time = length(of, orders, end)
+        if time < least * (1 - 1e-9):
+            best = candidate
+            least = time
         for filled, end in refilled(of, orders):
-            if (time := length(of, filled, end)) < least * (1 - 1e-9):
-                best, least = decode(of, filled, candidate.name), time
+            time = length(of, filled, end)
+            if time < least * (1 - 1e-9):
+                best = decode(of, filled, candidate.name)
+                least = time
     return best
 
 
-def refilled(
-    of: Problem, orders: Orders, patiences: Sequence[float] = PATIENCE
-) -> Iterator[tuple[Orders, list[float]]]:
-    """Orders of the same F and B, made to fit the memory, with W wherever there is a wait, once for each patience of
-    `fill_weights`: orders and the end of every pass; none where they cannot fit."""
+def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) -> Iterator[Filled]:
+    """Yield (orders with W refilled, end of every pass), for each overrun of `fill_weights`.
+
+    F and B keep their order, unless the memory limit requires a B to come sooner. Nothing is
+    yielded if no order fits the limit.
+    """
     bare: Orders = []
     for rank, order in enumerate(orders):
-        fitting = backward_sooner(of, [x for x in order if x // of.microbatches % 3 != 2], rank)
+        without = [x for x in order if x // of.microbatches % 3 != 2]
+        fitting = backward_sooner(of, without, rank)
         if fitting is None:
             return
         bare.append(fitting)
-    for patience in patiences:
-        if filled := fill_weights(of, bare, patience):
+    for overrun in overruns:
+        filled = fill_weights(of, bare, overrun)
+        if filled:
             yield filled
 
 
-def fill_weights(
-    problem: Problem, orders: Orders, patience: float
-) -> tuple[Orders, list[float]] | None:
-    """Play an order of F and B, and put W where a rank would wait or needs the memory; the oldest W first.
+def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | None:
+    """Simulate an order of F and B, and insert W where a rank waits or lacks memory.
 
     Args:
-        orders: F and B of each rank.
-        patience: a W may begin in a wait that is shorter than itself if it overruns it by at most this part of W.
-    Returns: (orders with W, end of every pass), None if the order blocks or does not fit.
+        orders: F and B of each rank. The oldest pending W runs first.
+        overrun: a W may extend beyond the wait in which it starts by this fraction of itself.
+    Returns: None if the order deadlocks or does not fit.
     """
-    duration, lag, source, target, rank = (
-        problem.duration,
-        problem.lag,
-        problem.source,
-        problem.target,
-        problem.rank,
-    )
-    holds, n, m, p = problem.holds, problem.num_passes, problem.microbatches, len(orders)
+    duration = problem.duration
+    lag = problem.lag
+    source = problem.source
+    target = problem.target
+    rank = problem.rank
+    holds = problem.holds
+    n = problem.num_passes
+    m = problem.microbatches
     end = [-1.0] * n + [0.0]
-    at, now, held, paid = [0] * p, [0.0] * p, [0.0] * p, [0] * p
+    at = [0 for _ in orders]
+    now = [0.0 for _ in orders]
+    held = [0.0 for _ in orders]
+    paid = [0 for _ in orders]  # number of W in `owed` that have run
     owed: Orders = [[] for _ in orders]
     full: Orders = [[] for _ in orders]
-    ready, left = list(range(p)), sum(map(len, orders))
-    limits = [limit * (1 + 1e-9) for limit in problem.memory]
+    ready = list(range(len(orders)))
+    left = sum(map(len, orders))
     while ready:
         r = ready.pop()
-        order, owe, out, limit, i = orders[r], owed[r], full[r], limits[r], at[r]
-        t, mem, w = now[r], held[r], paid[r]
+        order = orders[r]
+        owe = owed[r]
+        limit = problem.memory[r] * (1 + 1e-9)
+        i = at[r]
+        t = now[r]
+        mem = held[r]
+        w = paid[r]
         left += i
         while i < len(order):
             x = order[i]
@@ -104,12 +125,12 @@ def fill_weights(
             arrival += lag[x]
             while w < len(owe):
                 y = owe[w]
-                slack = patience * duration[y] + 1e-9 * arrival
+                slack = overrun * duration[y] + 1e-9 * arrival
                 if mem + holds[x] <= limit and t + duration[y] > arrival + slack:
                     break
                 t += duration[y]
                 end[y] = t
-                out.append(y)
+                full[r].append(y)
                 mem += holds[y]
                 w += 1
             mem += holds[x]
@@ -117,9 +138,9 @@ def fill_weights(
                 return None
             t = (arrival if arrival > t else t) + duration[x]
             end[x] = t
-            out.append(x)
+            full[r].append(x)
             i += 1
-            if x // m % 3:  # not an F but a B: its W is owed from here on
+            if x // m % 3:  # B: from now on its W is pending
                 owe.append(x + m)
             y = target[x]
             if y != n:
@@ -127,13 +148,16 @@ def fill_weights(
                 if at[q] < len(orders[q]) and orders[q][at[q]] == y:
                     ready.append(q)
         left -= i
-        at[r], now[r], held[r], paid[r] = i, t, mem, w
+        at[r] = i
+        now[r] = t
+        held[r] = mem
+        paid[r] = w
     if left:
         return None
-    for out, rest, t in zip(
-        full, (o[n:] for o, n in zip(owed, paid, strict=True)), now, strict=True
-    ):
-        out += rest
-        for y, done in zip(rest, accumulate((duration[y] for y in rest), initial=t), strict=False):
-            end[y] = done + duration[y]
+    # Whatever is still pending runs at the end.
+    for out, owe, w, t in zip(full, owed, paid, now, strict=True):
+        for y in owe[w:]:
+            t += duration[y]
+            end[y] = t
+            out.append(y)
     return full, end

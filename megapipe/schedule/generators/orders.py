@@ -1,7 +1,8 @@
-"""A schedule as orders of integers, with one tight clock: what generators that take costs and the search work on.
+"""A split schedule as lists of integers, with a fast clock, for generators and searches with costs.
 
-Pass (kind k, stage s, microbatch i) is (3 s + k) m + i with F, B, W = 0, 1, 2, so a whole number names its class
-(kind and stage) and the next microbatch of the class is the next number. Orders keep every class FIFO.
+A pass with kind k, stage s and microbatch i is the integer (3 s + k) m + i, with F, B, W = 0, 1, 2.
+So x // m is the *class* of a pass (kind and stage), and x + 1 is the next microbatch of the class.
+Orders run the microbatches of each class in order.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: all that does not change during a search. Lists of passes end with one more, "no pass", at time 0.
+    """Everything that does not change during a search.
+
+    Lists are indexed by pass. They have one more entry at the end, for "no pass", at time 0.
 
     Attributes:
-        costs: what all below is made of.
+        costs: the costs from which the lists are computed.
         memory: limit of each rank, in the unit of the costs.
         period: minimise the longest span of a rank instead of the makespan.
-        duration, lag: time of a pass, and of the message it waits for.
-        source, target: the pass whose result a pass takes, and the pass on another rank that waits for it.
-        rank: where it runs.
-        holds: memory it adds; negative: frees. B swaps mem_b for mem_w.
-        unit: the longest pass, the scale of every step of the search.
+        duration: time of each pass.
+        lag: time of the message that each pass waits for.
+        source: the pass whose result each pass takes.
+        target: the pass on another rank that waits for each pass.
+        rank: the rank of each pass.
+        holds: memory that each pass adds; negative if it frees memory. B swaps mem_b for mem_w.
+        unit: duration of the longest pass, the scale of the search.
     """
 
     placement: Placement
@@ -49,34 +54,45 @@ class Problem:
 
     @property
     def nothing(self) -> int:
-        """The pass that is none, done before the start."""
+        """Return the index of "no pass", which has ended at time 0."""
         return len(self.duration) - 1
 
 
 def problem(
     placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool
 ) -> Problem:
-    """Write placement and costs down by pass."""
-    m, stages, rank_of = microbatches, placement.num_stages, placement.rank_of
-    # A pass is one integer, (3 stage + kind) m + microbatch, and all is in lists: a search plays this at every move.
+    """Return the lists of a Problem for a placement and its costs.
+
+    Args:
+        memory: limit of each rank, in the unit of the costs.
+        period: minimise the longest span of a rank instead of the makespan.
+    """
+    m = microbatches
+    stages = placement.num_stages
+    rank_of = placement.rank_of
+    # Lists of numbers, not objects: a search simulates the orders after every move.
     n = 3 * stages * m
     time = costs.durations(placement)
-    mem_b, mem_w, *_ = costs.memory(placement)
-    duration, lag, holds = [0.0] * (n + 1), [0.0] * (n + 1), [0.0] * (n + 1)
-    source, target, rank = [n] * (n + 1), [n] * (n + 1), [-1] * (n + 1)
+    mem_b, mem_w = costs.memory(placement)
+    duration = [0.0] * (n + 1)
+    lag = [0.0] * (n + 1)
+    holds = [0.0] * (n + 1)
+    source = [n] * (n + 1)
+    target = [n] * (n + 1)
+    rank = [-1] * (n + 1)
     for s in range(stages):
         for k, held in enumerate((mem_b[s], mem_w[s] - mem_b[s], -mem_w[s])):
             before = (s - 1 if s else None, s + 1 if s + 1 < stages else None, None)[k]
             for x in range((3 * s + k) * m, (3 * s + k + 1) * m):
-                duration[x], holds[x], rank[x] = time[KINDS[k]][s], held, rank_of[s]
+                duration[x] = time[KINDS[k]][s]
+                holds[x] = held
+                rank[x] = rank_of[s]
                 if before is not None:
                     source[x] = x + 3 * m * (before - s)
                     if rank_of[before] != rank_of[s]:
-                        lag[x], target[source[x]] = (
-                            costs.lag(rank_of[before], rank_of[s], placement.num_ranks),
-                            x,
-                        )
-                # Without a stage before it a pass waits for its own microbatch's F (at the loss) or B (its W).
+                        lag[x] = costs.lag(rank_of[before], rank_of[s], placement.num_ranks)
+                        target[source[x]] = x
+                # Without a neighbour, B waits for F of its stage (at the loss), and W for its B.
                 elif k:
                     source[x] = x - m
     unit = max(duration)
@@ -86,22 +102,26 @@ def problem(
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
-    """End of every pass if each starts as soon as it can; None if ranks wait for each other for ever."""
-    duration, lag, source, target, rank = (
-        problem.duration,
-        problem.lag,
-        problem.source,
-        problem.target,
-        problem.rank,
-    )
+    """Return the end of every pass if each starts as soon as it can; None if ranks deadlock."""
+    duration = problem.duration
+    lag = problem.lag
+    source = problem.source
+    target = problem.target
+    rank = problem.rank
     n = problem.num_passes
-    # Below 0: not run yet. The last one is the pass that is none, over at the start.
+    # -1: has not run yet. The last entry is "no pass".
     end = [-1.0] * n + [0.0]
-    at, now, sizes = [0] * len(orders), [0.0] * len(orders), [len(order) for order in orders]
-    ready, left = list(range(len(orders))), n
+    at = [0] * len(orders)
+    now = [0.0] * len(orders)
+    sizes = [len(order) for order in orders]
+    ready = list(range(len(orders)))
+    left = n
     while ready:
         r = ready.pop()
-        order, i, t, size = orders[r], at[r], now[r], sizes[r]
+        order = orders[r]
+        i = at[r]
+        t = now[r]
+        size = sizes[r]
         left += i
         while i < size:
             x = order[i]
@@ -115,36 +135,47 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
             end[x] = t
             i += 1
             y = target[x]
+            # Wake the receiver only if it stands at the pass that waits for this one.
             if y != n:
                 q = rank[y]
                 if at[q] < sizes[q] and orders[q][at[q]] == y:
                     ready.append(q)
         left -= i
-        at[r], now[r] = i, t
+        at[r] = i
+        now[r] = t
     return None if left else end
 
 
 def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0.0) -> float:
-    """The objective, plus `spread` times its mean over ranks: that tells the search of gains on ranks not the last."""
+    """Return the objective: the makespan, or the longest span with `problem.period`.
+
+    Args:
+        end: end of every pass.
+        spread: adds this multiple of the mean over ranks, so that a search sees gains on ranks
+            other than the slowest.
+    """
     ends = [end[order[-1]] for order in orders]
     if problem.period:
-        ends = [e - end[o[0]] + problem.duration[o[0]] for e, o in zip(ends, orders, strict=True)]
+        firsts = [order[0] for order in orders]
+        both = zip(ends, firsts, strict=True)
+        ends = [last - end[first] + problem.duration[first] for last, first in both]
     total = 0.0
-    for (
-        e
-    ) in ends:  # one after the other, as C adds: `sum` corrects what is lost, from Python 3.12 on
+    # Add one after another, as the C code does: from Python 3.12 on `sum` compensates rounding.
+    for e in ends:
         total += e
     return max(ends) + spread * total / len(ends)
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
-    """Does every rank stay within its memory?"""
+    """Return whether every rank stays within its memory limit."""
     return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
 
 
 def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
-    """Does this order stay within the memory of the rank?"""
-    holds, held, limit = problem.holds, 0.0, problem.memory[rank] * (1 + 1e-9)
+    """Return whether an order of one rank stays within that rank's memory limit."""
+    holds = problem.holds
+    limit = problem.memory[rank] * (1 + 1e-9)
+    held = 0.0
     for x in order:
         held += holds[x]
         if held > limit:
@@ -153,50 +184,54 @@ def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
 
 
 def encode(problem: Problem, schedule: Schedule) -> Orders:
-    """A table as integers; BW is a B with its W right behind it, a pair its F first."""
+    """Return a table as integers. BW becomes B and W, an overlapped pair its F and its backward."""
     m = problem.microbatches
     split = {kind: (kind,) for kind in KINDS} | {Kind.BW: (Kind.B, Kind.W)}
-    return [
-        [
-            (3 * x.stage + KINDS.index(kind)) * m + x.microbatch
-            for step in r
-            for x in step
-            for kind in split[x.kind]
-        ]
-        for r in schedule.ranks
-    ]
+    orders = []
+    for row in schedule.ranks:
+        passes = [(x, kind) for step in row for x in step for kind in split[x.kind]]
+        orders.append([(3 * x.stage + KINDS.index(kind)) * m + x.microbatch for x, kind in passes])
+    return orders
 
 
 def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
-    """Integers as a table."""
+    """Return the table that the integers describe."""
     m = problem.microbatches
-    rows = (
-        tuple((Pass(KINDS[x // m % 3], x // m // 3, x % m),) for x in order) for order in orders
-    )
+    rows = []
+    for order in orders:
+        passes = [Pass(KINDS[x // m % 3], x // m // 3, x % m) for x in order]
+        rows.append(tuple((item,) for item in passes))
     return Schedule(name, problem.placement, m, tuple(rows))
 
 
 def one_by_one(problem: Problem) -> Orders:
-    """One microbatch at a time: the order of least memory."""
-    m, place = problem.microbatches, problem.placement
+    """Return the orders of least memory: one microbatch at a time."""
+    m = problem.microbatches
     rows = []
-    for rank in range(place.num_ranks):
-        stages = place.stages_on(rank)
+    for rank in range(problem.placement.num_ranks):
+        stages = problem.placement.stages_on(rank)
         classes = [3 * s for s in stages] + [3 * s + k for s in reversed(stages) for k in (1, 2)]
         rows.append([c * m + i for i in range(m) for c in classes])
     return rows
 
 
 def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
-    """F and B of a rank, reordered to fit: where an F finds no room even with all W done, a later B comes first.
+    """Return F and B of a rank reordered to fit its memory limit.
 
-    None if that cannot help.
+    Where an F does not fit even if all W have run, the next B that can run comes before it.
+
+    Args:
+        order: F and B of the rank, without W.
+    Returns: the order, or None if no B can help.
     """
-    m, holds, limit = problem.microbatches, problem.holds, problem.memory[rank] * (1 + 1e-9)
+    m = problem.microbatches
+    holds = problem.holds
+    limit = problem.memory[rank] * (1 + 1e-9)
     backward = [x for x in order if x // m % 3 == 1]
     done: set[int] = set()
     result: list[int] = []
-    held, first = 0.0, 0
+    held = 0.0
+    first = 0
     for x in order:
         if x in done:
             continue
@@ -204,14 +239,13 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
             while held + holds[x] > limit:
                 while first < len(backward) and backward[first] in done:
                     first += 1
-                sooner = next(
-                    (b for b in backward[first:] if b not in done and b - m in done), None
-                )
+                can = (b for b in backward[first:] if b not in done and b - m in done)
+                sooner = next(can, None)
                 if sooner is None:
                     return None
                 done.add(sooner)
                 result.append(sooner)
-                # With its W, as in "all W done": the pair frees what F took.
+                # B together with its W frees all that F took.
                 held -= holds[sooner - m]
             held += holds[x]
         elif x - m in done:
@@ -224,15 +258,19 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
 
 
 def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
-    """An order in which W that are owed come sooner where an F finds no room.
+    """Return an order of a rank in which pending W come before a pass that does not fit.
 
-    None if that cannot help, or if a pass stands before one that it needs on the same rank.
+    Returns None if no pending W is left to free memory. It also does if a pass of the rank comes
+    before one that it needs.
     """
-    m, holds, limit = problem.microbatches, problem.holds, problem.memory[rank] * (1 + 1e-9)
+    m = problem.microbatches
+    holds = problem.holds
+    limit = problem.memory[rank] * (1 + 1e-9)
     done: set[int] = set()
     result: list[int] = []
     owed: list[int] = []
-    held, first = 0.0, 0
+    held = 0.0
+    first = 0
     for x in order:
         kind = x // m % 3
         if x in done:
@@ -242,7 +280,6 @@ def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] |
         while held + holds[x] > limit:
             while first < len(owed) and owed[first] in done:
                 first += 1
-            # Nothing is left that frees memory: this order cannot be mended.
             if first == len(owed):
                 return None
             done.add(owed[first])

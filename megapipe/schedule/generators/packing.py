@@ -1,7 +1,8 @@
-"""A building block repeated, its warm-up and cool-down packed into the slots that stay free.
+"""A building block repeated for each microbatch, with the ramps packed into free slots.
 
-Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 3: repeat, squeeze, reorder). In the steady middle
-every slot is taken; in the ramps a pass goes to the earliest free slot behind its input that does not raise the peak.
+Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 3: repeat, squeeze, reorder).
+In the steady phase every slot is taken. In warm-up and cool-down a pass moves to the earliest free
+slot after its input that does not raise the peak memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from megapipe.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class Block:
-    """The slots of a rank's passes of microbatch 0; microbatch i runs 6 i later. Chunk 0 goes down, chunk 1 up."""
+    """The building block of a rank of the V: the slots of its passes for microbatch 0.
+
+    Microbatch i runs 6 i slots later. `weights` returns the slots of its W.
+
+    Attributes:
+        f0, b0: slots of the chunk going down.
+        f1, b1: slots of the chunk going up.
+    """
 
     f0: int
     f1: int
@@ -26,7 +34,10 @@ class Block:
     b0: int
 
     def weights(self) -> tuple[int, int]:
-        """Slots of (W0, W1): the first that stay free behind their B, the earlier B first."""
+        """Return the slots of (W0, W1).
+
+        Each is the first free slot after its B; the earlier B chooses first.
+        """
         taken = {slot % 6 for slot in (self.f0, self.f1, self.b1, self.b0)}
         slots = {}
         for backward in sorted((self.b0, self.b1)):
@@ -37,10 +48,10 @@ class Block:
 
 
 def packed(blocks: Sequence[Block], microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    """The steps of each rank.
+    """Return the steps of each rank.
 
-    First warm-up and cool-down are packed with each W in its slot; then the cool-down once more without W, which take
-    what F and B leave.
+    First both ramps are packed with each W in its slot. Then the cool-down is packed again without
+    W, and W take the slots that F and B leave free.
     """
     slots = _pack(_with_weights(_repeated(blocks, microbatches)), microbatches, weights=True)
     slots = _pack(_without_weights(slots), microbatches, weights=False)
@@ -52,59 +63,76 @@ Slots = list[dict[int, Pass]]
 
 
 def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
+    """Return F and B of all microbatches in the slots of the building blocks."""
     slots: Slots = []
     for down, block in enumerate(blocks):
         up = 2 * len(blocks) - 1 - down
-        passes = (
+        row = {}
+        for slot, kind, stage in (
             (block.f0, Kind.F, down),
             (block.f1, Kind.F, up),
             (block.b1, Kind.B, up),
             (block.b0, Kind.B, down),
-        )
-        slots.append(
-            {
-                s + 6 * i: Pass(kind, stage, i)
-                for s, kind, stage in passes
-                for i in range(microbatches)
-            }
-        )
+        ):
+            for i in range(microbatches):
+                row[slot + 6 * i] = Pass(kind, stage, i)
+        slots.append(row)
     return slots
 
 
 def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
-    """Passes of the ramps go to the earliest free slot; of the cool-down alone if there are no `weights`."""
+    """Return the slots after moving passes of the ramps to the earliest free slots.
+
+    Args:
+        weights: the slots have W. Without W only the cool-down is packed.
+    """
     last = 2 * len(slots) - 1
     rows = [RankSlots(row, weights) for row in slots]
     at = {item: slot for row in slots for slot, item in row.items()}
-    # The middle repeats and is packed by its building block: only the ramps have room.
+    # The steady phase repeats the building block, which is packed already.
     steady = range(at[Pass(Kind.B, 0, 0)], at[Pass(Kind.F, 0, microbatches - 1)] + 1)
     limit = max(held for row in rows for held, _ in row.states)
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
         if slot in steady or (slot < steady.start and not weights):
             continue
         kind, stage, i, _ = item
-        before = Pass(kind, stage - 1 if kind is Kind.F else stage + 1, i)
-        if kind is Kind.W or (kind is Kind.B and stage == last):
-            before = Pass(Kind.B if kind is Kind.W else Kind.F, stage, i)
+        if kind is Kind.W:
+            before = Pass(Kind.B, stage, i)
+        elif kind is Kind.B and stage == last:
+            before = Pass(Kind.F, stage, i)
+        else:
+            before = Pass(kind, stage - 1 if kind is Kind.F else stage + 1, i)
         earliest = 1 + max(at.get(before, -1), at.get(Pass(kind, stage, i - 1), -1))
         at[item] = rows[min(stage, last - stage)].move(slot, earliest, limit)
     packed_slots = [row.passes for row in rows]
-    return _squeezed(packed_slots if weights else _with_weights(packed_slots), microbatches)
+    if not weights:
+        packed_slots = _with_weights(packed_slots)
+    return _squeezed(packed_slots, microbatches)
 
 
 class RankSlots:
-    """The slots of a rank, and (microbatches of a stage held, W owed) after each of them.
+    """The slots of a rank, with the memory after each slot.
 
-    Without `weights` each free slot pays a W that is owed.
+    `states` has (microbatches of a stage held, W pending) after each slot. `move` moves a pass to
+    an earlier slot, `move_pair` a B with its W.
+
+    Args:
+        weights: W are among the passes. Otherwise each free slot counts as a pending W.
     """
 
     def __init__(self, passes: dict[int, Pass], weights: bool) -> None:
-        self.passes, self.weights = dict(passes), weights
+        self.passes = dict(passes)
+        self.weights = weights
         self.states = [(0, 0)] * (max(passes) + 1)
         self.states = self._after(0, len(self.states))
 
     def move(self, slot: int, earliest: int, limit: int) -> int:
-        """The place of a slot's pass: the first free slot from `earliest` on that keeps to the limit, or none."""
+        """Move the pass of a slot to the first free slot from `earliest` on that fits.
+
+        Args:
+            limit: most microbatches held after any slot.
+        Returns: its new slot, or the old one if no slot fits.
+        """
         item = self.passes.pop(slot)
         for free in range(earliest, slot):
             if free in self.passes:
@@ -119,13 +147,14 @@ class RankSlots:
         return slot
 
     def move_pair(self, slot: int, earliest: int) -> int:
-        """The place of the passes of a slot and the next: the first two free slots in a row."""
-        first, second = self.passes.pop(slot), self.passes.pop(slot + 1)
-        free = next(
-            s
-            for s in range(earliest, slot + 1)
-            if s not in self.passes and s + 1 not in self.passes
-        )
+        """Move the passes of a slot and the next one to the first two adjacent free slots.
+
+        Returns: the first of the new slots.
+        """
+        first = self.passes.pop(slot)
+        second = self.passes.pop(slot + 1)
+        taken = self.passes.keys()
+        free = next(s for s in range(earliest, slot + 1) if taken.isdisjoint((s, s + 1)))
         self.passes |= {free: first, free + 1: second}
         if free < slot:
             states = self._after(free, slot + 1)
@@ -133,44 +162,51 @@ class RankSlots:
         return free
 
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
-        """States from slot `first` on, until beyond `last` nothing changes."""
+        """Return the states from slot `first` until nothing changes any more after slot `last`."""
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []
         for slot in range(first, len(self.states)):
             item = self.passes.get(slot)
-            if item is None:
-                if owed and not self.weights:
-                    held, owed = held - 1, owed - 1
-            else:
+            if item is not None:
                 held += (item.kind is Kind.F) - (item.kind is Kind.W)
                 owed += item.kind is Kind.B
+            elif owed and not self.weights:
+                held -= 1
+                owed -= 1
             states.append((held, owed))
-            # As before from here on: most moves change a few slots, and there are thousands.
+            # Later states are as before. Most of thousands of moves change only a few slots.
             if slot > last and states[-1] == self.states[slot]:
                 break
         return states
 
 
 def _squeezed(slots: Slots, microbatches: int) -> Slots:
-    """Slots in the same order, every pass as soon as it can; a slot is one unit of time."""
-    time = simulate(
-        Schedule("packed", vee(len(slots)), microbatches, _steps(slots)), Costs(2, 2, 2)
-    )
+    """Return the slots in the same order with every pass as early as it can run."""
+    table = Schedule("packed", vee(len(slots)), microbatches, _steps(slots))
+    # A stage of the V is half a device share, so a pass takes one unit of time: one slot.
+    time = simulate(table, Costs(2, 2, 2))
     return [{round(time.start[item]): item for item in row.values()} for row in slots]
 
 
 def _with_weights(slots: Slots) -> Slots:
-    """W in the slots that are free behind their B; of two owed that of the stage that goes up, which came first."""
+    """Return the slots with W in the free slots after their B.
+
+    If W of both stages are pending, the stage going up comes first, as its B did.
+    """
     filled = []
     for down, row in enumerate(slots):
-        full, owed_up, owed_down = dict(row), deque[Pass](), deque[Pass]()
-        slot, end = 0, max(row)
+        full = dict(row)
+        owed_up = deque[Pass]()
+        owed_down = deque[Pass]()
+        slot = 0
+        end = max(row)
         while slot <= end or owed_up or owed_down:
             item = row.get(slot)
             if item is None and (owed_up or owed_down):
                 full[slot] = (owed_up or owed_down).popleft()
             elif item is not None and item.kind is Kind.B:
-                (owed_down if item.stage == down else owed_up).append(item._replace(kind=Kind.W))
+                owed = owed_down if item.stage == down else owed_up
+                owed.append(item._replace(kind=Kind.W))
             slot += 1
         filled.append(full)
     return filled
@@ -181,4 +217,5 @@ def _without_weights(slots: Slots) -> Slots:
 
 
 def _steps(slots: Slots) -> tuple[tuple[Step, ...], ...]:
-    return tuple(tuple((row[slot],) for slot in sorted(row)) for row in slots)
+    rows = [[row[slot] for slot in sorted(row)] for row in slots]
+    return tuple(tuple((item,) for item in row) for row in rows)

@@ -1,7 +1,8 @@
-"""Depths of multi-token prediction as passes of any table: a side chain behind the stage with the loss.
+"""Depths of multi-token prediction as passes of any table: a side chain after the loss.
 
-The table of the model's own chain stays as it is; forwards and backwards of the depths stand between, on whatever rank
-a depth is, and the backward of the stage with the loss waits for them, as it does for its loss.
+The table of the model's own chain stays as it is. Forwards and backwards of the depths run between
+its passes, on the rank of each depth. The backward of the stage with the loss waits for them, as it
+waits for its loss.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.vocabulary.shares import all_shared, refuse_apart, with_vocabulary
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Pass, Placement, Schedule
+from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.transforms.merge import merged
 
@@ -23,54 +24,59 @@ _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 def with_depths(
     schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *, vocabulary: bool = False
 ) -> Schedule:
-    """The table of one step with depth after depth on these ranks; of DualPipe's second chain on the mirrored ones.
+    """Return the table of one step with one depth after another on these ranks.
+
+    In DualPipe's second chain they are on the mirrored ranks. A rank holds at most one microbatch
+    more for each depth of the model, and one of each depth that it has.
 
     Args:
-        costs: of the stages of the model's own chain, then of the depths. A rank holds at most one microbatch more for
-            each depth, and one of each depth that it has.
-        vocabulary: with the passes of its shares in the same play, as both hold back the backward of the loss: 1F1B on
-            8 ranks with one depth and heads of four layers is 1.24 x perfect one after the other, 0.99 x so.
-    Raises: ScheduleError for a table that has depths, shares of a vocabulary, or passes of a stage as a whole, and for
-        a rank that is not there.
+        costs: of the stages of the model's own chain, then of the depths.
+        vocabulary: add the passes of a shared vocabulary in the same simulation, because both delay
+            the backward of the loss. 1F1B on 8 ranks with one depth and heads of four layers takes
+            1.24 times the perfect time in two simulations, 0.99 times in one.
+    Raises: ScheduleError for a table with depths, slices, or other kinds of pass than F, B, W and
+        BW. Also for a rank that does not exist.
     """
     place = schedule.placement
     if not ranks:
         return with_vocabulary(schedule, costs) if vocabulary else schedule
     if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
         raise ScheduleError(
-            f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, and without depths."
+            f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, "
+            "and without depths."
         )
     if max(ranks) >= place.num_ranks:
         raise ScheduleError(
-            f"{schedule.name}: a depth of multi-token prediction is to be on rank {max(ranks)}, and there are "
-            f"{place.num_ranks} ranks, from 0. Use --depths {place.num_ranks - 1}."
+            f"{schedule.name}: a depth of multi-token prediction is to be on rank {max(ranks)}, "
+            f"and there are {place.num_ranks} ranks, from 0. Use --depths {place.num_ranks - 1}."
         )
     further = replace(place.with_depths(ranks), vocabulary=vocabulary)
     refuse_apart(schedule.name, further)
 
     def moved(x: Pass) -> Pass:
+        """Number the stage in chains that are longer by the depths."""
         return x._replace(stage=x.stage // place.chain * further.chain + place.position(x.stage))
 
-    rows = tuple(tuple(tuple(map(moved, step)) for step in row) for row in schedule.ranks)
-    table, split = replace(schedule, placement=further, ranks=rows), Kind.W in schedule.kinds
-    own = replace(
-        costs,
-        **{name: x[: place.chain] for name, x in vars(costs).items() if _by_stage(x, further)},
-    )
+    rows = schedule.map(lambda step: (tuple(map(moved, step)),)).ranks
+    table = replace(schedule, placement=further, ranks=rows)
+    own: dict[str, tuple[float, ...]] = {}
+    for name, value in vars(costs).items():
+        if isinstance(value, tuple) and len(value) == further.chain:
+            own[name] = value[: place.chain]
+    alone = simulate(schedule, replace(costs, **own))  # type: ignore[arg-type]
     held = costs.memory(further).b
-    room = [
-        peak + (1 + len(ranks) + vocabulary) * sum(held[s] for s in further.stages_on(r))
-        for r, peak in enumerate(simulate(schedule, own).peak)
-    ]
-    beside = [*_passes(table, split=split), *(all_shared(table) if vocabulary else ())]
-    return merged(table, beside, costs, room)
-
-
-def _by_stage(value: object, place: Placement) -> bool:
-    return isinstance(value, tuple) and len(value) == place.chain
+    room = []
+    for rank, peak in enumerate(alone.peak):
+        of_rank = sum(held[stage] for stage in further.stages_on(rank))
+        room.append(peak + (1 + len(ranks) + vocabulary) * of_rank)
+    added = list(_passes(table, split=Kind.W in schedule.kinds))
+    if vocabulary:
+        added += all_shared(table)
+    return merged(table, added, costs, room)
 
 
 def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
+    """Yield the passes of all depths. split: the table has split backwards."""
     place = table.placement
     kinds = (Kind.F, Kind.B, Kind.W) if split else (Kind.F, Kind.BW)
     for microbatch in range(table.num_microbatches):

@@ -1,6 +1,7 @@
-"""A table with passes put beside its rows: a play in which each rank takes what is due there before its row goes on.
+"""Add passes to the rows of a table: of a shared vocabulary and of multi-token prediction.
 
-Passes of the vocabulary's shares and of multi-token prediction come in so. Whatever the rows say stays in order.
+The table is simulated. Each rank first runs the added passes that are due, then continues its row.
+The order within the row stays.
 """
 
 from __future__ import annotations
@@ -21,58 +22,69 @@ from megapipe.schedule.passes import Pass, Schedule, Step, unpaired
 from megapipe.schedule.simulate import Timeline, simulate
 
 AHEAD = 2
-"""Microbatches that lookups are ahead of the first stage of a chain."""
+"""Number of microbatches by which lookups precede the first stage of a chain."""
 FIRST = Kind.C, Kind.EW, Kind.B, Kind.BW, Kind.S, Kind.F
-"""Kinds beside a row that run before it goes on, in this order: they are short, or other ranks wait for them."""
+"""Added kinds that run before the row continues, in this order.
+
+They are short, or other ranks wait for them.
+"""
 LATER = Kind.T, Kind.W
-"""Kinds that run where a rank waits otherwise, or has too many of them."""
+"""Added kinds that run where a rank would wait, or if too many of them are pending."""
 
 
-def merged(
-    table: Schedule, beside: Sequence[Pass], costs: Costs, room: Sequence[float]
-) -> Schedule:
-    """The table with passes that stand beside its rows.
+def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[float]) -> Schedule:
+    """Return the table with further passes in its rows.
 
-    Forwards keep their order, backwards with their weight passes too, but these stand up to a microbatch later between
-    those: while others are busy with what is beside, a rank goes on with the next forward, and where that is not there
-    yet a backward goes first. Of the delays and numbers of late passes that may wait, the best by the clock of `costs`.
+    Forwards keep their order, and so do all other passes of a row. But the others may come up to a
+    microbatch later between the forwards: while other ranks run added passes, a rank goes on with
+    its next forward. If that has no input yet, a backward goes first. Several delays and numbers of
+    pending T and W are tried; the best by the clock of `costs` is returned.
 
     Args:
-        room: what each rank may hold of activations, what the shares of the vocabulary hold left out; more if the order
-            of the rows asks for it.
+        added: the passes to add.
+        room: most activation of each rank, without the memory of the vocabulary's shares. It may be
+            exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // table.placement.num_ranks)):
-        # Few trials decide what no rule does: how many forwards a backward may overtake, how many T may wait.
+        # No rule says how many forwards a backward may wait for, or how many T may be pending.
         for waiting in (1, 2, 3):
-            rows = _Merge(unpaired(table) if delay else table, beside, costs, delay, waiting).run()
+            alone = unpaired(table) if delay else table
+            rows = _Merge(alone, added, costs, delay, waiting).run()
             if rows is None:
                 continue
             found = replace(table, ranks=rows)
             time = simulate(found, costs)
-            fits = all(
-                now <= most * (1 + 1e-9)
-                for now, most in zip(activation(found, costs, time), room, strict=True)
-            )
-            if (best is None or time.makespan < best[0] * (1 - 1e-9)) and (fits or not delay):
+            held = zip(activation(found, costs, time), room, strict=True)
+            fits = all(now <= most * (1 + 1e-9) for now, most in held)
+            faster = best is None or time.makespan < best[0] * (1 - 1e-9)
+            if faster and (fits or not delay):
                 best = time.makespan, found
     assert best is not None, "the order of the table itself can always be kept"
     return best[1]
 
 
 def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float, ...]:
-    """Most activation of layers that each rank holds, what the shares of the vocabulary hold left out."""
-    return time.peak if not costs.mem_s else simulate(schedule, replace(costs, mem_s=0.0)).peak
+    """Return the most activation of layers that each rank holds.
+
+    The memory of the vocabulary's shares is not counted.
+    """
+    if not costs.mem_s:
+        return time.peak
+    return simulate(schedule, replace(costs, mem_s=0.0)).peak
 
 
 @dataclass
 class _Rank:
-    """One rank while its row is merged.
+    """A rank while its row is merged. `next` returns candidates of its row, `take` removes one.
 
     Attributes:
-        forwards, others: what is left of the row; others with the number of forwards behind them there.
-        lookups: those done, by chain.
-        due: what is due beside the row, in the order in which it became so.
+        forwards: forwards left in the row.
+        others: other steps left in the row, each with the number of forwards after it there.
+        free: when its last step ends.
+        lookups: number of lookups done, by chain.
+        due: added passes with all inputs, as (arrival, turn, pass), by kind.
+        out: the merged row so far.
     """
 
     forwards: deque[Step]
@@ -86,12 +98,19 @@ class _Rank:
 
     @classmethod
     def of(cls, row: tuple[Step, ...]) -> Self:
-        left = [len(step) == 1 and step[0].kind.is_forward for step in row]
-        others = deque((sum(left[i:]), step) for i, step in enumerate(row) if not left[i])
-        return cls(deque(step for i, step in enumerate(row) if left[i]), others)
+        """Return the rank with this row."""
+        is_forward = [len(step) == 1 and step[0].kind.is_forward for step in row]
+        forwards: deque[Step] = deque()
+        others: deque[tuple[int, Step]] = deque()
+        for i, step in enumerate(row):
+            if is_forward[i]:
+                forwards.append(step)
+            else:
+                others.append((sum(is_forward[i:]), step))
+        return cls(forwards, others)
 
     def next(self, delay: int) -> list[Step]:
-        """Steps of the row that may come next, the first choice first."""
+        """Return the steps of the row that may come next, the first choice first."""
         forward = [self.forwards[0]] if self.forwards else []
         left, other = self.others[0] if self.others else (-1, ())
         if left < len(self.forwards):
@@ -99,33 +118,41 @@ class _Rank:
         return [*forward, other] if left < len(self.forwards) + delay else [other]
 
     def take(self, step: Step) -> None:
-        """Take the step off the row."""
-        (self.forwards if self.forwards and self.forwards[0] is step else self.others).popleft()
+        """Remove the step from the row."""
+        if self.forwards and self.forwards[0] is step:
+            self.forwards.popleft()
+        else:
+            self.others.popleft()
 
 
 class _Merge:
-    """A play of the table in which each rank takes what is due: FIRST before the row, LATER where it waits."""
+    """A simulation in which each rank runs FIRST before its row, and LATER where it would wait.
+
+    `run` returns the merged rows.
+
+    Args:
+        added: the passes to add.
+        delay: forwards that may overtake another step of the row.
+        waiting: number of LATER passes of a kind that may be pending.
+    """
 
     def __init__(
-        self, schedule: Schedule, beside: Sequence[Pass], costs: Costs, delay: int, waiting: int
+        self, schedule: Schedule, added: Sequence[Pass], costs: Costs, delay: int, waiting: int
     ) -> None:
-        self.place, self.costs, self.delay, self.waiting = schedule.placement, costs, delay, waiting
+        self.place = schedule.placement
+        self.costs = costs
+        self.delay = delay
+        self.waiting = waiting
         self.ranks = [_Rank.of(row) for row in schedule.ranks]
         self.length = costs.durations(self.place)
-        self.pairs = {
-            step: costs.of_step(step, self.place) for step in schedule.steps() if len(step) > 1
-        }
-        orders = _first_forwards(schedule)
-        self.lookups = [
-            [[Pass(Kind.E, s, x.microbatch) for x in order
-              for s in self.place.shares(x.stage) if self.place.rank_of[s] == rank] for order in orders]
-            for rank in range(len(self.ranks))
-        ]  # fmt: skip
-        self.begun, self.turns = Counter[int](), count()
-        self.beside = {
-            x for x in beside if x.kind is not Kind.E
-        }  # lookups have an order of their own
-        full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in beside)))
+        pairs = [step for step in schedule.steps() if len(step) > 1]
+        self.pairs = {step: costs.of_step(step, self.place) for step in pairs}
+        self.lookups = self._lookups(schedule)
+        self.begun = Counter[int]()
+        self.turns = count()
+        # Lookups have an order of their own.
+        self.added = {x for x in added if x.kind is not Kind.E}
+        full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in added)))
         needs = Dependencies(full)
         self.needs = {x: needs.of(x) for x in full.passes()}
         self.lacks = {x: len(wanted) for x, wanted in self.needs.items()}
@@ -136,22 +163,38 @@ class _Merge:
         self.arrival = dict.fromkeys(self.needs, 0.0)
         self.events = [(0.0, rank) for rank in range(len(self.ranks))]
 
+    def _lookups(self, schedule: Schedule) -> list[list[list[Pass]]]:
+        """Return the lookups of each rank and chain, in the order of the first forwards."""
+        orders = _first_forwards(schedule)
+        found: list[list[list[Pass]]] = [[] for _ in self.ranks]
+        for rank, own in enumerate(found):
+            for order in orders:
+                lookups = []
+                for x in order:
+                    for stage in self.place.shares(x.stage):
+                        if self.place.rank_of[stage] == rank:
+                            lookups.append(Pass(Kind.E, stage, x.microbatch))
+                own.append(lookups)
+        return found
+
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """Rows with all passes, None if the order of the row cannot be kept."""
+        """Return rows with all passes; None if the order of the rows cannot be kept."""
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]
-            while rank.free <= now and (step := self._next(number, rank, now)) is not None:
+            while rank.free <= now:
+                step = self._next(number, rank, now)
+                if step is None:
+                    break
                 self._do(number, rank, step, now)
-        stuck = any(
-            self.lacks.values()
-        )  # what is left of a row begins with a pass that lacks something
+        # The rest of a stuck row begins with a pass that lacks an input.
+        stuck = any(self.lacks.values())
         return None if stuck else tuple(tuple(rank.out) for rank in self.ranks)
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
-        for chain, own in sorted(
-            enumerate(self.lookups[number]), key=lambda pair: rank.lookups[pair[0]]
-        ):
+        """Return the step that a rank starts now; None if it waits."""
+        chains = enumerate(self.lookups[number])
+        for chain, own in sorted(chains, key=lambda pair: rank.lookups[pair[0]]):
             if rank.lookups[chain] < min(len(own), self.begun[chain] + AHEAD):
                 rank.lookups[chain] += 1
                 return (own[rank.lookups[chain] - 1],)
@@ -162,52 +205,55 @@ class _Merge:
         ready = waits and waits[0][0] <= now
         if not (ready and len(waits) > self.waiting):
             for step in rank.next(self.delay):
-                comes = max(
-                    [
-                        inf if self.lacks[x] and self._open(x, step) else self.arrival[x]
-                        for x in step
-                    ]
-                )
+                comes = 0.0
+                for x in step:
+                    open_ = self.lacks[x] and self._open(x, step)
+                    comes = max(comes, inf if open_ else self.arrival[x])
                 if comes <= now:
                     rank.take(step)
                     return step
-                # Half its time: a pass of the row that comes that soon is waited for, else this one would hold it up.
-                if ready and comes < now + self.length[waits[0][-1].kind][waits[0][-1].stage] / 2:
+                # A step of the row that comes within half of the LATER pass's time goes first,
+                # because the LATER pass would delay it.
+                later = waits[0][-1] if ready else None
+                if later and comes < now + self.length[later.kind][later.stage] / 2:
                     return None
         return (waits.pop(0)[-1],) if ready else None
 
     def _open(self, item: Pass, step: Step) -> bool:
-        """Does it lack more than what stands in its own step?"""
+        """Return whether a pass still waits for a pass outside its own step."""
         return self.lacks[item] > sum(x in self.needs[item] for x in step)
 
     def _do(self, number: int, rank: _Rank, step: Step, now: float) -> None:
-        length = self.pairs[step] if len(step) > 1 else self.length[step[0].kind][step[0].stage]
+        """Run a step, and wake the ranks for which its results are the last input."""
+        first = step[0]
+        length = self.pairs[step] if len(step) > 1 else self.length[first.kind][first.stage]
         rank.out.append(step)
         rank.free = now + length
         heappush(self.events, (rank.free, number))
         for item in step:
             if item.kind.is_forward and self.place.is_first(item.stage):
                 self.begun[item.stage // self.place.chain] += 1
+                # Every rank looks up this microbatch, so wake all of them.
                 for other in range(len(self.ranks)):
-                    # Every rank looks up the microbatch that begins here: each is to see at once that it may.
                     heappush(self.events, (now, other))
             for taker in self.takers.get(item, ()):
                 there = self.place.rank_of[taker.stage]
                 comes = rank.free + self.costs.lag(number, there, len(self.ranks))
                 self.arrival[taker] = max(self.arrival[taker], comes)
                 self.lacks[taker] -= 1
-                if not self.lacks[taker]:
-                    if taker in self.beside:
-                        # What is ready at once stands as its needs were done: depths read in the order of the loss.
-                        turn = 0 if taker.kind.traits.at else next(self.turns)
-                        insort(
-                            self.ranks[there].due[taker.kind], (self.arrival[taker], turn, taker)
-                        )
-                    heappush(self.events, (self.arrival[taker], there))
+                if self.lacks[taker]:
+                    continue
+                if taker in self.added:
+                    # Passes due at one time run in the order in which their inputs were made:
+                    # depths read in the order of the loss.
+                    turn = 0 if taker.kind.traits.at else next(self.turns)
+                    due = self.ranks[there].due[taker.kind]
+                    insort(due, (self.arrival[taker], turn, taker))
+                heappush(self.events, (self.arrival[taker], there))
 
 
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
-    """The first forwards of each chain, in their order."""
+    """Return the forwards of the first stage of each chain, in their order."""
     passes = [x for x in schedule.passes() if x.kind.is_forward]
     firsts = range(0, schedule.placement.num_stages, schedule.placement.chain)
     return [[x for x in passes if x.stage == first] for first in firsts]

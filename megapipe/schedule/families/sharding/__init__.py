@@ -1,4 +1,7 @@
-"""Weights that are gathered for runs of a stage's passes (AF, AB), gradients that are reduced after them (RS)."""
+"""Sharded weights and gradients: gather weights for runs of passes (AF, AB), sum gradients (RS).
+
+With AF, AB and RS it is ZeRO-3 inside the table, with RS only it is ZeRO-2.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from megapipe.schedule.families.sharding.whole import whole
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingCosts:
-    """What gathered weights and unreduced gradients hold. Their collectives take as long as A and G.
+    """Memory of gathered weights and of gradients before reduction.
+
+    Their collectives take as long as A and G. The shards that a rank always has are not counted.
 
     Attributes:
-        mem_a, mem_g: the weights of a run from the start of their gather to their last use, its gradients from the
-            first to the end of their reduction. The shards that a rank always has are not counted.
-        mem_lent: those weights of the first stage that a stage uses too; they are gathered while either's are.
+        mem_a: weights of a stage, from the start of their gather to their last use.
+        mem_g: gradients of a stage, from the first pass that adds to them to the end of their
+            reduction.
+        mem_lent: weights of the first stage that a stage uses too. They are gathered while either
+            stage is.
     """
 
     mem_a: PerStage = 0.0

@@ -1,4 +1,4 @@
-"""What is asked of shards."""
+"""The settings of sharded weights and gradients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from megapipe.schedule.families.sharding.sharded import Living
 
 @dataclass(frozen=True)
 class Sharding:
-    """Gradients, or weights too, that are gathered over data parallel for runs of a stage's passes.
+    """Settings of gradients, or weights too, that are sharded between runs of passes.
+
+    `shortest` returns the least number of stages that may be gathered at a time.
 
     Attributes:
-        weights: weights too, not gradients alone.
-        living: how many stages live at a time; None: whatever is fastest in the room.
+        weights: shard weights too, and not only gradients.
+        living: how many stages are gathered at a time; None for the fastest within the memory.
     """
 
     weights: bool = True
@@ -21,5 +23,5 @@ class Sharding:
 
     @property
     def shortest(self) -> Living:
-        """How few stages may live at a time."""
+        """Return the choice with the fewest stages gathered at a time."""
         return Living(int(self.weights), 1)

@@ -1,14 +1,19 @@
-"""Runs of passes between which a stage's weights are one share: from when to when they are whole on a rank.
+"""Runs of passes with gathered weights: when a rank holds full weights and full gradients.
 
-What an executor must know of AF, AB and RS. A gather begins where it stands in the row, as copies do, and its run is
-every pass of the stage that reads the weights (F, B, BW, R; no W, which takes input and gradient alone) from there to
-the next gather of the stage or the end of the row. The weights go when the step with the run's last pass is over: no
-pass of the table says so, `Run.dropped` does. The whole gradient of a stage is there from the first backward or W
-behind the reduction before (`Sum.begin`, which waits for all reductions but the rank's last: a stage has one such
-buffer) until its own reduction is waited for, which adds the share of this rank to what earlier ones left: `lives` says
-where. In a table without gathers the weights are whole for ever (ZeRO-1, and with RS alone ZeRO-2). All data-parallel
-replicas run one table, and gathers and reductions of a rank are one after another on the lane `dp`: so the collectives
-of a group meet in one order, whatever their ranks wait for.
+A *run* of a stage begins with a gather (AF or AB) at its place in the row, as a copy does. It lasts
+until the next gather of the stage, or the end of the row. It has the passes of the stage that read
+weights: F, B, BW and R. W reads only input and gradient, so it has no place in a run. The full
+weights are dropped after the step with the run's last pass. No pass of the table says so;
+`Run.dropped` does.
+
+The full gradient of a stage begins with the first backward or W after the previous reduction
+(`Sum.begin`). It ends with its own reduction (RS). The reduction adds this rank's shard to what
+earlier reductions left. A gradient begins only after all reductions of the rank but the last one,
+and the stage has one buffer for it; `lives` has the intervals.
+
+In a table without gathers weights are never dropped: ZeRO-1, or ZeRO-2 with RS. All data-parallel
+replicas run one table, and a rank runs its collectives one after another on one stream. So the
+collectives of a group meet in one order.
 """
 
 from __future__ import annotations
@@ -21,22 +26,30 @@ from megapipe.schedule.passes import Pass, Schedule
 
 
 class Run(NamedTuple):
-    """A gather with the passes that read what it brings, in order; there may be none in a table that is wrong."""
+    """A gather with the passes that read the gathered weights.
+
+    `dropped` is the last user. In a wrong table a run may have no passes.
+
+    Attributes:
+        passes: the passes that read the weights, in order.
+    """
 
     gather: Pass
     passes: tuple[Pass, ...]
 
     @property
     def dropped(self) -> Pass:
-        """The pass behind whose step the stage's weights are one share again."""
+        """Return the pass after whose step the full weights are dropped."""
         return self.passes[-1] if self.passes else self.gather
 
 
 class Sum(NamedTuple):
-    """A reduction with the passes before it whose gradients of the weights it sums, in order.
+    """A reduction with the passes whose weight gradients it sums.
 
     Attributes:
-        begin: the pass from whose start on the gradient is whole: a B writes that of weights which no W is for.
+        begin: the pass that starts the full gradient. It may be a B, which adds to gradients of
+            weights that have no W, such as norms.
+        passes: the passes that make weight gradients, in order.
     """
 
     reduce: Pass
@@ -45,12 +58,12 @@ class Sum(NamedTuple):
 
 
 def reads_weights(kind: Kind) -> bool:
-    """Does such a pass need the weights of its stage?"""
+    """Return whether such a pass needs the weights of its stage."""
     return any(need.made is Made.WEIGHTS for need in kind.traits.needs)
 
 
 def adds_gradients(kind: Kind) -> bool:
-    """Does such a pass add into the gradient of the weights that are gathered?"""
+    """Return whether such a pass adds to the gradient of the weights that are gathered."""
     return Made.WEIGHT_GRADIENT in kind.traits.makes
 
 
@@ -63,8 +76,9 @@ _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
 
 def runs(schedule: Schedule, rank: int) -> list[Run]:
-    """The runs of a rank's stages, in the order of their gathers."""
-    found, now = list[tuple[Pass, list[Pass]]](), dict[int, list[Pass]]()
+    """Return the runs of a rank's stages, in the order of their gathers."""
+    found: list[tuple[Pass, list[Pass]]] = []
+    now: dict[int, list[Pass]] = {}
     for item in (x for step in schedule.ranks[rank] for x in step):
         if item.kind in GATHERS:
             now[item.stage] = []
@@ -75,11 +89,14 @@ def runs(schedule: Schedule, rank: int) -> list[Run]:
 
 
 def sums(schedule: Schedule, rank: int) -> list[Sum]:
-    """The reductions of a rank's stages, in order."""
-    found, now, begin = list[Sum](), dict[int, list[Pass]](), dict[int, Pass]()
+    """Return the reductions of a rank's stages, in order."""
+    found: list[Sum] = []
+    now: dict[int, list[Pass]] = {}
+    begin: dict[int, Pass] = {}
     for item in (x for step in schedule.ranks[rank] for x in step):
         if item.kind in REDUCES:
-            found.append(Sum(item, begin.pop(item.stage, item), tuple(now.pop(item.stage, ()))))
+            passes = tuple(now.pop(item.stage, ()))
+            found.append(Sum(item, begin.pop(item.stage, item), passes))
         elif item.kind in _ADDS or item.kind.is_backward:
             begin.setdefault(item.stage, item)
         if item.kind in _ADDS:
@@ -88,36 +105,54 @@ def sums(schedule: Schedule, rank: int) -> list[Sum]:
 
 
 def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
-    """The needs that run: weights of a pass, gradients of a reduction, and of who begins a gradient the reductions that
-    must be over: of its stage, and all of the rank but the one begun last, so that one gradient at most is being summed
-    beside those that grow."""
+    """Return the passes needed with Where.RUN, by (pass, result).
+
+    A pass of a run needs the gather, and a reduction needs the passes whose gradients it sums. A
+    pass that begins a gradient needs the last reduction of its stage, and all reductions of the
+    rank but the last. So at most one full gradient is being summed while others grow.
+    """
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
-    for rank, row in enumerate(schedule.ranks if not schedule.kinds.isdisjoint(SHARDS) else ()):
+    if schedule.kinds.isdisjoint(SHARDS):
+        return found
+    for rank, row in enumerate(schedule.ranks):
         for run in runs(schedule, rank):
-            found |= dict.fromkeys([(item, Made.WEIGHTS) for item in run.passes], (run.gather,))
-        own, begun = {one.begin: one for one in sums(schedule, rank)}, list[Pass]()
-        found |= {(one.reduce, Made.WEIGHT_GRADIENT): one.passes for one in own.values()}
+            for item in run.passes:
+                found[item, Made.WEIGHTS] = (run.gather,)
+        own = {one.begin: one for one in sums(schedule, rank)}
+        for one in own.values():
+            found[one.reduce, Made.WEIGHT_GRADIENT] = one.passes
+        begun: list[Pass] = []
         for item in (x for step in row for x in step):
             if item.kind in REDUCES:
                 begun.append(item)
             elif item in own:
-                over = [*begun[-2:-1], *(x for x in begun[-1:] if x.stage == item.stage)]
-                found[item, Made.SCATTERED] = tuple(over)
+                last = [x for x in begun[-1:] if x.stage == item.stage]
+                found[item, Made.SCATTERED] = (*begun[-2:-1], *last)
     return found
 
 
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
-    """Return each gather of a table as an evaluation has it: named by its run's first forward, None without one."""
+    """Return each gather as an evaluation has it: named by the first forward of its run.
+
+    It is None if the run has no forward.
+    """
     found: dict[Pass, Pass | None] = {}
-    for run in (run for rank in range(len(schedule.ranks)) for run in runs(schedule, rank)):
-        first = next((x for x in run.passes if x.kind.is_forward), None)
-        found[run.gather] = first and first._replace(kind=Kind.AF)
+    for rank in range(len(schedule.ranks)):
+        for run in runs(schedule, rank):
+            first = next((x for x in run.passes if x.kind.is_forward), None)
+            found[run.gather] = first and first._replace(kind=Kind.AF)
     return found
 
 
 class Life(NamedTuple):
-    """A while in which a stage's weights (AF) or gradient (RS) are whole: taken when the step `first` is begun, free
-    when `last` is over, and where `waits` is begun if that is not -1."""
+    """An interval in which a rank holds a stage's full weights or full gradient.
+
+    Attributes:
+        kind: AF for weights, RS for a gradient.
+        first: the step at whose start the memory is taken.
+        last: the step at whose end it is freed.
+        waits: it is freed no sooner than the start of this step; -1 for no such step.
+    """
 
     kind: Kind
     stage: int
@@ -127,18 +162,18 @@ class Life(NamedTuple):
 
 
 def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
-    """Yield from when to when a rank has each gathered weight and each unreduced gradient.
+    """Yield the intervals of each gathered weight and each gradient before reduction.
 
-    A reduction's memory is free when the rank begins its next reduction or the next gradient of that stage, because
-    both wait for the reduction.
+    A reduction frees memory when the rank begins its next reduction or the next gradient of that
+    stage, because both wait for the reduction.
     """
     at = {item: i for i, step in enumerate(schedule.ranks[rank]) for item in step}
     for run in runs(schedule, rank):
         yield Life(Kind.AF, run.gather.stage, at[run.gather], at[run.dropped])
     own = sums(schedule, rank)
     for n, one in enumerate(own):
-        stage, later = one.reduce.stage, own[n + 1 :]
-        waits = [at[x.reduce] for x in later[:1]] + [
-            at[x.begin] for x in later if x.reduce.stage == stage
-        ]
+        stage = one.reduce.stage
+        later = own[n + 1 :]
+        waits = [at[x.reduce] for x in later[:1]]
+        waits += [at[x.begin] for x in later if x.reduce.stage == stage]
         yield Life(Kind.RS, stage, at[one.begin], at[one.reduce], min(waits, default=-1))

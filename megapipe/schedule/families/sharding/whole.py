@@ -1,4 +1,4 @@
-"""The memory of weights that are gathered for a run of passes, and of gradients that are not reduced yet."""
+"""The memory of gathered weights and of gradients before reduction."""
 
 from __future__ import annotations
 
@@ -11,51 +11,71 @@ from megapipe.schedule.passes import Placement, Schedule
 
 
 def borrowers(costs: Prices, place: Placement, stages: Collection[int]) -> set[int]:
-    """Return those of some stages that use weights of the first."""
-    lent = costs.by_stage("mem_lent", place)
-    return {stage for stage in stages if lent[stage]}
+    """Return the stages among `stages` that use weights of the first stage, as a tied head does."""
+    tied = costs.by_stage("mem_lent", place)
+    return {stage for stage in stages if tied[stage]}
 
 
 def whole(
     schedule: Schedule, costs: Prices, clock: Times, rank: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield (time, size, step of the row) for each change in gathered weights and unreduced gradients of a rank."""
+    """Yield (time, size, step of the row) for each change in a rank's full weights and gradients.
+
+    The first stage and a stage tied to its weights may be on the same rank. The weights are then
+    there once, as long as either stage is gathered.
+    """
     place = schedule.placement
     weights = costs.by_stage("mem_a", place)
     gradients = costs.by_stage("mem_g", place)
-    end, begun, free = clock.end[rank], list[float](), 0.0
-    for step, starts, ends in zip(schedule.ranks[rank], clock.start[rank], end, strict=True):
-        computes = step[0].kind.traits.lane is Lane.COMPUTE
-        # A step of another lane takes its memory where it stands in the row, though its lane may be busy until later.
-        begun.append(starts if computes else free)
-        free = ends if computes else free
+    end = clock.end[rank]
+    begun = _begun(schedule, clock, rank)
     own = place.stages_on(rank)
-    borrow = borrowers(costs, place, own)
-    lender = next((stage for stage in own if place.is_first(stage)), -1) if borrow else -1
-    of_first = list[tuple[_Moment, _Moment]]()
+    tied = borrowers(costs, place, own)
+    owner = next((stage for stage in own if place.is_first(stage)), -1) if tied else -1
+    of_first: list[tuple[_Moment, _Moment]] = []
     for kind, stage, first, last, waits in lives(schedule, rank):
         takes = begun[first], first
-        gives = max(end[last], begun[waits] if waits >= 0 else 0.0), max(last, waits)
-        first_too = kind is Kind.AF and bool(borrow) and stage in {lender, *borrow}
-        if first_too:
+        until = begun[waits] if waits >= 0 else 0.0
+        gives = max(end[last], until), max(last, waits)
+        uses_first = kind is Kind.AF and bool(tied) and stage in {owner, *tied}
+        if uses_first:
             of_first.append((takes, gives))
-        if stage != lender or not first_too:
+        if stage != owner or not uses_first:
             size = (weights if kind is Kind.AF else gradients)[stage]
             yield takes[0], size, takes[1]
             yield gives[0], -size, gives[1]
     for (taken, first), (given, last) in _united(of_first):
-        yield taken, weights[lender], first
-        yield given, -weights[lender], last
+        yield taken, weights[owner], first
+        yield given, -weights[owner], last
+
+
+def _begun(schedule: Schedule, clock: Times, rank: int) -> list[float]:
+    """Return when each step takes its memory.
+
+    A collective takes it at its place in the row, after the compute pass before it. Its stream may
+    be busy until later.
+    """
+    begun: list[float] = []
+    free = 0.0
+    for step, starts, ends in zip(
+        schedule.ranks[rank], clock.start[rank], clock.end[rank], strict=True
+    ):
+        if step[0].kind.traits.lane is Lane.COMPUTE:
+            begun.append(starts)
+            free = ends
+        else:
+            begun.append(free)
+    return begun
 
 
 _Moment = tuple[float, int]
-"""A time, and the step of a row."""
+"""(time, step of a row)."""
 
 
-def _united(whiles: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Moment]]:
-    """Return the union of overlapping intervals."""
+def _united(intervals: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Moment]]:
+    """Return the union of intervals, as intervals that do not overlap."""
     found: list[tuple[_Moment, _Moment]] = []
-    for takes, gives in sorted(whiles):
+    for takes, gives in sorted(intervals):
         if found and takes < found[-1][1]:
             found[-1] = found[-1][0], max(found[-1][1], gives)
         else:

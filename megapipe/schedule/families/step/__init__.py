@@ -1,4 +1,8 @@
-"""The rest of a step: reduce gradients (G), update (U), gather weights (A), validate it in the next step (V)."""
+"""The rest of a training step: reduce gradients (G), update (U), gather weights (A), validate (V).
+
+V belongs to the next step, where it checks the update of the step before (post-validation, Qi et
+al. 2023, "Zero Bubble Pipeline Parallelism", sec. 4).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,13 @@ from megapipe.schedule.kinds import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """What the passes of a stage as a whole take.
+    """Durations of the passes that run once per step and stage.
 
     Attributes:
-        g, u, a, v: reduce gradients, update, gather weights, validate the update.
+        g: reducing the gradients over data parallelism.
+        u: the update.
+        a: gathering the updated weights.
+        v: validating the update.
     """
 
     g: PerStage = 0.0

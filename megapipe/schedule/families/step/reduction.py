@@ -1,4 +1,7 @@
-"""The reduction of gradients as passes: a stage's G stands behind its last weight gradient, on a lane of its own."""
+"""The reduction of gradients as passes: G of a stage follows the stage's last weight gradient.
+
+G runs on a stream of its own, so it overlaps with later compute passes of the rank.
+"""
 
 from __future__ import annotations
 
@@ -13,60 +16,64 @@ from megapipe.schedule.simulate import simulate
 
 
 def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """The table of one step with a G for each stage.
+    """Return the table of one step with a G for each stage.
 
-    On each rank the reductions follow each other in the order in which their stages are done by the clock, replicas
-    with their replicas, so that two ranks that share several reduce them in one order. What a rank runs before the
-    replicas of a stage are done stands before its G: they may wait for it.
+    A rank reduces its stages in the order in which their gradients are complete by the clock.
+    Replicas of a stage count as one. Two ranks that share several stages therefore reduce these in
+    one order. G follows the passes that its rank starts before the stage's replicas are done,
+    because these replicas may wait for such a pass.
 
     Raises: ScheduleError if the schedule cannot proceed, or has G.
     """
     refuse_twice(schedule, {Kind.G})
-    place, time = schedule.placement, simulate(schedule, costs)
+    place = schedule.placement
+    time = simulate(schedule, costs)
     done = [0.0] * place.num_stages
     for item, end in time.end.items():
         if item.kind.is_gradient_of_weights:
             done[item.stage] = max(done[item.stage], end)
-    # Replicas sum in one collective: the last of them says when.
+    # One collective sums all replicas, so it starts when the last of them is done.
     ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
-    # One order on all ranks: two that share several stages must not begin them crosswise.
+    # One order on all ranks: with different orders two ranks that share several stages deadlock.
     order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
     rows = []
     for rank, row in enumerate(schedule.ranks):
         last = {
             x.stage: i for i, step in enumerate(row) for x in step if x.kind.is_gradient_of_weights
         }
-        behind: dict[int, list[Step]] = {}
+        after: dict[int, list[Step]] = {}
         at = -1  # a chain may have no microbatch
         for stage in order:
             if place.rank_of[stage] == rank:
                 until = ready[stage]
                 before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
                 at = max(at, last.get(stage, at), *before)
-                behind.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
-        rows.append(
-            (
-                *behind.get(-1, ()),
-                *(x for i, step in enumerate(row) for x in (step, *behind.get(i, ()))),
-            )
-        )
+                after.setdefault(at, []).append((Pass(Kind.G, stage, 0),))
+        steps = after.get(-1, [])
+        for i, step in enumerate(row):
+            steps += [step, *after.get(i, ())]
+        rows.append(tuple(steps))
     return replace(schedule, ranks=tuple(rows))
 
 
 def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
-    """Raises: ScheduleError for a table that has such passes of a stage as a whole already, or RS, run by run."""
+    """Refuse to add kinds of pass that a table has.
+
+    Raises: ScheduleError if it has one of `added`, or RS, which reduces after each run of passes.
+    """
     if Kind.RS in schedule.kinds:
         raise ScheduleError(
-            f"{schedule.name} sums gradients behind runs of passes (RS), not once a step."
+            f"{schedule.name} sums gradients after runs of passes (RS), not once a step."
         )
-    if twice := sorted(added & schedule.kinds):
+    twice = sorted(added & schedule.kinds)
+    if twice:
         raise ScheduleError(
-            f"{schedule.name} has {', '.join(twice)} already, and each stage has one a step. Leave them out of the "
-            "table, or do not add them."
+            f"{schedule.name} has {', '.join(twice)} already, and each stage has one a step. "
+            "Leave them out of the table, or do not add them."
         )
 
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
-    """The time by which what runs on the links of data parallel makes the step longer."""
+    """Return by how much data-parallel communication makes the step longer."""
     without = schedule.without({kind for kind in schedule.kinds if kind.traits.lane is Lane.DP})
     return simulate(schedule, costs).makespan - simulate(without, costs).makespan

@@ -1,4 +1,4 @@
-"""Embedding and head shared by all ranks: look up (E), share (S), combine (C), gradients of the rows (T, EW)."""
+"""Embedding and head shared by all ranks: look up (E), share (S), combine (C), weights (T, EW)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ SHARES = frozenset({Kind.E, Kind.S, Kind.C, Kind.T, Kind.EW})
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyCosts:
-    """What a rank's share of the vocabulary takes of a microbatch, however many stages the rank has.
+    """Costs of a rank's share of the vocabulary for a microbatch, however many stages it has.
 
     Attributes:
-        s, t: forward with the input gradient, and weight gradient.
-        e: looking up its rows, adding to their gradients, and combining the shares.
+        s: forward with the input gradient.
+        t: weight gradient.
+        e: looking up its rows, adding to their gradients, and combining the shares; one time for
+            each of the three.
         mem_s: held from the start of S to the end of T.
     """
 
@@ -36,18 +38,17 @@ def _of_slice(costs: Mapping[str, Any], length: float, _: float) -> Mapping[str,
 
 
 def _missing(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Every share of the vocabulary is used for each microbatch, and combined where the loss is."""
+    """Yield missing passes: each microbatch has E, S, T and EW on all ranks, C at each loss."""
     place = schedule.placement
-    for microbatch, piece in product(
-        range(schedule.all_microbatches if place.vocabulary else 0), schedule.slices
-    ):
+    if not place.vocabulary:
+        return
+    for microbatch, piece in product(range(schedule.all_microbatches), schedule.slices):
         first = schedule.chain_of(microbatch) * place.chain
-        at = [(s, kind, kind.traits.at) for s in range(first, first + place.chain) for kind in Kind]
-        for item in (
-            Pass(kind, s, microbatch, piece)
-            for s, kind, where in at
-            if where and s in place.meant(s, where)
-        ):
+        for stage, kind in product(range(first, first + place.chain), Kind):
+            where = kind.traits.at
+            if where is None or stage not in place.meant(stage, where):
+                continue
+            item = Pass(kind, stage, microbatch, piece)
             if item not in seen:
                 yield f"rank {place.rank_of[item.stage]}: {item} is missing"
 

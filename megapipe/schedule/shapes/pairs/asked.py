@@ -1,4 +1,4 @@
-"""What is asked of pairs."""
+"""The settings of overlapped pairs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from megapipe.schedule.costs import SHARES, Costs
 
 @dataclass(frozen=True)
 class Pairing:
-    """Two passes run together, so that the communication of one hides behind the arithmetic of the other.
+    """Settings of pairs: two passes that run overlapped, so that communication is hidden.
+
+    `linked` returns the costs to use.
 
     Attributes:
-        split: backwards without a partner are split where the table has them whole too.
-        share: part of F and of B that counts as communication where the costs name none; 0 leaves the costs alone.
+        split: backwards without a partner are split even if the table has them fused.
+        share: part of F and of B that is communication, if the costs name none; 0 keeps the costs.
     """
 
     split: bool = False
@@ -22,8 +24,6 @@ class Pairing:
     def linked(self, costs: Costs) -> Costs:
         """Return the costs with the share of communication, unless they name one."""
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
-        return (
-            costs
-            if named or not self.share
-            else replace(costs, link_f=self.share, link_b=self.share)
-        )
+        if named or not self.share:
+            return costs
+        return replace(costs, link_f=self.share, link_b=self.share)

@@ -1,4 +1,4 @@
-"""Manners of play: how a rank chooses among what is ready, those that are tried first, and small changes of one."""
+"""Policies by which ranks choose among ready passes: a grid to try first, and random changes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from random import Random
 
 @dataclass(frozen=True)
 class Manner:
-    """A choice of ranks among what is ready.
+    """A policy by which ranks choose among ready passes.
 
     Attributes:
-        wait: how long what is ready waits for a partner that is under way, in forwards of a stage.
-        reach: how far down its forwards, and its backwards, a rank looks for one that is ready.
-        forwards: two F of independent microbatches run together from this microbatch on, where there is no B.
-        backwards: two B run together where there is no F.
-        weights: an F runs with a W that is owed where there is no B.
-        keep: so many W that are owed wait for a partner, where no F lacks the memory.
-        spare: stages' activations that each rank leaves free of what it may hold.
+        wait: how long a ready pass waits for a partner that comes soon, in forwards of a stage.
+        reach: how many of its next forwards, and of its next backwards, a rank searches.
+        forwards: from this microbatch on, two F of independent microbatches run together if there
+            is no B.
+        backwards: two B run together if there is no F.
+        weights: an F runs with a pending W if there is no B.
+        keep: number of pending W that wait for a partner, while no F lacks memory.
+        spare: microbatches of a stage that each rank leaves free below its memory limit.
     """
 
     wait: float
@@ -37,7 +38,7 @@ GRID = [
 
 
 def changed(manner: Manner, ranks: int, random: Random) -> Manner:
-    """A manner with one of its numbers changed."""
+    """Return a policy with one of its values changed at random."""
     kind = random.randrange(7)
     if kind == 0:
         return replace(manner, wait=manner.wait * random.choice((0.5, 0.7, 1.4, 2.0)))
@@ -51,7 +52,8 @@ def changed(manner: Manner, ranks: int, random: Random) -> Manner:
         return replace(manner, weights=not manner.weights)
     if kind == 5:
         return replace(manner, keep=random.choice((0, 1, 2, 4)))
-    spare, first = list(manner.spare or (0,) * ranks), random.randrange(ranks)
+    spare = list(manner.spare or (0,) * ranks)
+    first = random.randrange(ranks)
     for rank in range(first, random.randint(first, ranks - 1) + 1):
         spare[rank] = max(0, spare[rank] + random.choice((-1, 1, 1, 2)))
     return replace(manner, spare=tuple(spare))

@@ -1,15 +1,17 @@
-"""Pairs: two passes of a rank run together, so that the communication of one hides behind the arithmetic of the other.
+"""Overlapped pairs: two passes run together, and the communication of one hides under the other.
 
-DualPipe's tables are made of them (DeepSeek-V3 report, sec. 3.2.1); here they are a transform of any table. In the
-steady state each F runs with a BW. Let rank r run its pair number i at time t_r + i Q, each of length P. The F of a
-pair comes from a whole pair of rank r - 1, its B from a whole pair of rank r + 1. With w_r forwards before the first
-pair and d = w_(r-1) - w_r, the same between all neighbours,
+DualPipe's tables consist of such pairs (DeepSeek-V3 report, sec. 3.2.1). Here they are a transform
+of any table. In the steady phase each F runs with a BW. Let rank r run its pair i at time
+t_r + i Q, each of length P. The F of a pair comes from a pair of rank r - 1, its B from a pair of
+rank r + 1. With w_r forwards before the first pair, and the same d = w_(r-1) - w_r between all
+neighbours,
 
-    t_r >= t_(r-1) + P - d Q    and    t_(r-1) >= t_r + P,    so that    Q >= 2 P / d:
+    t_r >= t_(r-1) + P - d Q    and    t_(r-1) >= t_r + P,    so that    Q >= 2 P / d.
 
-warm-ups of neighbouring ranks must differ by two passes for a pair at a time. By one, as in 1F1B, they go at half the
-speed; by none they wait for each other for ever. The rule costs memory (`held_in_pairs`): 2p for 1F1B, p (v+1)/v for v
-chunks dealt round-robin, p + 1/2 for a V.
+A pair at a time (Q = P) therefore needs warm-ups of neighbouring ranks that differ by two passes.
+If they differ by one, as in 1F1B, pairs run at half that speed. If they are equal, ranks deadlock.
+The rule costs memory (`held_in_pairs`): 2p for 1F1B, p (v+1)/v for v chunks dealt round-robin, and
+p + 1/2 for a V.
 """
 
 from __future__ import annotations
@@ -37,28 +39,32 @@ def pairs(
     split: bool = False,
     tries: int = 72,
 ) -> Schedule:
-    """A table with passes run together wherever that makes the step shorter by the clock of `costs`.
+    """Return a table with overlapped pairs that make the step shorter by the clock of `costs`.
 
-    Each stage keeps the order of its microbatches; a rank may run forwards sooner than its table says, as the rule
-    asks. A backward that has no partner stays split where the table splits it.
+    Each stage keeps the order of its microbatches. A rank may run forwards sooner than in its
+    table, as the rule requires. A backward without a partner stays split if the table splits it.
 
     Args:
-        memory: most activation of a rank; None: what the rule asks, or what the table holds where that is more.
-        split: backwards without a partner are split where the table has them whole too.
-        tries: tables to choose from.
+        memory: most activation of a rank. None takes what the rule needs, or what the table holds
+            if that is more.
+        split: backwards without a partner are split even if the table has them fused.
+        tries: number of tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
-    Raises: ScheduleError if no pair makes the step shorter, with the rule and the least memory with which one does.
+    Raises: ScheduleError if no pair makes the step shorter. It names the rule, and the least memory
+        with which pairs do.
     """
     refuse_unpairable(schedule, costs)
-    # A table's own pairs are one candidate; the play makes others of its passes alone.
+    # The table's own pairs are one candidate. Simulations of its single passes give the others.
     alone = unpaired(schedule)
-    plain, given = simulate(alone, costs), simulate(schedule, costs)
+    plain = simulate(alone, costs)
+    given = simulate(schedule, costs)
     limits = limits_in_pairs(schedule, costs, memory)
-    best, least = None, plain.makespan * (1 - _SMALL)
-    if given.makespan < least and all(
-        x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True)
-    ):
-        best, least = schedule, given.makespan
+    best = None
+    least = plain.makespan * (1 - _SMALL)
+    fits = all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True))
+    if given.makespan < least and fits:
+        best = schedule
+        least = given.makespan
     found = best_play(alone, costs, limits, tries, split=split)
     if found is not None and found[0] < least * (1 - _SMALL):
         best = replace(found[1], name=schedule.name)
@@ -69,25 +75,32 @@ def pairs(
 
 
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
-    """Activation of each rank in a steady state of pairs: a microbatch passes a stage in each pair, down and up
-    again, and a rank has a pair for each of its stages and microbatch."""
-    place, held = schedule.placement, costs.memory(schedule.placement).b
+    """Return the activation of each rank in a steady phase of pairs.
+
+    In each pair a microbatch passes one stage, down the chain and up again. A rank has a pair for
+    each stage and microbatch.
+    """
+    place = schedule.placement
+    held = costs.memory(place).b
     most = schedule.num_microbatches // place.num_chains
     rows = []
     for rank in range(place.num_ranks):
         own = place.stages_on(rank)
-        lives = [
-            (2 * (place.chain - place.position(s)) / (len(own) // place.num_chains), held[s])
-            for s in own
-        ]
-        rows.append(
-            sum(min(most, pairs_long / place.num_chains) * size for pairs_long, size in lives)
-        )
+        total = 0.0
+        for stage in own:
+            # Number of pairs from the forward to the backward of a microbatch.
+            lifespan = 2 * (place.chain - place.position(stage)) / (len(own) // place.num_chains)
+            total += min(most, lifespan / place.num_chains) * held[stage]
+        rows.append(total)
     return rows
 
 
 def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> list[float]:
-    """Most activation of each rank; where no memory is given what pairs ask for, or what the table holds if more."""
+    """Return the most activation that each rank may hold.
+
+    Args:
+        memory: the limit; None takes what pairs need, or what the table holds if that is more.
+    """
     asked = held_in_pairs(schedule, costs)
     if memory is not None:
         return [memory] * len(asked)
@@ -95,12 +108,15 @@ def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> l
 
 
 def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
-    """Raises: ScheduleError for passes that have no partner, and for costs with nothing to hide."""
+    """Refuse a table with slices or other kinds of pass, and costs without communication.
+
+    Raises: ScheduleError that says what to change.
+    """
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
         raise ScheduleError(
-            f"{schedule.name} has {', '.join(more)}, and pairs are made of F, B, W and BW alone. Give the "
-            "table without them: copies and gathers are added after pairs."
+            f"{schedule.name} has {', '.join(more)}, and pairs are made of F, B, W and BW alone. "
+            "Give the table without them: copies and gathers are added after pairs."
         )
     if schedule.cuts:
         raise ScheduleError(
@@ -110,42 +126,63 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
 
 
 def refuse_idle(costs: Costs) -> None:
-    """Raises: ScheduleError for costs that say of no pass that it has communication."""
+    """Refuse costs without communication in any pass. Raises: ScheduleError that names the flag."""
     if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
         raise ScheduleError(
-            "pairs have nothing to hide, as no pass has communication. Say its share of a pass with --comm-share 0.2, "
-            "or link_f and link_b in the file of --costs."
+            "pairs have nothing to hide, as no pass has communication. Say its share of a pass "
+            "with --comm-share 0.2, or link_f and link_b in the file of --costs."
         )
 
 
 def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float) -> str:
+    """Return the sentence that says why pairs do not help, and with which memory they do.
+
+    Args:
+        plain: the makespan without pairs.
+    """
     text = f"{schedule.name} is no shorter with pairs than without, {plain:g}"
     if schedule.num_microbatches == 1:
-        return f"{text}: one microbatch has no pass that could run beside another. Take more microbatches."
+        return (
+            f"{text}: one microbatch has no two passes that could run together. "
+            "Take more microbatches."
+        )
     asked = held_in_pairs(schedule, costs)
     rule = (
-        "to run each F with a BW, warm-ups of neighbouring ranks must differ by two passes, which takes a memory of "
-        f"{max(asked):g}"
+        "to run each F with a BW, warm-ups of neighbouring ranks must differ by two passes, "
+        f"which takes a memory of {max(asked):g}"
     )
-    step, low, found = min(costs.memory(schedule.placement).b), max(limits), None
-    steps = int((max(asked) - low) / step + 1 - _SMALL) if step else 0
-    few, enough = 0, steps
-    while few < enough:  # the least that gains, of those between
+    step = min(costs.memory(schedule.placement).b)
+    low = max(limits)
+    found = None
+    # Bisect for the least memory with which pairs help.
+    few = 0
+    enough = int((max(asked) - low) / step + 1 - _SMALL) if step else 0
+    while few < enough:
         more = (few + enough) // 2 if found else enough
         best = best_play(schedule, costs, [low + more * step] * len(limits), len(GRID))
         if best is not None and best[0] < plain * (1 - _SMALL):
-            found, enough = (low + more * step, best[0]), more
+            found = low + more * step, best[0]
+            enough = more
             continue
         if found is None:
             break
         few = more + 1
     if found:
-        return f"{text}, at a memory of {low:g}: {rule}. They gain from --memory {found[0]:g} on: {found[1]:g}."
-    return f"{text}: {rule}, and with that none was found that gains. Take more microbatches or another schedule."
+        return (
+            f"{text}, at a memory of {low:g}: {rule}. "
+            f"They gain from --memory {found[0]:g} on: {found[1]:g}."
+        )
+    return (
+        f"{text}: {rule}, and with that none was found that gains. "
+        "Take more microbatches or another schedule."
+    )
 
 
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
-    """No table of this placement and memory is faster, whatever runs together; None for two copies of the model."""
+    """Return a makespan that no table of this placement and memory beats, with or without pairs.
+
+    Returns None for two copies of the model.
+    """
     place = schedule.placement
     if place.num_chains > 1 or costs.fb is not None:
         return None

@@ -1,4 +1,7 @@
-"""Plays of a table in machine code, where the machine has a C compiler: the same rows and times as `together` has."""
+"""Simulations with pairs in C, with the same rows and times as `together`.
+
+They need a C compiler on the machine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megapipe.schedule.shapes.pairs.manner import Manner
 Rows = tuple[tuple[Step, ...], ...]
 _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 _TOGETHER = ((0, 3), (0, 0), (1, 1), (3, 3), (1, 2), (3, 2), (0, 2))
-"""Kinds that a play runs together."""
+"""Pairs of kinds, as indices of `_KINDS`, that run overlapped."""
 _SMALL = 1e-9
 
 
@@ -41,38 +44,46 @@ class _Manner(ctypes.Structure):
 def compiled_play(
     schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
-    """A function from a manner to the makespan of its play and how to get the rows; None without a compiler."""
+    """Return a function from a policy to (makespan, function that returns the rows).
+
+    The function returns None if ranks deadlock. Without a compiler there is no function, but None.
+
+    Args:
+        limits: most activation of each rank.
+        split: backwards without a partner are split even if the table has them fused.
+    """
     code = library()
     if code is None or schedule.cuts:
         return None
-    place, m = schedule.placement, schedule.all_microbatches
+    place = schedule.placement
+    m = schedule.all_microbatches
     held = costs.memory(place).b
     largest = [max(held[s] for s in place.stages_on(r)) for r in range(place.num_ranks)]
-    table, begin = (
-        _table(schedule, costs, limits, split),
-        [0, *accumulate(_count(row) for row in schedule.ranks)],
-    )
-    steps, made = ints([0] * (12 * begin[-1])), ints([0] * place.num_ranks)
+    table = _table(schedule, costs, limits, split)
+    begin = [0, *accumulate(_count(row) for row in schedule.ranks)]
+    # The C code writes here: per rank at most 3 steps for each forward, a step as 4 integers.
+    steps = ints([0] * (12 * begin[-1]))
+    made = ints([0] * place.num_ranks)
     code.play.restype = ctypes.c_double
 
     def timed(manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
         spare = manner.spare or (0,) * place.num_ranks
         given = _Manner(
-            *(
-                manner.wait,
-                manner.forwards,
-                manner.reach,
-                manner.backwards,
-                manner.weights,
-                manner.keep,
-            ),
+            manner.wait,
+            manner.forwards,
+            manner.reach,
+            manner.backwards,
+            manner.weights,
+            manner.keep,
             doubles([n * most for n, most in zip(spare, largest, strict=True)]),
         )
         makespan = code.play(ctypes.byref(table), ctypes.byref(given), steps, made)
-        return None if makespan < 0 else (makespan, lambda: tuple(map(row, range(place.num_ranks))))
+        if makespan < 0:
+            return None
+        return makespan, lambda: tuple(map(row, range(place.num_ranks)))
 
     def row(rank: int) -> tuple[Step, ...]:
-        """The steps of the last play."""
+        """Return a rank's steps in the last simulation."""
         first = 12 * begin[rank]
         numbers = steps[first : first + 4 * made[rank]]
         return tuple(tuple(_passes(numbers[i : i + 4], m)) for i in range(0, len(numbers), 4))
@@ -91,33 +102,37 @@ def _count(row: Sequence[Step]) -> int:
 
 
 def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool) -> _Table:
-    place, m = schedule.placement, schedule.all_microbatches
-    stages, own = range(place.num_stages), [place.stages_on(r) for r in range(place.num_ranks)]
-    chunks, wide = max(map(len, own)), 4 * max(map(len, own))
-    after, before = [place.next(s) for s in stages], [place.prev(s) for s in stages]
-    held, owes, *_ = costs.memory(place)
+    """Return the table and its costs as the C code reads them."""
+    place = schedule.placement
+    m = schedule.all_microbatches
+    stages = range(place.num_stages)
+    own = [place.stages_on(r) for r in range(place.num_ranks)]
+    chunks = max(map(len, own))
+    wide = 4 * chunks
+    after = [place.next(s) for s in stages]
+    before = [place.prev(s) for s in stages]
+    held, owes = costs.memory(place)
     alone = [time for kind in _KINDS for time in costs.durations(place)[kind]]
     together = [0.0] * (place.num_ranks * wide * wide)
     for rank, mine in enumerate(own):
         for (a, b), (i, s), (j, t) in product(_TOGETHER, enumerate(mine), enumerate(mine)):
             step = Pass(_KINDS[a], s, 0), Pass(_KINDS[b], t, 1)
-            together[(rank * wide + a * chunks + i) * wide + b * chunks + j] = costs.of_step(
-                step, place
-            )
+            at = (rank * wide + a * chunks + i) * wide + b * chunks + j
+            together[at] = costs.of_step(step, place)
 
     def lags(to: Sequence[int | None]) -> list[float]:
+        """Return the time of the message from each stage to its neighbour, 0 without one."""
         ranks = place.rank_of
-        return [
-            0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own))
-            for s, t in zip(stages, to, strict=True)
-        ]
+        both = zip(stages, to, strict=True)
+        return [0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own)) for s, t in both]
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
         return [x.stage * m + x.microbatch for x in schedule.passes() if way(x.kind)]
 
+    local = [own[place.rank_of[s]].index(s) for s in stages]
     return _Table(
         *(len(own), len(stages), m, chunks, split or any(kind.is_split for kind in schedule.kinds)),
-        *map(ints, (place.rank_of, [own[place.rank_of[s]].index(s) for s in stages])),
+        *map(ints, (place.rank_of, local)),
         *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
         *map(doubles, (held, owes, lags(after), lags(before))),
         *(

@@ -1,7 +1,8 @@
-"""A play of a table by the clock, in which each rank runs together what is ready: how `pairs` finds its tables.
+"""Simulations in which each rank runs overlapped whatever is ready; `pairs` chooses among them.
 
-No order is written down before: a rank takes the next forward and the next backward of its own orders when both are
-there and it has the memory. Such a play cannot block where the table itself can be run within the memory.
+There is no fixed order of steps. A rank takes the next forward and the next backward of its own
+orders when both have their inputs and it has the memory. This cannot deadlock if the table itself
+can run within the memory.
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ _SMALL = 1e-9  # rounding
 def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
-    """(makespan, table) of the best manner met: those of a grid, then small changes of one that is about as good."""
-    timed = (
-        compiled_play(schedule, costs, limits, split) or Play(schedule, costs, limits, split).timed
-    )
+    """Return (makespan, table) of the best policy; None if all deadlock.
+
+    The policies are a grid, then random changes of one that is about as good as the best.
+
+    Args:
+        limits: most activation of each rank.
+        tries: number of policies.
+        split: backwards without a partner are split even if the table has them fused.
+    """
+    timed = compiled_play(schedule, costs, limits, split)
+    if timed is None:
+        timed = Play(schedule, costs, limits, split).timed
     random = Random(0)
-    ramp = tuple(range(len(limits)))  # the later the rank, the less it holds
+    ramp = tuple(range(len(limits)))  # later ranks leave more memory free
     grid = [*GRID, *(replace(manner, spare=ramp) for manner in GRID[::4])]
     best: tuple[float, float, Schedule] | None = None
     near: tuple[float, Manner] | None = None
@@ -39,10 +48,12 @@ def best_play(
         if n >= len(grid) and near is None:
             break
         manner = grid[n] if n < len(grid) or near is None else changed(near[1], len(limits), random)
-        if (played := timed(manner)) is None:
+        played = timed(manner)
+        if played is None:
             continue
         makespan = float(f"{played[0]:.12g}")
-        if best is None or makespan <= best[0]:  # what ranks hold is asked of the best alone
+        # Memory decides among equal times, so only the best tables are simulated for it.
+        if best is None or makespan <= best[0]:
             table = replace(schedule, ranks=played[1]())
             held = float(f"{sum(simulate(table, costs).peak):.9g}")
             if best is None or (makespan, held) < best[:2]:
@@ -54,7 +65,15 @@ def best_play(
 
 @dataclass
 class _Row:
-    """A rank while its row is made: the passes to come in their order, W that are owed, and what it has."""
+    """A rank during the simulation.
+
+    Attributes:
+        forwards, backwards: its passes to come, in their order.
+        room: memory left.
+        owed: pending W.
+        free: when its last step ends.
+        out: its steps so far.
+    """
 
     forwards: list[Pass]
     backwards: list[Pass]
@@ -65,17 +84,22 @@ class _Row:
 
 
 class Play:
-    """A play of the table by the clock, in which each rank runs together what is ready."""
+    """A simulation of a table by a policy.
+
+    `timed` returns its makespan, `run` its rows.
+
+    Args:
+        limits: most activation of each rank.
+        split: backwards without a partner are split even if the table has them fused.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
-        self.schedule, self.costs, self.limits, self.place = (
-            schedule,
-            costs,
-            limits,
-            schedule.placement,
-        )
+        self.schedule = schedule
+        self.costs = costs
+        self.limits = limits
+        self.place = schedule.placement
         self.split = split or any(kind.is_split for kind in schedule.kinds)
-        self.held, self.owes, *_ = costs.memory(self.place)
+        self.held, self.owes = costs.memory(self.place)
         durations = costs.durations(self.place)
         self.forward = max(durations[Kind.F])
         self.length: dict[tuple[tuple[Kind, int], ...], float] = {}
@@ -86,7 +110,7 @@ class Play:
         ]
 
     def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
-        """The makespan of a play and how to get its rows; None if ranks wait for each other for ever."""
+        """Return (makespan, function that returns the rows); None if ranks deadlock."""
         rows = self.run(manner)
         if rows is None:
             return None
@@ -94,44 +118,44 @@ class Play:
         return max(ends[-1] for ends in clock.end if ends), lambda: rows
 
     def run(self, manner: Manner) -> Rows | None:
-        """Rows with all passes, None if ranks wait for each other for ever."""
-        self.manner, self.wait = manner, manner.wait * self.forward
+        """Return rows with all passes; None if ranks deadlock."""
+        self.manner = manner
+        self.wait = manner.wait * self.forward
         spare = manner.spare or (0,) * len(self.limits)
-        self.rows = [
-            _Row(
-                list(f),
-                list(b),
-                limit * (1 + _SMALL) - n * max(self.held[s] for s in self.place.stages_on(r)),
-            )
-            for r, (f, b, limit, n) in enumerate(
-                zip(self.forwards, self.backwards, self.limits, spare, strict=True)
-            )
-        ]
+        self.rows = []
+        for rank, (limit, n) in enumerate(zip(self.limits, spare, strict=True)):
+            largest = max(self.held[stage] for stage in self.place.stages_on(rank))
+            room = limit * (1 + _SMALL) - n * largest
+            self.rows.append(_Row([*self.forwards[rank]], [*self.backwards[rank]], room))
         self.there = {x: 0.0 for row in self.forwards for x in row if self.place.is_first(x.stage)}
         self.events = [(0.0, rank) for rank in range(len(self.rows))]
         heapify(self.events)
         while self.events:
             now, first = heappop(self.events)
             due = {first}
-            while self.events and self.events[0][0] <= now * (
-                1 + _SMALL
-            ):  # all that is there now, then who takes it
+            # First collect all events of this time, then let the ranks choose.
+            while self.events and self.events[0][0] <= now * (1 + _SMALL):
                 due.add(heappop(self.events)[1])
             for rank in sorted(due):
                 row = self.rows[rank]
-                if row.free <= now * (1 + _SMALL) and (step := self._next(row, rank, now)):
+                if row.free > now * (1 + _SMALL):
+                    continue
+                step = self._next(row, rank, now)
+                if step:
                     self._do(rank, row, step, now)
         if any(row.forwards or row.backwards for row in self.rows):
             return None
         return tuple((*row.out, *((w,) for w in row.owed)) for row in self.rows)
 
     def _next(self, row: _Row, rank: int, now: float) -> Step | None:
+        """Return the step that a rank starts now; None if it waits."""
         late = now * (1 + _SMALL) + _SMALL * self.forward
         f_comes, f = self._first(row.forwards, late)
         b_comes, b = self._first(row.backwards, late)
         full = f is not None and self.held[f.stage] > row.room
         if full:
-            f, f_comes = None, inf
+            f = None
+            f_comes = inf
         if f is not None and b is not None and max(f_comes, b_comes) <= late:
             return f, b._replace(kind=Kind.BW)
         for mine, other in ((b_comes, f_comes), (f_comes, b_comes)):
@@ -142,13 +166,15 @@ class Play:
             return self._backward(row, b, late)
         if f is not None and f_comes <= late:
             return self._forward(row, f, late)
-        if len(row.owed) > (0 if full or not row.backwards else self.manner.keep):
+        kept = 0 if full or not row.backwards else self.manner.keep
+        if len(row.owed) > kept:
             w = row.owed[0]
             if min(f_comes, b_comes) >= now + self._length((w,)) / 2:
                 return (w,)
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
+        """Return a backward without a forward: with another backward, with a W, or alone."""
         if self.manner.backwards:
             comes, other = self._first(row.backwards, late, b)
             if other is not None and comes <= late:
@@ -158,27 +184,32 @@ class Play:
         return (alone, row.owed[0]) if row.owed else (alone,)
 
     def _owed(self, b: Pass) -> float:
-        """The memory that a backward takes if its W waits: above 0 where it computes activations again."""
+        """Return the memory that a deferred W holds more: positive if the backward recomputes."""
         return self.owes[b.stage] - self.held[b.stage]
 
     def _kind(self, row: _Row, owed: float) -> Kind:
         return Kind.B if self.split and owed <= row.room else Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
+        """Return a forward without a backward: with another forward, with a W, or alone."""
         if f.microbatch >= self.manner.forwards:
             comes, other = self._first(row.forwards, late, f)
-            if (
-                other is not None
-                and comes <= late
-                and self.held[f.stage] + self.held[other.stage] <= row.room
-            ):
+            together = self.held[f.stage] + (self.held[other.stage] if other else inf)
+            if other is not None and comes <= late and together <= row.room:
                 return f, other
         return (f, row.owed[0]) if row.owed and self.manner.weights else (f,)
 
     def _first(
         self, order: list[Pass], late: float, but: Pass | None = None
     ) -> tuple[float, Pass | None]:
-        """The first of an order that is there, one of each stage, or else of them the one that comes first."""
+        """Return (arrival, pass) of the first pass in an order whose input has arrived.
+
+        Only the first pass of each stage is a candidate. If no input has arrived, it is the pass
+        whose input arrives first.
+
+        Args:
+            but: a pass to leave out.
+        """
         best: tuple[float, Pass | None] = inf, None
         stages: set[int] = set()
         for item in order[: self.manner.reach + (but is not None)]:
@@ -193,6 +224,7 @@ class Play:
         return best
 
     def _do(self, rank: int, row: _Row, step: Step, now: float) -> None:
+        """Run a step, and wake its rank and the receivers of its results."""
         row.free = end = now + self._length(step)
         row.out.append(step)
         heappush(self.events, (end, rank))

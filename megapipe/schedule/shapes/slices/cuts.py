@@ -1,7 +1,8 @@
-"""Cuts of a sequence into slices: equal lengths, or equal work of the three passes together.
+"""Where to cut a sequence into slices: equal lengths, or equal work of F, B and W together.
 
-A token attends to all before it, so the slices of equal work become shorter towards the end (Sun et al. 2024, Seq1F1B,
-sec. 3.3). With x of the sequence done, and a of the work attention, a share (1 - a) x + a x^2 of it is done.
+A token attends to all tokens before it, so slices of equal work become shorter towards the end (Sun
+et al. 2024, Seq1F1B, sec. 3.3). If attention is a share a of the work, the first x of the sequence
+takes the share (1 - a) x + a x^2 of it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
 
 CUTS, DOCUMENTS = ("equal", "work"), "documents"
-"""Ways to cut; the last is of runs, which cut by work and then move each cut to a document's border."""
+"""Ways to cut. Runs also have "documents": cut by work, then move cuts to borders of documents."""
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """A way to cut sequences: in so many slices, how, of `CUTS`, and of how many documents of one length they are."""
+    """A way to cut sequences. `begins` returns the slices that begin a document.
+
+    Attributes:
+        count: number of slices.
+        how: one of `CUTS`.
+        documents: number of documents, all of one length.
+    """
 
     count: int
     how: str = "work"
@@ -28,28 +35,30 @@ class Cutting:
 
     @property
     def begins(self) -> tuple[tuple[int, ...], ...]:
-        """The slices that begin a document, as a `Schedule` has them.
+        """Return the slices that begin a document, as in `Schedule.documents`.
 
-        Raises: ScheduleError if documents have no whole number of slices.
+        Raises: ScheduleError if a document has no whole number of slices.
         """
         if self.count % self.documents:
+            more = -(-self.count // self.documents) * self.documents
             raise ScheduleError(
-                f"{self.documents} documents of one length are not cut in {self.count} slices alike: take "
-                f"{-(-self.count // self.documents) * self.documents} slices."
+                f"{self.documents} documents of one length cannot share {self.count} slices "
+                f"equally: take {more} slices."
             )
         begins = range(0, self.count, self.count // self.documents)[1:]
         return (tuple(begins),) if begins else ()
 
 
 MOST_SLICES = 64
-"""Slices of a microbatch at most: messages between stages are numbered by 6 bits of them."""
+"""Most slices of a microbatch: messages between stages have 6 bits for the number of a slice."""
 
 
 def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[float, ...]:
-    """Return the lengths of `count` slices, as shares of a sequence of so many documents of one length.
+    """Return the lengths of `count` slices as shares of the sequence.
 
     Args:
-        how: of `CUTS`.
+        how: one of `CUTS`.
+        documents: number of documents in the sequence, all of one length.
     Raises: ScheduleError for more slices than MOST_SLICES.
     """
     if count > MOST_SLICES:
@@ -58,62 +67,78 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
         )
     if how == "equal":
         return (1 / count,) * count
-    if documents > 1:  # which each are as a sequence of which attention is a smaller part
+    # A document is a shorter sequence, so attention is a smaller share of its work.
+    if documents > 1:
         part = shares(count // documents, how, _shorter(costs, documents))
         return tuple(length / documents for length in part) * documents
     a = attention_of_all(costs)
     ends = [k / count for k in range(count + 1)]
     if a > 0:
+        # Solve (1 - a) x + a x^2 = done for x.
         ends = [(math.sqrt((1 - a) ** 2 + 4 * a * done) - (1 - a)) / (2 * a) for done in ends]
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def _shorter(costs: Costs, times: int) -> Costs:
-    """The costs of a sequence so many times as short, with attention's share of all passes alone."""
+    """Return costs with attention's share alone, in a sequence `times` times as short."""
     a = attention_of_all(costs) / times
     share = a / (a + 1 - a * times)
     return Costs(attention_f=share, attention_b=share, attention_w=share)
 
 
 def attention_of_all(costs: Costs) -> float:
-    """Attention's share of F, B and W together: one cut serves all three, whose shares differ."""
+    """Return attention's share of F, B and W together.
+
+    Their shares differ, but one cut serves all three.
+    """
     times = [_mean(getattr(costs, name)) for name in ("f", "b", "w")]
     parts = [_mean(getattr(costs, f"attention_{name}")) for name in ("f", "b", "w")]
     return sum(t * a for t, a in zip(times, parts, strict=True)) / (sum(times) or 1.0)
 
 
 def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths of slices in tokens, each a multiple of what ranks share a slice among, as near as can be.
+    """Return lengths of slices in tokens, as near as possible to the wanted ones.
 
-    Raises: ScheduleError where slices would be empty, or the length is no multiple.
+    Args:
+        wanted: lengths in any unit.
+        length: tokens of the sequence.
+        multiple: each slice is a multiple of this, the number of ranks that share a slice.
+    Raises: ScheduleError if a slice would be empty, or the length is no multiple.
     """
     count = len(wanted)
     if length % multiple or length < count * multiple:
         raise ScheduleError(
-            f"{count} slices of {length} tokens, each a multiple of {multiple}, cannot be: the length must be a "
-            f"multiple of {multiple} and at least {count * multiple}."
+            f"{count} slices of {length} tokens, each a multiple of {multiple}, cannot be: "
+            f"the length must be a multiple of {multiple} and at least {count * multiple}."
         )
-    pieces, whole = length // multiple, sum(wanted)
+    pieces = length // multiple
+    whole = sum(wanted)
     ends = [0]
     for k in range(1, count + 1):
         nearest = round(sum(wanted[:k]) / whole * pieces)
-        # One piece at least for this slice, and for each behind it.
+        # At least one piece for this slice, and one for each later slice.
         ends.append(min(max(nearest, ends[-1] + 1), pieces - (count - k)))
     return tuple((end - begin) * multiple for begin, end in pairwise(ends))
 
 
-@lru_cache(maxsize=64)  # all passes and messages of a microbatch ask for the same
+@lru_cache(maxsize=64)  # all passes and messages of a microbatch ask for the same lengths
 def at_borders(
     lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return slices cut where documents begin: each cut goes to the border next to it that is a multiple, if there is
-    one that lies no further than half of the way to the cuts beside it."""
+    """Return slices whose cuts are moved to the borders of documents.
+
+    A cut moves to the nearest border that is a multiple, at most half of the way to the next cut on
+    either side. Without such a border it stays.
+
+    Args:
+        lengths: tokens of each slice.
+        borders: tokens at which documents begin.
+    """
     ends = [0, *accumulate(lengths)]
     moved = [0]
-    for before, at, behind in zip(ends, ends[1:], ends[2:], strict=False):
-        near = [
-            x for x in borders if 2 * x > before + at and 2 * x < at + behind and x % multiple == 0
-        ]
+    for before, at, after in zip(ends, ends[1:], ends[2:], strict=False):
+        between = [x for x in borders if before + at < 2 * x < at + after]
+        near = [x for x in between if x % multiple == 0]
         moved.append(min(near, key=lambda x: abs(x - at), default=at))
     return tuple(b - a for a, b in pairwise([*moved, ends[-1]]))
 

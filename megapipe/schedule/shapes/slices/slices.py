@@ -1,10 +1,12 @@
-"""Slices of a sequence for any table: passes of microbatches become passes of their slices.
+"""Slices of the sequence for any table: a pass of a microbatch becomes passes of its slices.
 
-Forwards of a microbatch run from its first slice to its last, backwards from the last to the first (Li et al. 2021,
-TeraPipe; Sun et al. 2024, Seq1F1B). Read a table for m n microbatches as one of m in n slices each: its ramps are n
-times shorter. Its forwards must come n - 1 sooner, as the first backward waits for all slices of its microbatch, and
-that is all that a rank holds more: (k + n - 1) / n microbatches where it held k. A document that begins with a slice
-needs nothing of the others: its slices are a microbatch of their own here, which wait for less and keep less.
+Forwards of a microbatch run from its first slice to its last, backwards from the last to the first
+(Li et al. 2021, TeraPipe; Sun et al. 2024, Seq1F1B). A table for m n microbatches, read as one for
+m microbatches of n slices each, has ramps n times shorter. The first backward waits for all slices
+of its microbatch, so forwards must come n - 1 passes sooner. That is all the memory it adds: a rank
+holds (k + n - 1) / n microbatches where it held k. A document that begins with a slice needs
+nothing of other documents. Its slices act as a microbatch of their own, which waits for less and
+holds less.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from megapipe.schedule.verify import verify
 
 _SMALL = 1e-9  # rounding
 Documents = tuple[tuple[int, ...], ...]
+"""Slices that begin a document, as in `Schedule.documents`."""
 
 
 def slices(
@@ -34,14 +37,15 @@ def slices(
     memory: float | None = None,
     documents: Documents = (),
 ) -> Schedule:
-    """A schedule with every microbatch cut in slices of these lengths; pairs become two passes.
+    """Return a schedule with every microbatch cut into slices; overlapped pairs are separated.
 
     Args:
-        made_for: makes the table for a number of microbatches.
-        memory: most activation of a rank; None: what the rule above asks for.
-        documents: as a `Schedule` has them, of tables in which each runs by itself.
+        made_for: returns the table for a number of microbatches.
+        cuts: lengths of the slices.
+        memory: most activation of a rank, up to which forwards may come sooner. None takes the
+            least that slices need, as above.
     Returns: a table that `verify` has passed.
-    Raises: ScheduleError if no such table keeps to the memory, or the table has other passes than of layers.
+    Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass.
     """
     n = len(cuts)
     pattern = unpaired(made_for(n * microbatches))
@@ -54,7 +58,8 @@ def slices(
         found = of_microbatches(_with_forwards_sooner(pattern, sooner), cuts, documents)
         try:
             time = simulate(found, costs)
-        except ScheduleError:  # chunks of a rank share its forwards: more of them must come sooner
+        except ScheduleError:
+            # Chunks of a rank share its row, so their forwards must come sooner still.
             continue
         least = least or max(time.peak)
         if memory is not None and max(time.peak) > memory * (1 + _SMALL):
@@ -72,24 +77,26 @@ def slices(
 def of_one_length(
     name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int
 ) -> Schedule:
-    """A schedule of the literature by this name: one with every microbatch in so many slices of one length."""
+    """Return the schedule `name`: every microbatch has `count` slices of one length."""
     return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
 
 
 def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
-    """A table with each pass replaced by those of its slices: ramps are shorter, memory stays. Of a table in a file,
-    which is made for its microbatches alone."""
+    """Return a table with each pass replaced by the passes of its slices.
+
+    Ramps become shorter, memory stays. It is for tables from files, which exist for one number of
+    microbatches only.
+    """
     refuse_uncuttable(schedule)
     n = len(cuts)
-    rows = (
-        tuple(
-            (x._replace(slice=j if x.kind.is_forward else n - 1 - j),)
-            for (x,) in row
-            for j in range(n)
-        )
-        for row in unpaired(schedule).ranks
-    )
-    table = replace(schedule, ranks=tuple(rows), cuts=cuts, documents=documents)
+
+    def sliced(step: Step) -> Iterator[Step]:
+        (item,) = step
+        order = range(n) if item.kind.is_forward else reversed(range(n))
+        for number in order:
+            yield (item._replace(slice=number),)
+
+    table = replace(unpaired(schedule).map(sliced), cuts=cuts, documents=documents)
     verify(table)
     return table
 
@@ -97,35 +104,41 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
 def of_microbatches(
     pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()
 ) -> Schedule:
-    """A table whose microbatches are read as slices, n after n of one microbatch; the order of its passes stays."""
+    """Return a table whose microbatches are read as slices; the order of its passes stays.
+
+    Each n consecutive microbatches become the n slices of one.
+    """
     n = len(cuts)
-    table = replace(
-        pattern, num_microbatches=pattern.num_microbatches // n, cuts=cuts, documents=documents
-    )
+    microbatches = pattern.num_microbatches // n
+    table = replace(pattern, num_microbatches=microbatches, cuts=cuts, documents=documents)
 
     def slice_of(x: Pass) -> Pass:
         item = x._replace(microbatch=x.microbatch // n, slice=x.microbatch % n)
+        if x.kind.is_forward:
+            return item
+        # Backwards run through the slices of a document in reverse.
         of = table.document(item)
-        return item if x.kind.is_forward else item._replace(slice=of[0] + of[-1] - x.microbatch % n)
+        return item._replace(slice=of[0] + of[-1] - x.microbatch % n)
 
-    return replace(
-        table,
-        ranks=tuple(tuple(tuple(map(slice_of, step)) for step in row) for row in pattern.ranks),
-    )
+    return replace(table, ranks=pattern.map(lambda step: (tuple(map(slice_of, step)),)).ranks)
 
 
 def _longest(n: int, documents: Documents) -> int:
-    """Slices of the document that has most of them."""
-    return max(b - a for begins in documents or ((),) for a, b in pairwise((0, *begins, n)))
+    """Return the most slices of a document."""
+    borders = [(0, *begins, n) for begins in documents or ((),)]
+    return max(b - a for row in borders for a, b in pairwise(row))
 
 
 def refuse_uncuttable(schedule: Schedule) -> None:
-    """Raises: ScheduleError for a table that is cut already or has passes of other kinds."""
+    """Refuse a table with slices or with other kinds of pass than F, B, W and BW.
+
+    Raises: ScheduleError that says what to leave out.
+    """
     more = sorted(schedule.kinds - {Kind.F, Kind.B, Kind.W, Kind.BW})
     if more:
         raise ScheduleError(
-            f"{schedule.name} has {', '.join(more)}, and slices are cut in a table of F, B, W and BW alone. Give the "
-            "table without them: copies and gathers are added after slices."
+            f"{schedule.name} has {', '.join(more)}, and slices are cut in a table of F, B, W and "
+            "BW alone. Give the table without them: copies and gathers are added after slices."
         )
     if schedule.cuts:
         raise ScheduleError(
@@ -135,7 +148,10 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Raises: ScheduleError for costs that are not of these stages and links, or cannot be of slices."""
+    """Refuse costs that name other stages or links, or that no slice can have.
+
+    Raises: ScheduleError that names the field.
+    """
     part = costs.of_slice(cuts, (0, 0, len(cuts)))
     part.check(place)
     for rank in range(1, place.num_ranks):
@@ -143,7 +159,10 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
-    """The forwards of each rank in their order, each in the place of the one that was so many before it."""
+    """Return the table with the forwards of each rank moved `by` forwards ahead.
+
+    The first `by` forwards start the row. Each other forward takes the place of an earlier one.
+    """
 
     def sooner(row: tuple[Step, ...]) -> Iterator[Step]:
         forwards = deque(step for step in row if step[0].kind.is_forward)
@@ -160,10 +179,11 @@ def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
 def _refusal(pattern: Schedule, n: int, memory: float | None, least: float) -> str:
     if memory is None or not least:
         return (
-            f"{pattern.name} cannot be cut in {n} slices for {pattern.num_microbatches // n} microbatches: its "
-            "backwards wait for slices that come behind them. Take another number of slices or another schedule."
+            f"{pattern.name} cannot be cut in {n} slices for {pattern.num_microbatches // n} "
+            "microbatches: its backwards wait for slices that come after them. "
+            "Take another number of slices or another schedule."
         )
     return (
-        f"{pattern.name} in {n} slices holds {least:g}, over the memory limit of {memory:g}. Raise --memory, or take "
-        "more slices or another schedule."
+        f"{pattern.name} in {n} slices holds {least:g}, over the memory limit of {memory:g}. "
+        "Raise --memory, or take more slices or another schedule."
     )

@@ -110,7 +110,7 @@ def test_where_documents_begin_csv_cannot_say():
 
 
 def test_documents_of_one_length_take_as_many_slices_each():
-    with pytest.raises(ScheduleError, match="3 documents of one length are not cut in 4 slices alike: take 6 slices"):
+    with pytest.raises(ScheduleError, match="3 documents of one length cannot share 4 slices equally: take 6 slices"):
         Cutting(4, "work", 3).begins  # noqa: B018
 
 
