@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 # Folders whose own files are rewritten; a subfolder has a line of its own.
 ROOMS = [
     "megapipe/commands/chaos",
+    "megapipe/commands/gpu",
     "megapipe/commands/start",
     "megapipe/config",
     "megapipe/config/model",

@@ -114,7 +114,7 @@ def test_the_idle_share_counts_overlapping_kernels_once():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_before_it_runs_anything(tmp_path):
-    with pytest.raises(UserError, match=r"finds no GPU\. --device cpu tries the tool without"):
+    with pytest.raises(UserError, match=r"finds no GPU\. Add --device cpu to try the command without one\."):
         gpu_check.main(["--output", str(tmp_path)])
 
 

@@ -1,44 +1,53 @@
-"""Cases of megapipe gpu-check, as data: small trainings and what each must equal, and single operations."""
+"""The cases of megapipe gpu-check: small trainings, the results they must have, and scripts.
+
+A training runs with the flags of SHAPE, then SIZES, then its own. Of a flag given twice the last
+counts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 SHAPE = (
-    "--pipeline-schedule 1f1b --group-query-attention --num-query-groups 2 --position-embedding-type rope "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-3 --lr-decay-style constant --mock-data "
+    "--pipeline-schedule 1f1b --group-query-attention --num-query-groups 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 6 --lr 1e-3 --lr-decay-style constant --mock-data "
     "--tokenizer-type NullTokenizer --eval-iters 0 --distributed-timeout-minutes 2 "
 )
 SIZES = {
-    "cuda": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
-    "--vocab-size 4095",
-    "cpu": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--vocab-size 127 --split 1,0,99",  # few documents to index
+    "cuda": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
+    "--max-position-embeddings 512 --vocab-size 4095",
+    # The split leaves few training documents, whose index is made quickly.
+    "cpu": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --vocab-size 127 --split 1,0,99",
 }
 GPT2_124M = (
-    "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 --seq-length 1024 "
-    "--max-position-embeddings 1024 --vocab-size 50303 --micro-batch-size 8 --global-batch-size 32 --train-iters 10"
+    "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 "
+    "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50303 --micro-batch-size 8 "
+    "--global-batch-size 32 --train-iters 10"
 )
 LARGE = (
-    "--bf16 --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50303 --cross-entropy-loss-fusion "
+    "--bf16 --num-layers 24 --num-attention-heads 16 --num-query-groups 16 --seq-length 2048 "
+    "--max-position-embeddings 2048 --vocab-size 50303 --cross-entropy-loss-fusion "
     "--global-batch-size 32 --train-iters 10"
 )
 LARGE_LAYER = (
-    "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --seq-length 2048 --vocab-size 50303 "
-    "--max-position-embeddings 2048"
+    "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --seq-length 2048 "
+    "--vocab-size 50303 --max-position-embeddings 2048"
 )
-GPT3_350M = (
-    f"{LARGE} --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 8"
+GPT3_350M = f"{LARGE} --hidden-size 1024 --micro-batch-size 8"
+GPT3_1_3B = f"{LARGE} --hidden-size 2048 --micro-batch-size 4"
+KERNEL = "megapipe/commands/gpu/kernels.py --device {device} --only"
+MEASURE = "megapipe/commands/gpu/measures.py --device {device} --only"
+NANOGPT = (
+    "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 "
+    "--nanogpt {nanogpt}"
 )
-GPT3_1_3B = (
-    f"{LARGE} --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --micro-batch-size 4"
-)
-KERNEL, MEASURE = (f"megapipe/commands/gpu/{name}.py --device {{device}} --only" for name in ("kernels", "measures"))
-NANOGPT = "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 --nanogpt {nanogpt}"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 TE = "--transformer-impl transformer_engine"
 EXACT = "--deterministic-mode"
+DROPOUT = f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
 SAVED = "{folder}/saved"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
@@ -46,31 +55,41 @@ BATCHED = "--no-overlap-p2p-communication"
 PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
 DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
 PP8 = f"{DEEP} --pipeline-model-parallel-size 8 --pipeline-schedule"
-WIDE = f"{GPT3_1_3B} --num-layers 32 --micro-batch-size 1 --pipeline-model-parallel-size 8 --pipeline-schedule zb-v"
-OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
+WIDE = (
+    f"{GPT3_1_3B} --num-layers 32 --micro-batch-size 1 "
+    "--pipeline-model-parallel-size 8 --pipeline-schedule zb-v"
+)
+OVERLAPS = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
+)
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO_FP8 = f"{FP8} tensorwise {EXACT} --use-distributed-optimizer"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 SHARED = "--pipeline-model-parallel-size 4 --vocab-parallel-pipeline --pipeline-schedule zb-h1"
-LATE = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"
+LATE = (
+    "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2 --enable-optimizer-post-validation"
+)
 EP = "--expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training that must end well with a falling loss, or an operation.
+    """A training that must end normally with a falling loss, or a script.
 
     Attributes:
-        flags: behind SHAPE and SIZES, of which the last counts; {folder} is where the case may write.
-        like: the case with the same losses, in the steps that both have.
-        within: relative difference of a loss from that; 0: the bits of all losses and gradient norms.
-        memory: relative difference of the peak from the plan's prediction.
-        mfu: the least share of the device's bf16 peak, where that is known.
-        script: arguments of Python in place of a training; passes with exit status 0, and its last line is the figure.
-        needs: a package or a flag of megapipe gpu-check without which the case is left out.
-        devices: what it makes sense on.
-        seconds: its time limit.
+        flags: the flags of the training. {folder} is a folder in which the case may write.
+        like: the reference, a case with equal losses in the steps that both trained.
+        within: largest relative difference of a loss from the reference. 0: all losses and
+            gradient norms are bitwise equal.
+        memory: largest relative difference of the peak memory from the plan's prediction.
+        mfu: smallest share of the device's bf16 peak, for a device whose peak is known.
+        script: the arguments of Python, instead of a training. The case passes with exit status 0,
+            and the last line of output is its figure.
+        needs: a package, or a flag of megapipe gpu-check. Without it the case is left out.
+        ranks: the number of processes.
+        devices: the devices on which the case makes sense.
+        seconds: the time limit.
     """
 
     name: str
@@ -87,14 +106,14 @@ class Case:
 
 
 GPU = ("cuda",)
-# The tolerances of 1e-4 and the memory's are expectations: no GPU has been asked yet.
+# The tolerances of 1e-4 and of memory are expectations, not yet confirmed on a GPU.
 CASES = (
-    Case("kernel: weight gradient put off to W", script=f"{KERNEL} weight_grad"),
+    Case("kernel: weight gradient deferred to W", script=f"{KERNEL} weight_grad"),
     Case("kernel: fused loss", script=f"{KERNEL} fused_loss"),
     Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
     Case("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", devices=GPU, seconds=240),
     Case("ceilings", script=f"{MEASURE} ceilings"),
-    Case("B and W apart: time", script=f"{MEASURE} split"),
+    Case("B and W separate: time", script=f"{MEASURE} split"),
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
     Case("CUDA graphs: bits and time", script=f"{MEASURE} graphs", devices=GPU),
     Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
@@ -121,32 +140,92 @@ CASES = (
     Case("FP8, blockwise", f"{FP8} blockwise", "bf16", 2e-2, devices=GPU),
     Case("deterministic", EXACT, "float32", 1e-4),
     Case("deterministic, again", EXACT, "deterministic"),
-    Case("zb-h1: B and W apart", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
+    Case("zb-h1: B and W separate", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
     Case("CUDA graphs", f"{EXACT} {GRAPHS}", "deterministic", devices=GPU),
     Case("CUDA graphs, dualpipe-v, full recompute", f"{V} {GRAPHS}", "deterministic", devices=GPU),
-    Case("dualpipe-v, full recompute, saves", f"{V} --save {SAVED} --save-interval 3", "deterministic"),
-    Case("dualpipe-v, resumed at step 3", f"{V} --load {SAVED} --ckpt-step 3", "dualpipe-v, full recompute, saves"),
-    Case("dropout", f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1", "float32", 0.1),
+    Case(
+        "dualpipe-v, full recompute, saves",
+        f"{V} --save {SAVED} --save-interval 3",
+        "deterministic",
+    ),
+    Case(
+        "dualpipe-v, resumed at step 3",
+        f"{V} --load {SAVED} --ckpt-step 3",
+        "dualpipe-v, full recompute, saves",
+    ),
+    Case("dropout", DROPOUT, "float32", 0.1),
     Case(
         "dropout, zb-h1, full recompute",
-        f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1 --pipeline-schedule zb-h1 --recompute-granularity full",
+        f"{DROPOUT} --pipeline-schedule zb-h1 --recompute-granularity full",
         "dropout",
     ),
     Case("window", "--window-size 7,0"),
-    Case("window on the CPU", "--window-size 7,0 --distributed-backend gloo", "window", 1e-4, devices=GPU),
+    Case(
+        "window on the CPU",
+        "--window-size 7,0 --distributed-backend gloo",
+        "window",
+        1e-4,
+        devices=GPU,
+    ),
     Case("compiled layers", "--compile", "float32", 1e-4, devices=GPU, seconds=240),
     Case("124M bf16: memory", GPT2_124M, memory=0.25, devices=GPU),
-    Case("124M bf16, fused loss: memory", f"{GPT2_124M} --cross-entropy-loss-fusion", memory=0.25, devices=GPU),
-    Case("124M bf16, zb-h1", f"{GPT2_124M} --pipeline-schedule zb-h1", "124M bf16: memory", 1e-2, devices=GPU),
+    Case(
+        "124M bf16, fused loss: memory",
+        f"{GPT2_124M} --cross-entropy-loss-fusion",
+        memory=0.25,
+        devices=GPU,
+    ),
+    Case(
+        "124M bf16, zb-h1",
+        f"{GPT2_124M} --pipeline-schedule zb-h1",
+        "124M bf16: memory",
+        1e-2,
+        devices=GPU,
+    ),
     Case("350M bf16", GPT3_350M, memory=0.25, devices=GPU),
-    Case("350M bf16, compiled layers", f"{GPT3_350M} --compile", "350M bf16", 1e-2, devices=GPU, seconds=240),
+    Case(
+        "350M bf16, compiled layers",
+        f"{GPT3_350M} --compile",
+        "350M bf16",
+        1e-2,
+        devices=GPU,
+        seconds=240,
+    ),
     Case("1.3B bf16", GPT3_1_3B, memory=0.25, mfu=0.5, devices=GPU),
-    Case("1.3B bf16, compiled layers", f"{GPT3_1_3B} --compile", "1.3B bf16", 1e-2, devices=GPU, seconds=240),
+    Case(
+        "1.3B bf16, compiled layers",
+        f"{GPT3_1_3B} --compile",
+        "1.3B bf16",
+        1e-2,
+        devices=GPU,
+        seconds=240,
+    ),
     Case("1.3B FP8, tensorwise", f"{GPT3_1_3B} {FP8} tensorwise", "1.3B bf16", 2e-2, devices=GPU),
-    Case("124M beside nanoGPT", script=f"{NANOGPT} --size 124m", needs="nanogpt", devices=GPU, seconds=240),
-    Case("350M beside nanoGPT", script=f"{NANOGPT} --size 350m", needs="nanogpt", devices=GPU, seconds=240),
-    Case("Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU),
-    Case("1.3B, Transformer Engine", f"{GPT3_1_3B} {TE}", "1.3B bf16", 1e-2, needs="transformer_engine", devices=GPU),
+    Case(
+        "124M against nanoGPT",
+        script=f"{NANOGPT} --size 124m",
+        needs="nanogpt",
+        devices=GPU,
+        seconds=240,
+    ),
+    Case(
+        "350M against nanoGPT",
+        script=f"{NANOGPT} --size 350m",
+        needs="nanogpt",
+        devices=GPU,
+        seconds=240,
+    ),
+    Case(
+        "Transformer Engine", f"--bf16 {TE}", "bf16", 2e-2, needs="transformer_engine", devices=GPU
+    ),
+    Case(
+        "1.3B, Transformer Engine",
+        f"{GPT3_1_3B} {TE}",
+        "1.3B bf16",
+        1e-2,
+        needs="transformer_engine",
+        devices=GPU,
+    ),
     Case(
         "1.3B FP8, Transformer Engine",
         f"{GPT3_1_3B} {FP8} tensorwise {TE}",
@@ -158,20 +237,46 @@ CASES = (
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} {BATCHED}", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
-    Case("pp 2: CUDA graphs", f"{PP2} {GRAPHS} --pipeline-schedule zb-h1", "deterministic", ranks=2, devices=GPU),
+    Case(
+        "pp 2: CUDA graphs",
+        f"{PP2} {GRAPHS} --pipeline-schedule zb-h1",
+        "deterministic",
+        ranks=2,
+        devices=GPU,
+    ),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
     Case("tp 2, sequence parallel", TP2, "float32", 1e-4, ranks=2),
     Case("tp 2: 1.3B", f"{GPT3_1_3B} {TP2}", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
-    Case("tp 2: 1.3B, in pieces", f"{GPT3_1_3B} {TP2} --tp-comm-overlap", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
+    Case(
+        "tp 2: 1.3B, in pieces",
+        f"{GPT3_1_3B} {TP2} --tp-comm-overlap",
+        "1.3B bf16",
+        1e-2,
+        ranks=2,
+        devices=GPU,
+    ),
     Case("dp 2: ZeRO-1", "--use-distributed-optimizer", "float32", 1e-4, ranks=2),
     Case("dp 2: FP8", ZERO_FP8, "bf16", 2e-2, ranks=2, devices=GPU),
-    Case("dp 2: FP8, its weights gathered so", f"{ZERO_FP8} --fp8-param-gather", "dp 2: FP8", ranks=2, devices=GPU),
+    Case(
+        "dp 2: FP8, weights gathered as FP8",
+        f"{ZERO_FP8} --fp8-param-gather",
+        "dp 2: FP8",
+        ranks=2,
+        devices=GPU,
+    ),
     Case("16 layers", DEEP),
     Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
     Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),
     Case("pp 8: dualpipe", f"{PP8} dualpipe", "16 layers", 1e-4, ranks=8),
     Case("pp 8: 1.7B, plain messages", WIDE, ranks=8, devices=GPU),
-    Case("pp 8: 1.7B, batched", f"{WIDE} {BATCHED}", "pp 8: 1.7B, plain messages", 1e-2, ranks=8, devices=GPU),
+    Case(
+        "pp 8: 1.7B, batched",
+        f"{WIDE} {BATCHED}",
+        "pp 8: 1.7B, plain messages",
+        1e-2,
+        ranks=8,
+        devices=GPU,
+    ),
     Case(
         "tp 2, pp 2, dp 2, all overlaps",
         f"{GRID} --sequence-parallel --tp-comm-overlap {OVERLAPS}",
@@ -179,7 +284,13 @@ CASES = (
         1e-4,
         ranks=8,
     ),
-    Case("cp 2, pp 2, dp 2", "--context-parallel-size 2 --pipeline-model-parallel-size 2", "float32", 1e-4, ranks=8),
+    Case(
+        "cp 2, pp 2, dp 2",
+        "--context-parallel-size 2 --pipeline-model-parallel-size 2",
+        "float32",
+        1e-4,
+        ranks=8,
+    ),
     Case("pp 4: shared vocabulary", f"{DEEP} {SHARED}", "16 layers", 1e-4, ranks=4),
     Case("pp 4: post-validation", f"{DEEP} {LATE}", "16 layers", 1e-4, ranks=4),
     Case("experts", EXPERTS),

@@ -1,4 +1,4 @@
-"""Single operations on a device against float64 and plain torch: each gives the largest error of its kind.
+"""Compare single operations on a device with float64 and plain torch, and print the errors.
 
 PYTHONPATH=. python megapipe/commands/gpu/kernels.py --device cuda --only weight_grad
 """
@@ -24,30 +24,38 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 @dataclass(frozen=True)
 class Found:
-    """A finding of this tool or of measures.py in words, and whether it is good enough."""
+    """The result of one check.
+
+    Attributes:
+        figure: the measured numbers and their limits, in words.
+        passed: whether the numbers are within the limits.
+    """
 
     figure: str
     passed: bool = True
 
 
 def within(error: float, allowed: float) -> Found:
-    """error: the largest, as a part of the largest number of its tensor. A nan does not pass."""
+    """Return the result for an error that may be at most `allowed`. NaN does not pass."""
     return Found(f"error {error:.1e}, at most {allowed:.1e}", error <= allowed)
 
 
 def weight_grad(device: torch.device) -> Found:
-    """The weight gradient of a bf16 layer, put off to W and added into float32, over two microbatches.
+    """Check the weight gradient of a bf16 layer, deferred to W and added into a float32 buffer.
 
-    A GPU computes and adds it in float32 (`addmm(out_dtype)`); a CPU rounds each microbatch's product to bf16.
+    A GPU computes and adds it in float32 (`addmm(out_dtype)`). A CPU rounds the product of each of
+    the two microbatches to bf16.
     """
     draw = torch.Generator().manual_seed(1)
     layer = ColumnParallelLinear(96, 64, tp=Axis(), bias=False)
     layer.weight.data = torch.randn(64, 96, generator=draw).bfloat16().to(device)
     main_grad = torch.zeros(64, 96, device=device)
     setattr(layer.weight, "main_grad", main_grad)  # noqa: B010
-    owner, want = WeightGrads(), torch.zeros(64, 96, dtype=torch.float64)
+    owner = WeightGrads()
+    want = torch.zeros(64, 96, dtype=torch.float64)
     for microbatch in range(2):
-        x, dy = (torch.randn(40, 3, n, generator=draw).bfloat16() for n in (96, 64))
+        x = torch.randn(40, 3, 96, generator=draw).bfloat16()
+        dy = torch.randn(40, 3, 64, generator=draw).bfloat16()
         with owner.capturing():
             out = layer(x.to(device).requires_grad_())
         with owner.deferring(microbatch):
@@ -57,14 +65,18 @@ def weight_grad(device: torch.device) -> Found:
         want += grad
     for microbatch in owner.owed:
         owner.run(microbatch)
-    return within(_error(main_grad, want), 2**-8 if device.type == "cpu" else 1e-5)
+    allowed = 2**-8 if device.type == "cpu" else 1e-5
+    return within(_error(main_grad, want), allowed)
 
 
 def fused_loss(device: torch.device) -> Found:
-    """The fused output head and loss in float32: losses and both gradients; one label has no loss."""
+    """Check losses and both gradients of the fused output head and loss in float32."""
     draw = torch.Generator().manual_seed(2)
-    x, weight = torch.randn(300, 32, generator=draw), torch.randn(9001, 32, generator=draw)
-    target, grad = torch.randint(0, 9001, (300,), generator=draw), torch.randn(300, generator=draw)
+    x = torch.randn(300, 32, generator=draw)
+    weight = torch.randn(9001, 32, generator=draw)
+    target = torch.randint(0, 9001, (300,), generator=draw)
+    grad = torch.randn(300, generator=draw)
+    # A token with this label has no loss (`ignore_index` of torch).
     target[7] = -100
     got = _results(
         lambda x, w: vocab_parallel_linear_cross_entropy(x, w, target.to(device), Axis()),
@@ -72,23 +84,28 @@ def fused_loss(device: torch.device) -> Found:
         grad.to(device),
     )
     want = _results(
-        lambda x, w: F.cross_entropy(x @ w.t(), target, reduction="none"), (x.double(), weight.double()), grad.double()
+        lambda x, w: F.cross_entropy(x @ w.t(), target, reduction="none"),
+        (x.double(), weight.double()),
+        grad.double(),
     )
     return within(max(map(_error, got, want)), 1e-5)
 
 
 def dropout_attention(device: torch.device) -> Found:
-    """Attention with dropout in float32: output and three gradients, under the mask that a first call shows.
+    """Check output and three gradients of attention with dropout in float32.
 
-    The first call's values are unit vectors, so its output is the matrix of probabilities itself.
+    A first call shows which probabilities were kept. Its values are unit vectors, so that its
+    output is the matrix of probabilities itself.
     """
-    s, p, draw = 64, 0.25, torch.Generator().manual_seed(3)
+    s = 64
+    p = 0.25
+    draw = torch.Generator().manual_seed(3)
     q, k, v, grad = (torch.randn(2, 4, s, s, generator=draw) for _ in range(4))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return context_attention(q, k, v, MaskSpec(s, Stream(1, 5), p=p, site=("layer",)))
 
-    on_device = q.to(device), k.to(device), v.to(device)
+    on_device = (q.to(device), k.to(device), v.to(device))
     unit = torch.eye(s, device=device).expand(2, 4, s, s).contiguous()
     kept = (attend(on_device[0], on_device[1], unit) != 0).cpu()
     seen = torch.ones(s, s, dtype=torch.bool).tril()
@@ -110,29 +127,34 @@ KERNELS: dict[str, Callable[[torch.device], Found]] = {
 
 
 def _results(f: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output and the gradient of each input."""
+    """Return the output, then the gradient of each input."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def _error(got: Tensor, want: Tensor) -> float:
+    """Return the largest error, divided by the largest number of `want`."""
     return float((got.detach().double().cpu() - want).abs().max() / want.abs().max())
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool."""
+    """Check single operations on a device."""
 
     device: str = "cuda"
-    """cuda, cpu."""
+    """cuda or cpu."""
     only: str = ""
-    """The one to run; default: all."""
+    """The check to run. Default: all."""
 
 
-def main(argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS) -> None:
+def main(
+    argv: Sequence[str], checks: Mapping[str, Callable[[torch.device], Found]] = KERNELS
+) -> None:
+    """Run the checks that --only names. Print each figure; exit with 1 unless all pass."""
     flags = parse(Flags, argv)
-    found = [check(torch.device(flags.device)) for name, check in checks.items() if flags.only in ("", name)]
+    device = torch.device(flags.device)
+    found = [check(device) for name, check in checks.items() if flags.only in ("", name)]
     for one in found:
         print(one.figure)
     raise SystemExit(not all(one.passed for one in found))

@@ -1,9 +1,10 @@
-"""Does everything work on this machine's GPU? One command for its first hour; a second GPU adds the cases over NCCL.
+"""Check whether everything works on the GPUs of this machine.
 
 megapipe gpu-check --output gpu-check
 
-Each case of cases.py is a process with a time limit, so what fails costs one line. Needs no network, and of
-libraries torch and what megapipe itself imports. Exit status 0 if all pass.
+Each case of cases.py is a process with a time limit, so that a failure costs one line of the table.
+A second GPU adds the cases over NCCL. The command needs no network and no package but megapipe's
+own. Exit status 0 if all cases pass.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ from megapipe.flags.parse import parse
 
 GIB = 2**30
 Steps = dict[int, dict[str, Any]]
-"""Lines of --metrics-file, by iteration; on a GPU with the peak memory of the first rank and its prediction."""
+"""The numbers of each iteration. A GPU adds the peak memory of rank 0, in bytes."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool."""
+    """Check whether everything works on the GPUs of this machine, with small trainings."""
 
     device: Literal["cuda", "cpu"] = "cuda"
-    """cuda; cpu tries the tool itself, with tiny sizes."""
+    """cuda, or cpu to try the command itself with tiny sizes."""
     minutes: float = 20.0
-    """Time for all cases; those that do not come to their turn count as failed."""
+    """Time for all cases. A case that does not start in time counts as failed."""
     ranks: int | None = None
-    """Cases of at most so many processes. (default: as many as there are GPUs, 2 on a CPU)"""
+    """Largest number of processes of a case. (default: the number of GPUs, 2 on a CPU)"""
     nanogpt: str | None = None
-    """A checkout of nanoGPT to be compared with: git clone https://github.com/karpathy/nanoGPT"""
+    """Folder of nanoGPT to compare with, from git clone https://github.com/karpathy/nanoGPT"""
     output: str = "gpu-check"
-    """Folder for the table (report.md, report.json) and each case's output. What is there is replaced."""
+    """Folder for report.md, report.json and the output of each case. It replaces files."""
     only: tuple[str, ...] = ("*",)
-    """Patterns of case names. The cases that those are compared with run too."""
+    """Patterns of case names. The references of these cases run too."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,10 @@ class Outcome:
     """A row of the table.
 
     Attributes:
-        result: pass, FAIL, or why it could not be judged.
-        figure: what was measured.
+        result: pass, FAIL, or why there is no verdict.
+        figure: the measured numbers, in words.
+        seconds: the time that the case took.
+        steps: the iterations of a training.
     """
 
     case: str
@@ -73,28 +76,40 @@ class Outcome:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Run the cases and write the table. Exit with status 0 if all pass."""
     flags = parse(Flags, argv)
     if flags.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device cuda: torch {torch.__version__} finds no GPU. --device cpu tries the tool without")
+        raise UserError(
+            f"--device cuda: torch {torch.__version__} finds no GPU. "
+            "Add --device cpu to try the command without one."
+        )
     if flags.nanogpt is not None and not in_clone():
-        raise ConfigError("--nanogpt needs a clone of megapipe: the training that is compared with is in tools/bench.")
+        raise ConfigError(
+            "--nanogpt needs a clone of megapipe, whose tools/bench has the comparison. "
+            "Run python tools/gpu_check.py in a clone, or leave out --nanogpt."
+        )
     if flags.ranks is not None and flags.ranks < 1:
-        raise ConfigError(f"--ranks must be at least 1, got {flags.ranks}")
+        raise ConfigError(f"--ranks must be at least 1, got {flags.ranks}. Give --ranks 1.")
     problems = list(folder_problems({"--output": flags.output}))
     if not flags.minutes > 0:
         problems.append(f"--minutes {flags.minutes:g} must be above 0")
     for pattern in flags.only:
         if not any(fnmatch(case.name, pattern) for case in CASES):
-            problems.append(f"--only {pattern} is none of the cases: {', '.join(case.name for case in CASES)}")
-    cases = chosen(flags) if not problems else []
-    if not problems and not cases:
-        here = ", ".join(case.name for case in chosen(replace(flags, only=("*",)))) or "none"
-        problems.append(f"--only {' '.join(flags.only)}: none of these cases runs here. Those that do: {here}")
+            names = ", ".join(case.name for case in CASES)
+            problems.append(f"--only {pattern} is none of the cases: {names}")
     if problems:
         raise ConfigError(problems)
+    cases = chosen(flags)
+    if not cases:
+        here = ", ".join(case.name for case in chosen(replace(flags, only=("*",)))) or "none"
+        raise ConfigError(
+            f"--only {' '.join(flags.only)}: none of these cases runs on this machine. "
+            f"These do: {here}"
+        )
     folder = Path(flags.output).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "saved", ignore_errors=True)  # an older run's checkpoints
+    # Checkpoints of an earlier call would be loaded in place of this one's.
+    shutil.rmtree(folder / "saved", ignore_errors=True)
     machine = _machine(flags.device)
     print(machine, flush=True)
     outcomes = _run_all(cases, flags, folder)
@@ -107,17 +122,32 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen(flags: Flags) -> list[Case]:
-    """The cases that can run here and are asked for, each behind the one that it is compared with."""
-    ranks = flags.ranks or (torch.cuda.device_count() if flags.device == "cuda" else 2)
-    has = {None: True, "nanogpt": flags.nanogpt is not None}
-    has |= {case.needs: find_spec(case.needs) is not None for case in CASES if case.needs not in (None, "nanogpt")}
-    has["pytest"] &= in_clone()  # where the tests are
-    here = [case for case in CASES if flags.device in case.devices and case.ranks <= ranks and has[case.needs]]
-    wanted = {case.name for case in here if any(fnmatch(case.name, pattern) for pattern in flags.only)}
+    """Return the cases that --only names and that can run here, each after its reference."""
+    here = [case for case in CASES if _can_run(case, flags)]
+    wanted = set()
+    for pattern in flags.only:
+        wanted |= {case.name for case in here if fnmatch(case.name, pattern)}
+    # A reference stands before its cases in the list, and may have a reference itself.
     for case in reversed(here):
         if case.name in wanted and case.like:
             wanted.add(case.like)
     return [case for case in here if case.name in wanted]
+
+
+def _can_run(case: Case, flags: Flags) -> bool:
+    ranks = flags.ranks
+    if ranks is None:
+        ranks = torch.cuda.device_count() if flags.device == "cuda" else 2
+    if flags.device not in case.devices or case.ranks > ranks:
+        return False
+    if case.needs is None:
+        return True
+    if case.needs == "nanogpt":
+        return flags.nanogpt is not None
+    # Only a clone has the tests that pytest would run.
+    if case.needs == "pytest" and not in_clone():
+        return False
+    return find_spec(case.needs) is not None
 
 
 def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]:
@@ -126,28 +156,37 @@ def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]
     width = max((len(case.name) for case in cases), default=0)
     for case in cases:
         began = time.monotonic()
-        result, figure, steps = "no time left", f"--minutes {flags.minutes:g} were over", Steps()
+        result = "no time left"
+        figure = f"--minutes {flags.minutes:g} were over"
+        steps = Steps()
         if (left := until - began) > 0:
             result, figure, steps = _run(case, flags, folder, min(left, case.seconds), outcomes)
-        outcome = outcomes[case.name] = Outcome(case.name, result, figure, time.monotonic() - began, steps)
-        print(f"{case.name:{width}}  {result:5}  {outcome.seconds:5.1f} s  {figure}", flush=True)
+        took = time.monotonic() - began
+        outcomes[case.name] = Outcome(case.name, result, figure, took, steps)
+        print(f"{case.name:{width}}  {result:5}  {took:5.1f} s  {figure}", flush=True)
     return [*outcomes.values()]
 
 
-def _run(case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[str, Outcome]) -> tuple[str, str, Steps]:
-    """Result, figure and steps of one case in a process of its own."""
+def _run(
+    case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[str, Outcome]
+) -> tuple[str, str, Steps]:
+    """Run a case in a process of its own. Return its result, figure and steps."""
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
-    log, file = place / "output.txt", place / "steps.jsonl"
-    # Two threads of torch wait for each other in every product: beside two other programs on two cores the case of
-    # every schedule took 180 s in place of 3.
+    log = place / "output.txt"
+    file = place / "steps.jsonl"
+    # Two threads of torch wait for each other in every product. While two other programs used the
+    # two cores, the case of every schedule took 180 s instead of 3.
     threads = {"OMP_NUM_THREADS": "1"} if flags.device == "cpu" else {}
     problem = _process(_command(case, flags, folder, file), log, limit, threads)
     if case.script:
         last = log.read_text().strip().splitlines()[-1]
-        return ("FAIL", f"{last}; {problem}", {}) if problem else ("pass", last, {})
-    steps = {step["iteration"]: step for step in map(_step, file.read_text().splitlines() if file.exists() else ())}
+        if problem:
+            return "FAIL", f"{last}; {problem}", {}
+        return "pass", last, {}
+    lines = file.read_text().splitlines() if file.exists() else []
+    steps = {step["iteration"]: step for step in map(_step, lines)}
     if problem or not steps:
         return "FAIL", problem or "no steps", steps
     result, figure = judge(case, steps, before)
@@ -155,14 +194,19 @@ def _run(case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[s
 
 
 def _step(line: str) -> dict[str, Any]:
-    """The numbers of a line of the file; no mfu and no memory where they are not known."""
-    told = json.loads(line)
-    loss = told["losses"]["lm loss"]
-    step = {name: told[name] for name in ("iteration", "skipped", "tokens_per_second")}
-    step |= {"loss": math.nan if loss is None else loss, "norm": told["grad_norm"], "tflops": told["tflops_per_device"]}
-    step |= {} if told["mfu"] is None else {"mfu": told["mfu"]}
-    if "peak_gib" in told:
-        step |= {"peak": told["peak_gib"][0] * GIB, "predicted_peak": told["predicted_peak_gib"][0] * GIB}
+    """Return the numbers of a line of --metrics-file, without unknown MFU and memory."""
+    logged = json.loads(line)
+    loss = logged["losses"]["lm loss"]
+    step = {name: logged[name] for name in ("iteration", "skipped", "tokens_per_second")}
+    # JSON has no NaN; the file has null in its place.
+    step["loss"] = math.nan if loss is None else loss
+    step["norm"] = logged["grad_norm"]
+    step["tflops"] = logged["tflops_per_device"]
+    if logged["mfu"] is not None:
+        step["mfu"] = logged["mfu"]
+    if "peak_gib" in logged:
+        step["peak"] = logged["peak_gib"][0] * GIB
+        step["predicted_peak"] = logged["predicted_peak_gib"][0] * GIB
     return step
 
 
@@ -171,38 +215,64 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
         known = {"device": flags.device, "nanogpt": str(Path(flags.nanogpt or "").resolve())}
         return [sys.executable, *(part.format_map(known) for part in case.script.split())]
     run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
-    run += ["--distributed-backend", "gloo"] if flags.device == "cpu" else []
-    many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    start = [*(many if case.ranks > 1 else ()), "-m", "megapipe", "pretrain", "--metrics-file", str(file)]
-    return [sys.executable, *start, *(part.format(folder=folder) for part in run)]
+    if flags.device == "cpu":
+        run += ["--distributed-backend", "gloo"]
+    command = [sys.executable]
+    if case.ranks > 1:
+        ranks = str(case.ranks)
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command += ["-m", "megapipe", "pretrain", "--metrics-file", str(file)]
+    return [*command, *(part.format(folder=folder) for part in run)]
 
 
-def _process(command: Sequence[str], log: Path, limit: float, default: Mapping[str, str] | None = None) -> str:
-    """Run it; why it failed, or nothing. default: of its environment, where ours says nothing."""
+def _process(
+    command: Sequence[str], log: Path, limit: float, default: Mapping[str, str] | None = None
+) -> str:
+    """Run a command for at most `limit` seconds, with its output in `log`.
+
+    Args:
+        default: variables for the environment, unless they are set already.
+    Returns: why it failed; an empty text if it did not.
+    """
     clone = {"PYTHONPATH": str(ROOT)} if in_clone() else {}
+    # --deterministic-mode needs cuBLAS to have a workspace of a fixed size.
     env = dict(default or {}) | os.environ | clone | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    with log.open("w", errors="backslashreplace") as output:  # any name of a file
+    # The command may name a file whose name is no valid UTF-8.
+    with log.open("w", errors="backslashreplace") as output:
         print(*command, file=output, flush=True)
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=ROOT,
+            start_new_session=True,
         )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
         finally:
+            # The ranks are in the session of their launcher, and end with it.
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with its ranks
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if code == 0:
         return ""
-    errors = [line.strip() for line in log.read_text().splitlines() if "Error" in line or "error:" in line]
     why = f"over its time limit of {limit:.0f} s" if code is None else f"exit status {code}"
-    return f"{why}: {errors[-1][:200]} ({log})" if errors else f"{why} ({log})"
+    lines = log.read_text().splitlines()
+    errors = [line.strip() for line in lines if "Error" in line or "error:" in line]
+    if errors:
+        why += f": {errors[-1][:200]}"
+    return f"{why} ({log})"
 
 
 def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str, str]:
-    """Result and figure of a training that has ended."""
+    """Return result and figure of a training that has ended.
+
+    Args:
+        before: the outcomes of earlier cases, by name; the reference is among them.
+    """
     losses = [step["loss"] for step in steps.values()]
     if not all(map(math.isfinite, losses)):
         return "FAIL", "a loss is not finite"
@@ -213,20 +283,26 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
     if case.memory is not None:
         last = [*steps.values()][-1]
         ratio = last["peak"] / last["predicted_peak"]
-        passed = abs(ratio - 1) <= case.memory
-        return ("pass" if passed else "FAIL"), f"peak is {ratio:.2f} x the prediction, at most {case.memory:.0%} off"
+        figure = f"peak is {ratio:.2f} x the prediction, at most {case.memory:.0%} off"
+        return _result(abs(ratio - 1) <= case.memory), figure
     if case.like is None:
-        return ("pass" if losses[-1] < losses[0] else "FAIL"), f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        figure = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
+        return _result(losses[-1] < losses[0]), figure
     like = before[case.like].steps
     both = sorted(steps.keys() & like.keys())
     if not both:
         return "no reference", f"'{case.like}' has no steps"
-    apart = max(abs(steps[n]["loss"] - like[n]["loss"]) / abs(like[n]["loss"]) for n in both)
+    error = max(abs(steps[n]["loss"] - like[n]["loss"]) / abs(like[n]["loss"]) for n in both)
     if case.within:
-        passed = apart <= case.within
-        return ("pass" if passed else "FAIL"), f"{apart:.1e} from '{case.like}', at most {case.within:.0e}"
-    same = all(steps[n][key] == like[n][key] for n in both for key in ("loss", "norm"))
-    return ("pass", f"bits of '{case.like}'") if same else ("FAIL", f"not the bits of '{case.like}': {apart:.1e}")
+        figure = f"{error:.1e} from '{case.like}', at most {case.within:.0e}"
+        return _result(error <= case.within), figure
+    if all(steps[n][key] == like[n][key] for n in both for key in ("loss", "norm")):
+        return "pass", f"bitwise equal to '{case.like}'"
+    return "FAIL", f"not bitwise equal to '{case.like}': {error:.1e}"
+
+
+def _result(passed: bool) -> str:
+    return "pass" if passed else "FAIL"
 
 
 def _median(steps: Steps, name: str) -> float | None:
@@ -235,9 +311,14 @@ def _median(steps: Steps, name: str) -> float | None:
 
 
 def speed(steps: Steps) -> str:
-    """Tokens per second of the median step, and memory where it is known."""
-    text = f"{_median(steps, 'tokens_per_second'):,.0f} tokens/s, {_median(steps, 'tflops'):.3g} TFLOP/s"
-    text += "" if (mfu := _median(steps, "mfu")) is None else f", MFU {mfu:.1%}"
+    """Return the medians of tokens per second, TFLOP/s and MFU, and the memory, in words.
+
+    MFU and memory are left out if they are unknown.
+    """
+    text = f"{_median(steps, 'tokens_per_second'):,.0f} tokens/s"
+    text += f", {_median(steps, 'tflops'):.3g} TFLOP/s"
+    if (mfu := _median(steps, "mfu")) is not None:
+        text += f", MFU {mfu:.1%}"
     last = [*steps.values()][-1]
     if "peak" in last:
         text += f"; peak {last['peak'] / GIB:.2f} GiB, predicted {last['predicted_peak'] / GIB:.2f}"
@@ -245,14 +326,18 @@ def speed(steps: Steps) -> str:
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table."""
-    rows = [f"| {o.case} | {o.result} | {o.figure.replace('|', '/')} | {o.seconds:.1f} |" for o in outcomes]
-    return "\n".join(["| case | result | figure | seconds |", "|---|---|---|---:|", *rows])
+    """Return the table of all cases."""
+    lines = ["| case | result | figure | seconds |", "|---|---|---|---:|"]
+    for one in outcomes:
+        figure = one.figure.replace("|", "/")
+        lines.append(f"| {one.case} | {one.result} | {figure} | {one.seconds:.1f} |")
+    return "\n".join(lines)
 
 
 def _machine(device: str) -> str:
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if device == "cuda":
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        parts += [f"CUDA {torch.version.cuda}", f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}"]
+        parts.append(f"CUDA {torch.version.cuda}")
+        parts.append(f"{len(names)} GPU(s): {', '.join(sorted(set(names)))}")
     return ", ".join([*parts, platform.machine()])

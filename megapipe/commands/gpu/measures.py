@@ -1,9 +1,9 @@
-"""Measures of megapipe gpu-check on one device beside its trainings, each in a process of its own.
+"""Measure times and compare numbers on one device for megapipe gpu-check.
 
 PYTHONPATH=. python megapipe/commands/gpu/measures.py --device cuda --only split
 
-A line for each, of what was found; exit status 1 if one falls short of its bar. Bars hold on a GPU; a CPU only shows
-that the tool works, at tiny sizes, except for numbers that must be equal.
+Each measure prints a line. Exit status 1 if one misses its limit. Limits of time hold for a GPU; a
+CPU runs tiny sizes, and only the numbers that must be equal are judged there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megapipe.training.steps.step import StepResult, train_step
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model and its microbatch: the layers of a 1.3B GPT on a GPU."""
+    """The sizes of a model and its sequences."""
 
     hidden: int
     heads: int
@@ -57,31 +57,40 @@ class Size:
     vocab: int
 
 
-GPU, TINY = Size(2048, 16, 2048, 50304), Size(64, 4, 32, 128)
+# The layers of a GPT with 1.3B parameters.
+GPU = Size(2048, 16, 2048, 50304)
+TINY = Size(64, 4, 32, 128)
 
 
 def ceilings(device: torch.device) -> Found:
-    """Rates that the device reaches in a layer's products of 4,096 tokens (bf16) and in copying: no step is faster."""
-    h, rows = (2048, 4096) if device.type == "cuda" else (64, 128)
+    """Measure the rates of a layer's three bf16 products and of copying, which no step exceeds."""
+    is_gpu = device.type == "cuda"
+    h = 2048 if is_gpu else 64
+    rows = 4096 if is_gpu else 128
     rates = []
     for k, n in ((h, 3 * h), (h, 4 * h), (4 * h, h)):
-        x, w = torch.randn(rows, k, device=device).bfloat16(), torch.randn(k, n, device=device).bfloat16()
+        x = torch.randn(rows, k, device=device).bfloat16()
+        w = torch.randn(k, n, device=device).bfloat16()
         rates.append(2 * rows * k * n / seconds(partial(torch.mm, x, w), device) / 1e12)
     source = torch.zeros(rows * h * 16, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e9
     products = ", ".join(f"{rate:.3g}" for rate in rates)
-    return Found(f"products of qkv, fc1, fc2 {products} TFLOP/s; copy {copied:.3g} GB/s read and written")
+    rates_of = f"products of qkv, fc1, fc2 {products} TFLOP/s"
+    return Found(f"{rates_of}; copy {copied:.3g} GB/s read and written")
 
 
 def split(device: torch.device) -> Found:
-    """Input and weight gradients apart (B, then W) against both at once, two layers in bf16: at most 3% more."""
+    """Compare B and W as two passes with both in one, for two layers in bf16: at most 3% slower."""
     size = GPU if device.type == "cuda" else TINY
-    module = _stage(_model(size, layers=2), LayerSpan(0, 2, embedding=False, loss=False), device).bfloat16()
+    span = LayerSpan(0, 2, embedding=False, loss=False)
+    module = _stage(_model(size, layers=2), span, device).bfloat16()
     layers: Any = module
     for parameter in module.parameters():
-        setattr(parameter, "main_grad", torch.zeros_like(parameter, dtype=torch.float32))  # noqa: B010
-    owner, stream = WeightGrads(), Stream(1, 0)
+        main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        setattr(parameter, "main_grad", main_grad)  # noqa: B010
+    owner = WeightGrads()
+    stream = Stream(1, 0)
     x, grad = (torch.randn(size.seq, 2, size.hidden, device=device).bfloat16() for _ in range(2))
 
     def forward() -> Tensor:
@@ -93,59 +102,76 @@ def split(device: torch.device) -> Found:
     def fused() -> None:
         torch.autograd.backward(forward(), grad)
 
-    def apart() -> None:
+    def separate() -> None:
         out = forward()
         with owner.deferring(0):
             torch.autograd.backward(out, grad)
         owner.run(0)
 
+    # A backward cannot run without its forward, whose time is subtracted.
     first = seconds(forward, device)
-    both, one_by_one = (seconds(f, device) - first for f in (fused, apart))
+    both = seconds(fused, device) - first
+    one_by_one = seconds(separate, device) - first
     ratio = one_by_one / both
-    figure = f"F {first * 1e3:.3g} ms, B + W {one_by_one * 1e3:.3g} ms = {ratio:.3f} x both at once, at most 1.03"
+    figure = f"F {first * 1e3:.3g} ms, B + W {one_by_one * 1e3:.3g} ms"
+    figure += f" = {ratio:.3f} x both at once, at most 1.03"
     return Found(figure, ratio <= 1.03 or device.type == "cpu")
 
 
 def schedules(device: torch.device) -> Found:
-    """Two steps under every schedule that runs on one rank, in bf16: losses and norms are 1F1B's to the bit."""
+    """Train two steps in bf16 under each schedule of one rank: all bitwise equal to 1F1B."""
     be_deterministic()
-    size = Size(256, 4, 256, 1024) if device.type == "cuda" else TINY
+    is_gpu = device.type == "cuda"
+    size = Size(256, 4, 256, 1024) if is_gpu else TINY
+    layers = 8 if is_gpu else 4
     names = [name for name in SCHEDULES if _runs_alone(name)]
     names.sort(key=lambda name: name != PLAIN)
     found = {}
     for name in names:
-        step = training(name, size, 8 if device.type == "cuda" else 4, device)
-        found[name] = [(r.losses["lm loss"], r.grad_norm) for r in (step(), step())]
+        step = training(name, size, layers, device)
+        found[name] = [_numbers(step()) for _ in range(2)]
     other = [name for name in names if found[name] != found[PLAIN]]
-    figure = f"{len(names)} schedules, {f'not the bits of 1f1b: {other}' if other else 'the bits of 1f1b'}"
-    return Found(figure, not other)
+    verdict = f"not bitwise equal to 1f1b: {other}" if other else "bitwise equal to 1f1b"
+    return Found(f"{len(names)} schedules, {verdict}", not other)
+
+
+def _numbers(result: StepResult) -> tuple[float, float]:
+    return result.losses["lm loss"], result.grad_norm
 
 
 def graphs(device: torch.device) -> Found:
-    """Steps of eight small layers by CUDA graphs from the second on: the bits of launched ones, in less time."""
+    """Train eight small layers without and with CUDA graphs: bitwise equal, and both times.
+
+    The graphs are captured after the first step.
+    """
     if device.type == "cpu":
         return Found("CUDA graphs need a GPU")
     be_deterministic()
-    size, said = Size(512, 8, 256, 1024), list[str]()
-    ways = [
-        training("zb-h1", size, 8, device, by) for by in (None, Graphs(partial(graph_pool, device), 1, said.append))
-    ]
-    bits = [[(r.losses["lm loss"], r.grad_norm) for r in (step() for _ in range(4))] for step in ways]
-    launched, replayed = (seconds(step, device) * 1e3 for step in ways)
-    figure = (
-        f"{'the same' if bits[0] == bits[1] else 'OTHER'} bits; a step {launched:.3g} ms launched, {replayed:.3g} by "
-    )
-    return Found(f"{figure}graphs; {'; '.join(said)}", bits[0] == bits[1] and "WARNING" not in str(said))
+    size = Size(512, 8, 256, 1024)
+    said: list[str] = []
+    by_graphs = Graphs(partial(graph_pool, device), 1, said.append)
+    launches = training("zb-h1", size, 8, device)
+    replays = training("zb-h1", size, 8, device, by_graphs)
+    expected = [_numbers(launches()) for _ in range(4)]
+    equal = [_numbers(replays()) for _ in range(4)] == expected
+    launched = seconds(launches, device) * 1e3
+    replayed = seconds(replays, device) * 1e3
+    figure = "bitwise equal" if equal else "NOT bitwise equal"
+    figure += f"; a step {launched:.3g} ms launched, {replayed:.3g} by graphs; {'; '.join(said)}"
+    return Found(figure, equal and "WARNING" not in str(said))
 
 
 def host(device: torch.device) -> Found:
-    """The time that the device waits for its host in a step, in torch's trace of it: at most 2% on a GPU.
+    """Measure how long the device waits for its host in a step: at most 2% on a GPU.
 
-    The second of four ranks of one layer each, which has the least work per call, alone: messages are there at once.
+    The second of four ranks runs alone, and gets its messages at once. It has one layer and neither
+    embedding nor loss, which is the least work per call. The time comes from torch's trace.
     """
-    sizes = SIZES[device.type] if device.type == "cpu" else LARGE_LAYER
-    backend = "gloo" if device.type == "cpu" else "auto"
-    flags = f"{SHAPE} {sizes} --num-layers 4 --pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 --bf16 "
+    is_cpu = device.type == "cpu"
+    sizes = SIZES["cpu"] if is_cpu else LARGE_LAYER
+    backend = "gloo" if is_cpu else "auto"
+    flags = f"{SHAPE} {sizes} --num-layers 4 --pipeline-model-parallel-size 4 "
+    flags += "--pipeline-schedule zb-h1 --bf16 "
     flags += f"--global-batch-size 16 --distributed-backend {backend}"
     config, plan = prepared(flags.split(), 4)
     training = rank_alone(config, plan, 1, answers_of(config, plan, range(4)))
@@ -161,17 +187,25 @@ def host(device: torch.device) -> Found:
         events = json.loads(file.read_text())["traceEvents"]
     kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _OF_DEVICE)
     if not kernels:
-        return Found(f"{len(events)} events, no kernels", device.type == "cpu")
+        return Found(f"{len(events)} events, no kernels", is_cpu)
     idle = idle_share(kernels)
-    return Found(f"{len(kernels)} kernels, the device waits {idle:.1%} of the step, at most 2%", idle <= 0.02)
+    figure = f"{len(kernels)} kernels, the device waits {idle:.1%} of the step, at most 2%"
+    return Found(figure, idle <= 0.02)
 
 
+# The categories of a trace's events that run on the device.
 _OF_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def idle_share(spans: Sequence[tuple[float, float]]) -> float:
-    """The share of the time from the first start to the last end in which nothing runs; spans by their start."""
-    busy, until = 0.0, spans[0][0]
+    """Return the part of the time from the first start to the last end in which nothing runs.
+
+    Args:
+        spans: start and end of each event, sorted by start.
+    """
+    busy = 0.0
+    until = spans[0][0]
+    # Kernels of several streams overlap; their common time counts once.
     for begin, end in spans:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
@@ -184,7 +218,8 @@ MEASURES: dict[str, Callable[[torch.device], Found]] = {
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median of five, each of ten calls in a row, so that a GPU's queue is full."""
+    """Return the seconds of a call: the median of five measurements of ten calls each."""
+    # The first call compiles and allocates. Ten in a row keep the queue of a GPU full.
     run()
     times = []
     for _ in range(5):
@@ -197,10 +232,12 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """Fills the list with the seconds that the block took: on a GPU by its own clock."""
+    """Append the seconds that the block takes to the list; a GPU measures with its own clock."""
     taken: list[float] = []
     if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        event = partial(torch.cuda.Event, enable_timing=True)
+        begin = event()
+        end = event()
         begin.record()
         yield taken
         end.record()
@@ -215,17 +252,30 @@ def _timed(device: torch.device) -> Iterator[list[float]]:
 def training(
     schedule: str, size: Size, layers: int, device: torch.device, by: Graphs | None = None
 ) -> Callable[[], StepResult]:
-    """Steps of a whole model in bf16 on one rank under a schedule, on data of its own: four microbatches of two."""
-    model, microbatches = _model(size, layers), 4
+    """Build a model in bf16 on one rank. Return a function that trains it for one step.
+
+    A step has four microbatches of two random sequences.
+    Args:
+        by: replays the passes as CUDA graphs; None launches each kernel.
+    """
+    model = _model(size, layers)
+    microbatches = 4
     config = Config(
         model=model,
-        batch=BatchConfig(micro_batch_size=2, global_batch_size=2 * microbatches, seq_length=size.seq, train_iters=1),
+        batch=BatchConfig(
+            micro_batch_size=2,
+            global_batch_size=2 * microbatches,
+            seq_length=size.seq,
+            train_iters=1,
+        ),
         optimizer=OptimizerConfig(lr=1e-4),
         precision=PrecisionConfig(bf16=True),
     )
-    mesh, table = ProcessMesh.create(config.parallel, device), build(schedule, 1, microbatches)
+    mesh = ProcessMesh.create(config.parallel, device)
+    table = build(schedule, 1, microbatches)
     spans = partition(layers, table.placement)
-    modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in table.placement.stages_on(0)]
+    stages = table.placement.stages_on(0)
+    modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in stages]
     pipeline = Stages(config, table, modules, forward_step, mesh, 0)
     optimizer = Optimizer(modules, config.optimizer, mesh)
     if by is not None:
