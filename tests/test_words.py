@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = [
     "megapipe/commands/chaos",
     "megapipe/commands/gpu",
+    "megapipe/commands/plan",
     "megapipe/commands/start",
     "megapipe/config",
     "megapipe/config/model",

@@ -160,7 +160,7 @@ def test_a_rehearsal_ends_after_a_process_that_computed_with_several_threads():
 @pytest.mark.parametrize(
     "before, behind, sentence",
     [
-        (2, "--world-size 4", "--world-size 2 stands before --, and --world-size 4 behind it"),
+        (2, "--world-size 4", "--world-size 2 stands before --, and --world-size 4 after it"),
         (0, "", "--world-size 0 must be at least 1"),
     ],
 )

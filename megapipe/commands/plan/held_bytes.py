@@ -1,4 +1,4 @@
-"""The bytes of a rank's memory at the most of a step: counted, and on a GPU as the allocator has it."""
+"""Count the bytes that a rank holds at the peak of a step, by their purpose."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from megapipe.training.pretrain import Training
 
 
 def parts_of(training: Training) -> dict[str, float]:
-    """Bytes at the peak of one more step: counted, and on a GPU as allocated."""
-    run, device, optimizer = training.run, training.run.mesh.device, training.run.optimizer
+    """Run steps and return the bytes of their peak, by purpose.
+
+    On a GPU the part `other` is the rest of the allocator's peak.
+    """
+    run = training.run
+    device = run.mesh.device
+    optimizer = run.optimizer
+    # Counting holds on to tensors in its own way, so the allocator's peak is taken from a step
+    # without it.
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         training.driver.whole()
     allocated = memory_bytes(device).get("mem-max-allocated-bytes", 0)
-    # Of this step, not of the start, where all is whole.
-    shares, optimizer.live.peak = optimizer.reduction().sharded, optimizer.live.bytes
+    # All weights are gathered when a run starts. The peak of the step must not include that.
+    optimizer.live.peak = optimizer.live.bytes
     held = held_in_step(training, (run.config.model.padded_vocab_size or 0) // run.mesh.tp.size)
-    # Of shares, and what was whole at the most, which `live` does not tell apart: weights are what runs read.
-    gradients = sum(x.nbytes for b in shares for x in b.parts)
-    gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in shares)
-    weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(b.shard for b in optimizer.buffers)
-    # A table that moves activations has hooks of its own inside of these, and counts what is here, the head's with it.
+    sharded = optimizer.reduction().sharded
+    gradients = sum(x.nbytes for b in sharded for x in b.parts)
+    gradients += sum(b.grads.nbytes for b in optimizer.buffers if b not in sharded)
+    # `live` has gathered weights and whole gradients together. All of it counts as weights.
+    weights = _storages(x for m in run.modules for x in m.parameters()) | _storages(
+        b.shard for b in optimizer.buffers
+    )
+    # A table that offloads or recomputes activations has inner hooks. They see the tensors first
+    # and count the head's too.
     host = run.stages.engine.kept["offload"]
     moving = host.held.peak if host.sizes else 0
     parts = {
@@ -36,32 +47,50 @@ def parts_of(training: Training) -> dict[str, float]:
         "activations": float(max(held.peak - held.of_head, moving)),
         "head": float(held.of_head),
     }
-    return parts | ({"other": max(0.0, allocated - sum(parts.values()))} if allocated else {})
+    if allocated:
+        parts["other"] = max(0.0, allocated - sum(parts.values()))
+    return parts
 
 
 def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
-    """Each storage once."""
+    """Return identity and bytes of each storage once, as tensors may share one."""
     return {(x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in tensors}
 
 
 def held_in_step(training: Training, wide: int = 0) -> Held:
-    """Return the bytes that graphs hold in one more step. wide: the last dimension of logits."""
+    """Run a step and return the bytes that its autograd graphs held.
+
+    Args:
+        wide: the last dimension of logits on this rank; 0 not to count them separately.
+    """
     held = Held(training.run.modules, wide)
-    with torch.autograd.graph.saved_tensors_hooks(held.pack, lambda x: x.tensor if isinstance(x, Kept) else x):
+    with torch.autograd.graph.saved_tensors_hooks(held.pack, held.unpack):
         training.driver.whole()
     return held
 
 
 class Held:
-    """Bytes that the graphs of this thread hold, as saved_tensors_hooks see them: at most, and of the logits then."""
+    """The bytes that autograd graphs hold, as saved_tensors_hooks see them.
+
+    Attributes:
+        bytes: held now, without parameters, each storage once.
+        peak: the largest value of `bytes`.
+        of_head: the bytes of the logits at the peak.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], wide: int) -> None:
-        self.parameters = {p.untyped_storage()._cdata for module in modules for p in module.parameters()}
-        self.wide, self.logits = wide, dict[int, int]()
+        self.parameters = set()
+        for module in modules:
+            self.parameters |= {p.untyped_storage()._cdata for p in module.parameters()}
+        self.wide = wide
+        self.logits: dict[int, int] = {}
         self.uses: Counter[int] = Counter()
-        self.bytes = self.peak = self.of_head = 0
+        self.bytes = 0
+        self.peak = 0
+        self.of_head = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
+        """Count a tensor that a graph saves. Parameters are not counted: they live anyway."""
         storage = tensor.untyped_storage()
         if storage._cdata in self.parameters:
             return tensor
@@ -70,8 +99,12 @@ class Held:
             self.logits[kept.key] = kept.size
         return kept
 
+    def unpack(self, saved: Tensor | Kept) -> Tensor:
+        """Return the tensor that `pack` was given."""
+        return saved.tensor if isinstance(saved, Kept) else saved
+
     def add(self, key: int, size: int, uses: int) -> None:
-        """Count one use more or less."""
+        """Count one use more or less of a storage: `uses` is 1 or -1, `size` its bytes."""
         before = self.uses[key] > 0
         self.uses[key] += uses
         self.bytes += size * ((self.uses[key] > 0) - before)
@@ -83,10 +116,13 @@ class Held:
 
 
 class Kept:
-    """A saved tensor, counted as long as the graph has it."""
+    """A saved tensor, which is counted until its graph frees it."""
 
     def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
-        self.held, self.tensor, self.key, self.size = held, tensor, key, tensor.untyped_storage().nbytes()
+        self.held = held
+        self.tensor = tensor
+        self.key = key
+        self.size = tensor.untyped_storage().nbytes()
         held.add(key, self.size, 1)
 
     def __del__(self) -> None:

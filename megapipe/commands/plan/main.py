@@ -1,8 +1,8 @@
-"""The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
+"""Print the plan of a run without starting it: stages, layers, parameters, time and memory.
 
-Takes the flags of megapipe pretrain. With --search it looks for the best layout, micro batch, recomputation and
-schedule on --world-size devices (megapipe/commands/plan/search/); flags that name these are not looked at, but for
---pipeline-slices.
+The command takes the flags of megapipe pretrain. With --search it looks for the best layout, micro
+batch, recomputation and schedule on --world-size devices (megapipe/commands/plan/search/). It then
+ignores the flags that name these, except --pipeline-slices.
 """
 
 from __future__ import annotations
@@ -40,48 +40,54 @@ _RENAMED = "is called --world-size, as in megapipe check and megapipe rehearse"
 FORMER = {
     "--gpus": _RENAMED,
     "--processes": _RENAMED,
-    "--emulate-ms": "is gone: in a clone tools/bench/schedules.py emulates the file of --save-schedule",
-    "--measure": "is gone: megapipe rehearse times the stages of a run, and its --save-costs writes them for --costs",
+    "--emulate-ms": "is gone: in a clone tools/bench/schedules.py emulates the file of "
+    "--save-schedule",
+    "--measure": "is gone: megapipe rehearse times the stages of a run, and its --save-costs "
+    "writes a file for --costs",
 }
 """Flags of earlier versions, and what to write now."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The plan of a run without starting it: stages, ranks, layers, parameters, predicted time and memory.
+    """Print the plan of a run without starting it: stages, layers, parameters, time and memory.
 
-    All other flags are those of megapipe pretrain; --world-size is how many processes the run has, by default tensor x
-    context x pipeline ranks.
+    All other flags are flags of megapipe pretrain. --world-size is the number of processes of the
+    run, by default tensor x context x pipeline ranks.
     """
 
     parts: bool = False
-    """Also what the kinds of parts cost of a microbatch: attention, MLP, experts, both ends."""
+    """Also print the cost of each kind of part: attention, MLP, experts, embedding and head."""
     costs: str | None = None
-    """A .json of what passes and messages take, as --pipeline-costs of a run."""
+    """A .json with times of passes and messages, as --pipeline-costs of a run."""
     save_costs: str | None = None
-    """Write such a file of this plan's stages."""
+    """Write the costs of this plan's stages to this .json, for --pipeline-costs of a run."""
     save_schedule: str | None = None
-    """Write the table, with what is copied and computed again, to this .json, for --pipeline-schedule of a run."""
+    """Write the table to this .json, for --pipeline-schedule of a run. It has copies and
+    recomputations too."""
     search: bool = False
-    """The ten best plans on --world-size devices of --memory-gib."""
+    """Search for the ten best plans on --world-size devices of --memory-gib."""
     memory_gib: float = 80.0
-    """Memory of a device, of --search."""
+    """Memory of a device, for --search."""
     device: str | None = None
-    """A .json of a device and its links, of --search: flops, node, inside, outside, latency, overhead
-    (megapipe/commands/plan/links.py)."""
+    """A .json with the speeds of a device and its links, for --search: flops, node, inside,
+    outside, latency, overhead (megapipe/commands/plan/links.py)."""
     json: str | None = None
-    """Write the numbers to this file too; - prints them alone."""
+    """Also write the numbers to this file; - prints them instead of the text."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the plan."""
+    """Print the plan, and write the files that the flags name."""
     given = {token.partition("=")[0] for token in argv}
     if problems := [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]:
         raise ConfigError(problems)
     flags, config = parse_among(Flags, argv)
-    if problems := list(
-        file_problems({"--save-costs": flags.save_costs, "--save-schedule": flags.save_schedule, "--json": flags.json})
-    ):
+    files = {
+        "--save-costs": flags.save_costs,
+        "--save-schedule": flags.save_schedule,
+        "--json": flags.json,
+    }
+    if problems := list(file_problems(files)):
         raise ConfigError(problems)
     if flags.search:
         tell(*_search(config, flags), flags.json)
@@ -102,25 +108,32 @@ def main(argv: Sequence[str]) -> None:
         save_costs(plan.costs, flags.save_costs)
     if flags.save_schedule:
         write_complete(flags.save_schedule, to_json(plan.schedule))
-        say(f"the table: {flags.save_schedule}, for --pipeline-schedule of a run and megapipe schedules show")
+        readers = "--pipeline-schedule of a run and megapipe schedules show"
+        say(f"the table: {flags.save_schedule}, for {readers}")
 
 
 def _wrong(flags: Flags) -> Iterator[str]:
-    """Numbers that mean nothing, and what acts on nothing."""
+    """Yield a text for each number out of range and each flag without effect."""
     if not 0 < flags.memory_gib < math.inf:
         yield f"--memory-gib must be a number above 0, got {flags.memory_gib:g}."
-    for name in ("parts", "costs", "save_costs", "save_schedule") if flags.search else ():
-        if getattr(flags, name):
-            yield f"--{name.replace('_', '-')} is of one plan, and --search compares many. Leave one of the two out."
-    if flags.memory_gib != Flags.memory_gib and not flags.search:
+    if flags.search:
+        for name in ("parts", "costs", "save_costs", "save_schedule"):
+            if getattr(flags, name):
+                yield (
+                    f"--{name.replace('_', '-')} is of one plan, and --search compares many. "
+                    "Leave one of the two out."
+                )
+        return
+    if flags.memory_gib != Flags.memory_gib:
         yield f"--memory-gib {flags.memory_gib:g} is of --search. Add that, or leave it out."
-    if flags.device and not flags.search:
+    if flags.device:
         yield f"--device {flags.device} is of --search. Add that, or leave it out."
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
-    """Return the numbers of the table and of the step."""
-    place, timeline = plan.schedule.placement, plan.timeline
+    """Return the plan as JSON: its stages, the peak of each rank, and the step."""
+    place = plan.schedule.placement
+    timeline = plan.timeline
     stages = [
         {
             "rank": rank,
@@ -133,31 +146,45 @@ def numbers(plan: Plan) -> dict[str, Any]:
         }
         for rank, span, work in zip(place.rank_of, plan.spans, plan.works, strict=True)
     ]
-    step = {"time": timeline.makespan, "bubble": timeline.bubble / timeline.makespan if timeline.makespan else 0.0}
-    layout = layout_of_plan(plan)
-    told = {"schedule": plan.schedule.name, "layout": layout, "unit": "FLOP", "step": step}
-    return told | {"peak_bytes": list(plan.peak_bytes), "stages": stages}
+    # An empty table takes no time and has no bubble.
+    bubble = timeline.bubble / timeline.makespan if timeline.makespan else 0.0
+    return {
+        "schedule": plan.schedule.name,
+        "layout": layout_of_plan(plan),
+        "unit": "FLOP",
+        "step": {"time": timeline.makespan, "bubble": bubble},
+        "peak_bytes": list(plan.peak_bytes),
+        "stages": stages,
+    }
 
 
 def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
+    """Return the report of the search, and its best plans as JSON."""
     device = load_device(flags.device) if flags.device else Device()
     slices = config.parallel.pipeline_slices
     asked = [] if slices is None else ask(lambda: number_of(config))
+    # The search chooses the layout, so the user's is put aside before the checks.
     config = replace(config.with_fields(micro_batch_size=1), parallel=ParallelConfig())
     problems = [*flag_problems(config), *asked]
     if config.batch.global_batch_size is None:
-        problems.append("--search needs --global-batch-size, which every plan must keep. Give it.")
-    if (devices := config.check.world_size) is None:
-        problems.append("--search needs --world-size, the number of devices. Give it.")
-    if (problems := [*problems, *_wrong(flags)]) or devices is None:
+        problems.append(
+            "--search needs --global-batch-size, which every plan keeps. "
+            "Add --global-batch-size 512."
+        )
+    devices = config.check.world_size
+    if devices is None:
+        problems.append("--search needs --world-size, the number of devices. Add --world-size 64.")
+    problems += _wrong(flags)
+    if problems or devices is None:
         raise ConfigError(problems)
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
+    config = replace(config, model=inline(config.model))
     memory = flags.memory_gib * GIB
-    found = search(replace(config, model=inline(config.model)), devices, memory, device, size, Progress())
+    found = search(config, devices, memory, device, size, Progress())
     if slices is not None:
         try_slices(found, slices, memory, device)
-    told = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s and {device.links}"
+    first = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s"
     best = [
         {
             "step_s": x.step,
@@ -168,23 +195,26 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
         }
         for x in best_of(found)
     ]
-    return "\n".join([told, *said, report(found, memory)]), best
+    return "\n".join([f"{first} and {device.links}", *said, report(found, memory)]), best
 
 
 def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
-    """The plan, and the configuration with its vocabulary and ranks."""
+    """Return the plan, and the configuration with its vocabulary and number of processes."""
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
     if flags.costs is not None:
         config = config.with_fields(pipeline_costs=flags.costs)
-    given = config.check.world_size
-    config = replace(config, world_size=given if given and given > 0 else max(1, config.parallel.least_ranks))
+    world_size = config.check.world_size
+    if world_size is None or world_size <= 0:
+        world_size = max(1, config.parallel.least_ranks)
+    config = replace(config, world_size=world_size)
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     return config, make_plan(config)
 
 
 def save_costs(costs: Costs, path: str) -> None:
-    """Write the costs of a plan's stages, and say what reads them."""
+    """Write the costs of a plan's stages, and print which flags read the file."""
     write_complete(path, dump_costs(costs))
-    say(f"costs of the stages: {path}, for --pipeline-costs of a run and --costs of megapipe schedules")
+    readers = "--pipeline-costs of a run and --costs of megapipe schedules"
+    say(f"costs of the stages: {path}, for {readers}")

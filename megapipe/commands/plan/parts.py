@@ -1,6 +1,7 @@
-"""A model by its kinds of parts, each counted as a layer that has nothing else.
+"""Count the parameters, work and memory of each kind of part of a model.
 
-`--parts` prints it below the plan: what attention, an MLP, experts, the shared expert and both ends cost of a step.
+Each part is counted as a layer that has nothing else. `--parts` prints the table below the plan:
+attention, MLP, experts, shared expert, embedding and head.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ from megapipe.config.layers import layer_config
 from megapipe.plan import Work, pieces_of
 from megapipe.plan.context import MIB, expert_bytes
 
-_HEADER = ("part", "layers", "parameters", "of a token", "forward GFLOP", "of the work", "held MiB", "sent MiB")
+_HEADER = (
+    "part",
+    "layers",
+    "parameters",
+    "of a token",
+    "forward GFLOP",
+    "of the work",
+    "held MiB",
+    "sent MiB",
+)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of part. Attributes:
-    layers: how many have it; both ends are no layers.
-    work: of all of them, for a microbatch on a rank that had them all.
-    sent: bytes of a microbatch, from a rank to the others that share experts.
+    """A kind of part.
+
+    Attributes:
+        layers: the number of layers that have it; 0 for embedding, head and depths of prediction.
+        work: the work of all these layers for a microbatch, on one rank.
+        sent: bytes of a microbatch that a rank sends to the other ranks of its experts.
     """
 
     name: str
@@ -34,9 +46,11 @@ class Part:
 
 
 class Layer(NamedTuple):
-    """A part of a layer by itself. Attributes:
-    model: its only layer has the part.
-    without: that has all of it but the part, where it has more.
+    """A part of a layer by itself.
+
+    Attributes:
+        model: a model of one layer that has the part.
+        without: a model of one layer with all of that but the part; None if the layer has no more.
     """
 
     name: str
@@ -45,10 +59,13 @@ class Layer(NamedTuple):
 
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
-    """The parts of a layer."""
-    bare = replace(model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None)
+    """Yield the parts of a layer, given the configuration of that layer."""
+    bare = replace(
+        model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None
+    )
     if not model.no_attention:
-        yield Layer("latent attention" if model.multi_latent_attention else "attention", replace(bare, no_mlp=True))
+        name = "latent attention" if model.multi_latent_attention else "attention"
+        yield Layer(name, replace(bare, no_mlp=True))
     if model.no_mlp:
         return
     mlp = replace(bare, no_attention=True)
@@ -63,55 +80,65 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
 
 def parts(config: Config) -> list[Part]:
     """Return the parts of a model in the order of their first layers."""
-    model, par = config.model, config.parallel
+    model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
-    forward, backward, _ = expert_bytes(model, par, tokens, element_bytes=config.precision.element_bytes)
+    element = config.precision.element_bytes
+    forward, backward, _ = expert_bytes(model, config.parallel, tokens, element_bytes=element)
     sent = forward + backward
 
+    # Most layers are equal, and each count builds a model.
     @cache
     def work(part: Layer) -> Work:
         whole = pieces_of(config, part.model).layers[0]
         if part.without is None:
             return whole
-        return Work(*map(sub, vars(whole).values(), vars(pieces_of(config, part.without).layers[0]).values()))
+        rest = pieces_of(config, part.without).layers[0]
+        return Work(*map(sub, vars(whole).values(), vars(rest).values()))
 
     found: dict[str, list[Work]] = {}
     for layer in range(model.layers):
         for part in alone(layer_config(model, layer)):
             found.setdefault(part.name, []).append(work(part))
-    middle = [
-        Part(name, len(works), sum(works, Work()), sent * len(works) * (name == "router and experts"))
-        for name, works in found.items()
-    ]
+    middle = []
+    for name, works in found.items():
+        bytes_of_layer = sent if name == "router and experts" else 0.0
+        middle.append(Part(name, len(works), sum(works, Work()), bytes_of_layer * len(works)))
     whole = pieces_of(config, model)
+    sent_of_depth = sent if layer_config(model, model.layers).has_experts else 0.0
     depths = [
-        Part(f"predicts {depth + 1} further", 0, work, sent * layer_config(model, model.layers).has_experts)
+        Part(f"predicts {depth + 1} further", 0, work, sent_of_depth)
         for depth, work in enumerate(whole.depths)
     ]
-    return [Part("embedding", 0, whole.embedding), *middle, Part("head and loss", 0, whole.head), *depths]
+    return [
+        Part("embedding", 0, whole.embedding),
+        *middle,
+        Part("head and loss", 0, whole.head),
+        *depths,
+    ]
 
 
 def parts_table(found: list[Part]) -> str:
-    """Return a line for each part, and for all of them."""
-    whole = Part("all", 0, sum((part.work for part in found), Work()), sum(part.sent for part in found))
-    rows = [
-        (
-            part.name,
-            str(part.layers or "-"),
-            f"{part.work.parameters:,}",
-            f"{part.work.parameters - part.work.unused:,}",
-            f"{part.work.f * 1e-9:,.4g}",
-            f"{part.work.time / (whole.work.time or 1):.1%}",
-            f"{part.work.held / MIB:,.4g}",
-            f"{part.sent / MIB:,.4g}",
-        )
-        for part in [*found, whole]
-    ]
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if n else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (_HEADER, *rows)
+    """Return the table: a line for each part, and one for all of them."""
+    work = sum((part.work for part in found), Work())
+    whole = Part("all", 0, work, sum(part.sent for part in found))
+    rows = [_HEADER, *(_cells(part, whole) for part in [*found, whole])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        name, *rest = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([name.strip().ljust(widths[0]), *rest]))
+    return "\n".join(lines)
+
+
+def _cells(part: Part, whole: Part) -> tuple[str, ...]:
+    work = part.work
+    return (
+        part.name,
+        str(part.layers or "-"),
+        f"{work.parameters:,}",
+        f"{work.parameters - work.unused:,}",
+        f"{work.f * 1e-9:,.4g}",
+        f"{work.time / (whole.work.time or 1):.1%}",
+        f"{work.held / MIB:,.4g}",
+        f"{part.sent / MIB:,.4g}",
     )

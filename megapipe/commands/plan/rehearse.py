@@ -1,11 +1,11 @@
-"""A run before its launch: what each rank needs and what a step takes, from the real program of one rank at a time.
+"""Measure each rank of a run alone on this machine: what memory it needs and how long a step takes.
 
 megapipe rehearse --world-size 64 [--ranks 0,3,7] -- <flags of the run>
 
-Each different rank of the pipeline runs alone on one device, in a process of its own: its stages, table and optimizer,
-on noise (rehearsed_rank.py). The simulator makes a step of the passes that were timed. Communication is not
-measured: --device says how fast links are, and without it they cost nothing. Models and optimizers of your own are
-rehearsed (--model-provider, --optimizer of the run); the loss is that of megapipe pretrain, not of a program of yours.
+Each different rank of a pipeline runs the real program on one device, in a process of its own.
+Random tensors take the place of messages (rehearsed_rank.py). The simulator makes a step of the
+timed passes. Communication is not measured: --device gives the speeds of links, and without it they
+take no time. --model-provider and --optimizer of the run work. The loss is megapipe pretrain's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -39,41 +40,42 @@ from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.training.check import as_here, vocabulary
 
 Shown = Mapping[int, Rehearsed]
-"""Ranks that were rehearsed, by pipeline rank."""
+"""The ranks that were rehearsed, by pipeline rank."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool, before `--`; behind it those of the run.
+    """Measure each rank of a run alone on this machine. The flags of the run stand after --.
 
-    Models and optimizers of your own are rehearsed as the run's --model-provider and --optimizer name them; the loss is
-    that of megapipe pretrain, whatever your own program computes.
+    Models and optimizers of your own are rehearsed, as --model-provider and --optimizer of the run
+    name them. The loss is megapipe pretrain's, whatever your own program computes.
     """
 
     world_size: int = 1
-    """Processes of the run."""
+    """Number of processes of the run."""
     ranks: str | None = None
-    """Ranks to rehearse, by commas. Default: each that differs from the others."""
+    """Ranks to rehearse, separated by commas. Default: one of each kind of equal ranks."""
     steps: int = 3
-    """Timed steps; one before them warms up."""
+    """Number of timed steps. One step before them is not timed."""
     memory_gib: float | None = None
-    """Memory of a device."""
+    """Memory of a device; the report says whether the run fits."""
     device: str | None = None
-    """The speeds of links: a .json as megapipe plan --search takes it."""
+    """A .json with the speeds of links, as megapipe plan --search takes it."""
     save_costs: str | None = None
-    """Write what the stages take to this .json, for --pipeline-costs of the run."""
+    """Write the times of the stages to this .json, for --pipeline-costs of the run."""
     json: str | None = None
-    """Write the numbers to this file too; - prints them alone."""
+    """Also write the numbers to this file; - prints them instead of the text."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast of the whole run.
+    """The times of a step of the whole run.
 
     Attributes:
-        costs: of the stages, in seconds.
-        passes, step: seconds; a step also has what its slowest rank does beside its passes, and the sum of gradients.
-        bubble: mean share of the passes' time in which a rank runs none.
+        costs: the times of the stages, in seconds.
+        passes: seconds from the first pass to the last.
+        step: seconds of a step: passes, the slowest rank's work outside passes, gradient sums.
+        bubble: mean share of `passes` in which a rank runs no pass.
     """
 
     costs: Costs
@@ -83,106 +85,162 @@ class Forecast:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Rehearse the ranks, print the report, and write the files that the flags name."""
     at = place_of_dashes(argv, "megapipe rehearse --world-size 4 -- --num-layers 8 ...")
     flags = parse(Flags, argv[:at])
-    counts = {"--world-size": flags.world_size, "--steps": flags.steps, "--memory-gib": flags.memory_gib}
-    wrong = [f"{name} must be above 0, got {n:g}." for name, n in counts.items() if n is not None and not n > 0]
-    if wrong := [*wrong, *file_problems({"--save-costs": flags.save_costs, "--json": flags.json})]:
+    wrong = []
+    for name in ("world_size", "steps", "memory_gib"):
+        number = getattr(flags, name)
+        if number is not None and not number > 0:
+            wrong.append(f"--{name.replace('_', '-')} must be above 0, got {number:g}.")
+    wrong += file_problems({"--save-costs": flags.save_costs, "--json": flags.json})
+    if wrong:
         raise ConfigError(wrong)
     device = load_device(flags.device) if flags.device else NOTHING
     config, plan = prepared(argv[at + 1 :], flags.world_size)
     shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)
-    told = forecast(config, plan, shown, device)
-    text = report(config, plan, shown, told, flags.memory_gib)
-    text += f"\ncommunication is not measured: {'it takes no time here' if device == NOTHING else device.links}"
-    tell(text, numbers(plan, shown, told), flags.json)
+    found = forecast(config, plan, shown, device)
+    links = "it takes no time here" if device == NOTHING else device.links
+    text = report(config, plan, shown, found, flags.memory_gib)
+    text += f"\ncommunication is not measured: {links}"
+    tell(text, numbers(plan, shown, found), flags.json)
     if flags.save_costs:
-        save_costs(told.costs, flags.save_costs)
+        save_costs(found.costs, flags.save_costs)
 
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
-    """The configuration of a run of so many processes, and its plan. Raises: ConfigError with every problem."""
+    """Return the configuration of a run of `world_size` processes, and its plan.
+
+    Raises: ConfigError with every problem.
+    """
     config = as_here(parse(Config, argv))
     problems = []
-    if (behind := config.check.world_size) not in (None, world_size):
+    given = config.check.world_size
+    if given is not None and given != world_size:
         problems.append(
-            f"--world-size {world_size} stands before --, and --world-size {behind} behind it. Leave it out."
+            f"--world-size {world_size} stands before --, and --world-size {given} after it. "
+            "Leave out the second."
         )
-    config = replace(config, world_size=max(1, world_size), check=replace(config.check, world_size=world_size))
+    check = replace(config.check, world_size=world_size)
+    config = replace(config, world_size=max(1, world_size), check=check)
     if config.parallel.vocab_parallel_pipeline:
-        problems.append("--vocab-parallel-pipeline has passes that are not timed one by one. Rehearse without it.")
+        problems.append(
+            "--vocab-parallel-pipeline has passes that are not timed one by one. "
+            "Rehearse without it."
+        )
     if config.parallel.enable_optimizer_post_validation:
-        problems.append("--enable-optimizer-post-validation lets steps overlap. Rehearse without it.")
+        problems.append(
+            "--enable-optimizer-post-validation lets steps overlap. Rehearse without it."
+        )
     if (impl := config.model.transformer_impl) != "local":
-        problems.append(f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. Use local.")
+        problems.append(
+            f"--transformer-impl {impl}: a rehearsal runs layers of plain torch. "
+            "Give --transformer-impl local."
+        )
     config, plan = planned(config, problems)
     return chosen(config, len(plan.schedule.cuts) or 1), plan
 
 
 def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]:
-    """A configuration as its ranks have it, and its plan. Raises: ConfigError with these problems and its own."""
+    """Return the configuration as its ranks complete it, and its plan.
+
+    Args:
+        problems: texts to report together with the problems of the flags.
+    Raises: ConfigError with all problems.
+    """
     if problems := [*flag_problems(config), *problems]:
         raise ConfigError(problems)
-    vocab = config.model.padded_vocab(vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])[0])
+    tokenizer, _ = answer(lambda: build_tokenizer(config.data))
+    vocab = config.model.padded_vocab(vocabulary(config, tokenizer)[0])
     config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
     config = config.with_batch(config.global_batch_size)
     return config, make_plan(config)
 
 
 def _pipelines(config: Config) -> list[tuple[int, ...]]:
-    """The ranks of each."""
+    """Return the global ranks of each pipeline, in the order of the stages."""
     return Grids.of(config.parallel, config.world_size).sets("pp")
 
 
 def world_ranks(config: Config) -> list[int]:
-    """The ranks of one pipeline."""
+    """Return the global ranks of the first pipeline."""
     return [*_pipelines(config)[0]]
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
-    """Places in their pipelines of the ranks that were asked for."""
+    """Return the pipeline ranks of the global ranks that --ranks lists; None for all."""
     if ranks is None:
         return None
     numbers = ranks.split(",")
+    # A number of 20 digits is no rank, and int() refuses one of thousands.
     if not all(r.isdecimal() and len(r) < 20 and int(r) < config.world_size for r in numbers):
-        raise ConfigError(f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas.")
-    return {line.index(int(r)) for r in numbers for line in _pipelines(config) if int(r) in line}
+        raise ConfigError(
+            f"--ranks {ranks} must be numbers from 0 to {config.world_size - 1}, by commas, "
+            "such as --ranks 0."
+        )
+    wanted = {int(r) for r in numbers}
+    found = set()
+    for pipeline in _pipelines(config):
+        found |= {at for at, rank in enumerate(pipeline) if rank in wanted}
+    return found
 
 
-def alike(config: Config, plan: Plan) -> list[int]:
-    """The first rank with the same to do, for each pipeline rank: equal stages, in the same order of passes."""
+def first_equal(config: Config, plan: Plan) -> list[int]:
+    """Return for each pipeline rank the first one that has equal work.
+
+    Such ranks have equal stages and the same order of passes, so that one of them is rehearsed.
+    """
     place = plan.schedule.placement
 
     def work(rank: int) -> object:
         own = place.stages_on(rank)
-        rows = [[p._replace(stage=own.index(p.stage)) for p in step] for step in plan.schedule.ranks[rank]]
-        return [stage_like(config, plan, s) for s in own], rows
+        rows = []
+        for step in plan.schedule.ranks[rank]:
+            rows.append([item._replace(stage=own.index(item.stage)) for item in step])
+        return [work_of_stage(config, plan, stage) for stage in own], rows
 
     works = [work(rank) for rank in range(place.num_ranks)]
     return [works.index(mine) for mine in works]
 
 
-def stage_like(config: Config, plan: Plan, stage: int) -> object:
-    """All that a stage's time depends on."""
+def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
+    """Return all that the times of a stage depend on; stages of equal work compare equal."""
     span = plan.spans[stage]
-    return span.embedding, span.loss, span.depth, [layer_config(config.model, layer) for layer in span.layers]
+    layers = [layer_config(config.model, layer) for layer in span.layers]
+    return span.embedding, span.loss, span.depth, layers
 
 
-def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, steps: int = 3) -> Shown:
-    """Each different pipeline rank, or those given, one after the other, in processes of their own."""
-    ranks, same = world_ranks(config), alike(config, plan)
+def rehearse(
+    config: Config, plan: Plan, positions: set[int] | None = None, steps: int = 3
+) -> Shown:
+    """Rehearse one pipeline rank after another, each in a process of its own.
+
+    Args:
+        positions: the pipeline ranks that are asked for; None for all.
+        steps: the number of timed steps.
+    Returns: the results, also for the ranks that have equal work.
+    Raises: UserError if a rank cannot run.
+    """
+    ranks = world_ranks(config)
+    same = first_equal(config, plan)
     answers = answers_of(config, plan, ranks)
-    context = multiprocessing.get_context("fork")  # of this process, which has no memory on a GPU
+    # A fork has the plan without another start. This process must have no CUDA context, which a
+    # fork could not use.
+    context = multiprocessing.get_context("fork")
+    asked = range(len(ranks)) if positions is None else positions
     shown: dict[int, Rehearsed] = {}
-    for at in sorted({same[r] for r in (range(len(ranks)) if positions is None else positions)}):
+    for at in sorted({same[rank] for rank in asked}):
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(sender, config, plan, ranks[at], answers, steps), daemon=True)
+        given = (sender, config, plan, ranks[at], answers, steps)
+        child = context.Process(target=_child, args=given, daemon=True)
         child.start()
         sender.close()
         try:
             found = receiver.recv()
         except EOFError:
-            raise UserError(f"pipeline rank {at} could not be rehearsed; its error is above") from None
+            raise UserError(
+                f"pipeline rank {at} could not be rehearsed; its error is above"
+            ) from None
         finally:
             child.join()
         if isinstance(found, str):
@@ -191,9 +249,11 @@ def rehearse(config: Config, plan: Plan, positions: set[int] | None = None, step
     return {r: shown[same[r]] for r in range(len(ranks)) if same[r] in shown}
 
 
-def _child(sender, config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> None:  # type: ignore
-    # As many threads as torchrun gives a rank. OpenMP's, if this process's parent had some, are gone after a fork, and
-    # the first operation that asks for them waits for ever.
+def _child(
+    sender: Connection, config: Config, plan: Plan, rank: int, answers: Answers, steps: int
+) -> None:
+    # As many threads as torchrun gives a rank. A fork does not have the threads of OpenMP that its
+    # parent had, and the first operation that uses them would deadlock.
     torch.set_num_threads(int((os.environ.get("OMP_NUM_THREADS") or "1").split(",")[0]))
     try:
         sender.send(rehearse_rank(config, plan, rank, answers, steps))
@@ -202,80 +262,128 @@ def _child(sender, config: Config, plan: Plan, rank: int, answers: Answers, step
 
 
 def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING) -> Forecast:
-    """The whole run, from ranks of it. Stages of ranks that were not rehearsed cost what equal ones do, or by FLOPs."""
-    place, ranks = plan.schedule.placement, range(plan.schedule.placement.num_ranks)
+    """Return the times of the whole run, given the ranks that were rehearsed.
+
+    A stage of another rank takes the time of an equal stage, or else a time by its FLOPs.
+    """
+    place = plan.schedule.placement
     count = len(next(iter(shown.values())).steps)
-    own = [(shown[r], place.stages_on(r)) if r in shown else None for r in ranks]
-    rows = [[x[0].of(x[0].steps[n], x[1]) if x else [] for x in own] for n in range(count)]
-    copies = [[x[0].of(x[0].copies[n], x[1]) if x and x[0].copies else [] for x in own] for n in range(count)]
-    alone = _filled(config, plan, measured_costs(rows, place, plan.costs, plan.schedule.cuts, copies))
-    costs, table = with_messages(alone, plan, config, device), unpaired(plan.schedule)
-    before, after = _lengths(alone, table), _lengths(costs, table)
+    rows: list[list[list[Ran]]] = []
+    copies: list[list[list[Ran]]] = []
+    for n in range(count):
+        rows.append([[] for _ in range(place.num_ranks)])
+        copies.append([[] for _ in range(place.num_ranks)])
+        for rank, found in shown.items():
+            stages = place.stages_on(rank)
+            rows[n][rank] = found.of(found.steps[n], stages)
+            if found.copies:
+                copies[n][rank] = found.of(found.copies[n], stages)
+    timed = measured_costs(rows, place, plan.costs, plan.schedule.cuts, copies)
+    alone = _filled(config, plan, timed)
+    costs = with_messages(alone, plan, config, device)
+    table = unpaired(plan.schedule)
+    computed = _durations(alone, table)
+    with_communication = _durations(costs, table)
 
     def replayed(row: list[list[Ran]]) -> Timeline:
-        """A step by its own passes: a rank waits for the slower one of two, which medians do not know."""
-        beside = {x: after(x) - before(x) for x in (ran.item for ran in chain(*row))}
-        return simulate(table, costs, {x.item: x.end - x.begin + costs.overhead + beside[x.item] for x in chain(*row)})
+        # The passes of a step with their own times: a rank waits for the slower of two passes,
+        # which the medians of their times do not show.
+        took = {}
+        for x in chain(*row):
+            communication = with_communication(x.item) - computed(x.item)
+            took[x.item] = x.end - x.begin + costs.overhead + communication
+        return simulate(table, costs, took)
 
-    timeline = sorted(map(replayed, rows), key=lambda x: x.makespan)[count // 2]
+    timelines = sorted(map(replayed, rows), key=lambda timeline: timeline.makespan)
+    timeline = timelines[count // 2]
+    passes = timeline.makespan
     busy = sum(timeline.busy) - costs.overhead * sum(len(row) for row in table.ranks)
-    beside = max(x.beside for x in shown.values()) + sums(plan, config, device)
-    return Forecast(costs, timeline.makespan, timeline.makespan + beside, 1 - busy / len(ranks) / timeline.makespan)
+    outside = max(x.outside for x in shown.values()) + sums(plan, config, device)
+    return Forecast(costs, passes, passes + outside, 1 - busy / place.num_ranks / passes)
 
 
-def _lengths(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
-    """The time of a pass."""
-    of = {part: costs.of_slice(table.cuts, part).durations(table.placement) for part in (*table.parts, None)}
-    return lambda x: of[table.part(x)][x.kind][x.stage]
+def _durations(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
+    """Return a function from a pass of the table to its seconds."""
+    durations = {}
+    for part in (*table.parts, None):
+        durations[part] = costs.of_slice(table.cuts, part).durations(table.placement)
+    return lambda item: durations[table.part(item)][item.kind][item.stage]
 
 
 def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
-    """The costs with the stages that nobody has timed."""
+    """Return the costs with times for the stages that no rank has run."""
     assert isinstance(costs.f, tuple)
-    kinds = [stage_like(config, plan, s) for s in range(len(costs.f))]
-    timed = [s for s, f in enumerate(costs.f) if f]
+    works = [work_of_stage(config, plan, stage) for stage in range(len(costs.f))]
+    timed = [stage for stage, seconds in enumerate(costs.f) if seconds]
     columns: dict[str, Any] = {}
     for name in ("f", "b", "w"):
-        took, flops = getattr(costs, name), getattr(plan.costs, name)
+        took = list(getattr(costs, name))
+        flops = getattr(plan.costs, name)
         rate = sum(took[s] for s in timed) / (sum(flops[s] for s in timed) or 1.0)
-        like = [next((t for t in timed if kinds[t] == kind), None) for kind in kinds]
-        columns[name] = tuple(
-            x if s in timed else flops[s] * rate if like[s] is None else took[like[s]] for s, x in enumerate(took)
-        )
+        for stage, work in enumerate(works):
+            if stage not in timed:
+                equal = next((t for t in timed if works[t] == work), None)
+                took[stage] = flops[stage] * rate if equal is None else took[equal]
+        columns[name] = tuple(took)
     return replace(costs, **columns)
 
 
-def numbers(plan: Plan, shown: Shown, told: Forecast) -> dict[str, Any]:
-    """Numbers of the report: ranks that were rehearsed, costs of the stages in seconds, the step."""
-    ranks = [{"rank": r, "stages": x.stages, "peak_bytes": x.peak, "bytes": x.parts} for r, x in shown.items()]
-    step = {"schedule": plan.schedule.name, "passes_s": told.passes, "step_s": told.step, "bubble": told.bubble}
-    return step | {"costs_s": {name: getattr(told.costs, name) for name in ("f", "b", "w")}, "ranks": ranks}
+def numbers(plan: Plan, shown: Shown, found: Forecast) -> dict[str, Any]:
+    """Return the report as JSON: the step, costs of the stages in seconds, the rehearsed ranks."""
+    return {
+        "schedule": plan.schedule.name,
+        "passes_s": found.passes,
+        "step_s": found.step,
+        "bubble": found.bubble,
+        "costs_s": {name: getattr(found.costs, name) for name in ("f", "b", "w")},
+        "ranks": [
+            {"rank": rank, "stages": x.stages, "peak_bytes": x.peak, "bytes": x.parts}
+            for rank, x in shown.items()
+        ],
+    }
 
 
-def report(config: Config, plan: Plan, shown: Shown, told: Forecast, memory_gib: float | None) -> str:
-    """The report: what each rank needs and takes, and the step."""
-    place, costs = plan.schedule.placement, told.costs
+def report(
+    config: Config, plan: Plan, shown: Shown, found: Forecast, memory_gib: float | None
+) -> str:
+    """Return the report: memory and times of each rank, the largest peak, the step.
+
+    Args:
+        memory_gib: memory of a device, or None if it is not known.
+    """
+    place = plan.schedule.placement
     names = [*next(iter(shown.values())).parts]
-    rows = [("rank", "stages", "F ms", "B ms", "W ms", "beside ms", *(f"{name} GiB" for name in names), "peak GiB")]
+    header = ["rank", "stages", "F ms", "B ms", "W ms", "outside ms"]
+    rows = [[*header, *(f"{name} GiB" for name in names), "peak GiB"]]
     peaks = []
     for rank in range(place.num_ranks):
-        own = place.stages_on(rank)
-        at = [place.position(s) for s in own]
-        times = [f"{1e3 * sum(getattr(costs, name)[s] for s in at):.4g}" for name in ("f", "b", "w")]
-        found = shown.get(rank)
-        parts = [f"{x / GIB:.3g}" for x in found.parts.values()] if found else ["by the plan"] + [""] * (len(names) - 1)
-        peaks.append(found.peak if found else plan.peak_bytes[rank])
-        beside = f"{1e3 * found.beside:.4g}" if found else ""
-        rows.append((str(rank), ",".join(map(str, own)), *times, beside, *parts, f"{peaks[-1] / GIB:.4g}"))
+        stages = place.stages_on(rank)
+        at = [place.position(stage) for stage in stages]
+        row = [str(rank), ",".join(map(str, stages))]
+        for name in ("f", "b", "w"):
+            row.append(f"{1e3 * sum(getattr(found.costs, name)[s] for s in at):.4g}")
+        if one := shown.get(rank):
+            peaks.append(one.peak)
+            row.append(f"{1e3 * one.outside:.4g}")
+            row += [f"{size / GIB:.3g}" for size in one.parts.values()]
+        else:
+            # Only the peak of this rank is known, from the plan.
+            peaks.append(plan.peak_bytes[rank])
+            row += ["", "by the plan", *[""] * (len(names) - 1)]
+        rows.append([*row, f"{peaks[-1] / GIB:.4g}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    worst = peaks.index(max(peaks))
-    over = memory_gib is not None and peaks[worst] > memory_gib * GIB
-    tokens = config.global_batch_size * config.batch.sequence / told.step
-    lines += [
-        f"pipeline rank {worst} {'runs out of memory first' if over else 'needs most'}: {peaks[worst] / GIB:.4g} GiB"
-        + (f" of {memory_gib:g}" if memory_gib else ""),
-        f"step {told.step * 1e3:.4g} ms, {told.passes * 1e3:.4g} of it passes; bubble {told.bubble:.1%}; "
-        f"{tokens:,.0f} tokens/s on {config.world_size} processes under {plan.schedule.name}{in_words(plan.schedule)}",
-    ]
-    return "\n".join(lines)
+    lines = []
+    for row in rows:
+        lines.append("  ".join(map(str.rjust, row, widths)))
+    most = max(peaks)
+    needs = "needs most"
+    if memory_gib is not None and most > memory_gib * GIB:
+        needs = "runs out of memory first"
+    last = f"pipeline rank {peaks.index(most)} {needs}: {most / GIB:.4g} GiB"
+    if memory_gib:
+        last += f" of {memory_gib:g}"
+    tokens = config.global_batch_size * config.batch.sequence / found.step
+    step = f"step {found.step * 1e3:.4g} ms, {found.passes * 1e3:.4g} of it passes"
+    step += f"; bubble {found.bubble:.1%}; {tokens:,.0f} tokens/s on {config.world_size} processes"
+    step += f" under {plan.schedule.name}{in_words(plan.schedule)}"
+    return "\n".join([*lines, last, step])

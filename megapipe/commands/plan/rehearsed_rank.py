@@ -1,7 +1,8 @@
-"""One rank of a run by itself: the real program, and what other ranks would send is there at once.
+"""Run one rank of a run by itself: the real program, without the other ranks.
 
-Stages, table, executor, optimizer and memory are the run's. Messages arrive as noise of the right shape, collectives
-end as if every other rank had what this one has: numbers mean nothing and communication takes no time.
+Stages, table, executor, optimizer and memory are the run's. Messages arrive at once, as noise of
+the right shape. Collectives end at once, as if every other rank had the same data. So the numbers
+mean nothing, and communication takes no time.
 """
 
 from __future__ import annotations
@@ -38,54 +39,61 @@ from megapipe.training.guards.model import check_ownership, room
 from megapipe.training.pretrain import Training
 
 Answers = Sequence[Sequence[Any]]
-"""Answers that the ranks of a pipeline give each other once: to each question every rank's."""
+"""What the ranks of a pipeline tell each other before the first step: [question][rank]."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The numbers that a rank showed.
+    """The measurements of a rank.
 
     Attributes:
-        stages: of the rank.
+        stages: the stages of the rank.
         steps: the passes of each timed step.
-        beside: seconds of a step outside its passes: gradients to zero, norm, update (U).
-        parts: bytes by what they are for; on a GPU also `other`, up to the allocator's peak.
-        copies: O and L of each timed step, none where the table has none.
+        outside: seconds of a step outside its passes: zeroing gradients, norm, update.
+        parts: bytes at the peak by purpose. On a GPU `other` is the rest of the allocator's peak.
+        copies: the copies (O and L) of each timed step; empty if the table has none.
     """
 
     stages: tuple[int, ...]
     steps: list[list[Ran]]
-    beside: float
+    outside: float
     parts: dict[str, float]
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Passes, or copies, of a timed step, as a rank with other numbers for its stages runs them."""
+        """Return the passes or copies of a step as they run on a rank with these stages."""
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
 
     @property
     def peak(self) -> float:
+        """Bytes at the peak."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Alone(Axis):
-    """An axis of which one rank is there; the others have what it has. answers: what they say otherwise.
+    """A mesh axis with one real rank: all collectives act as if the others had the same data.
 
-    How many rows they have for each expert is what it has for others, further by as many experts as lie between: so
-    many arrive as leave. As its own tokens choose its own experts, 0 to three times as many arrived of a few tokens.
+    The row counts of experts are an exception. Another rank has this rank's counts, shifted by the
+    number of experts between them, so that each rank receives as many rows as it sends. With equal
+    counts, a rank would receive up to three times the rows or none, by which experts it has.
+
+    Attributes:
+        answers: what the ranks of a pipeline tell each other; see Answers.
     """
 
     answers: Answers = ()
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        return Pending(x)  # so gradients are too small by a factor, which costs nothing
+        # Gradients are too small by a factor. That costs nothing.
+        return Pending(x)
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        if x.dtype == torch.int64 and x.ndim == 2 and len(x) == 1:  # rows for each expert
+        # Only the dispatcher of experts gathers such a row: its counts for each expert.
+        if x.dtype == torch.int64 and x.ndim == 2 and len(x) == 1:
             at = [rank * x.shape[1] // self.size for rank in range(self.size)]
-            return Pending(torch.cat([x.roll(there - at[self.rank], 1) for there in at]))
+            return Pending(torch.cat([x.roll(first - at[self.rank], 1) for first in at]))
         return Pending(torch.cat([x] * self.size))
 
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
@@ -100,87 +108,118 @@ class Alone(Axis):
     def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
         arriving = sum(row[self.rank] for row in rows)
         given = x if len(x) else x.new_zeros(1, *x.shape[1:])
-        return Pending(torch.cat([given] * max(1, -(-arriving // len(given))))[:arriving].clone())
+        # This rank's own rows, repeated until there are as many as would arrive.
+        repeats = max(1, -(-arriving // len(given)))
+        return Pending(torch.cat([given] * repeats)[:arriving].clone())
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x
 
     def gather_json(self, value: Any) -> list[Any]:
         mine = json.loads(json.dumps(value))
-        return next((list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size)
+        # The question is known by this rank's own answer to it.
+        for row in self.answers:
+            if row[self.rank] == mine:
+                return list(row)
+        return [mine] * self.size
 
 
 class _World(Alone):
-    """A world over which only numbers are summed, and ranks that are alike agree on where they are."""
+    """The world, over which counts are summed: every rank has the same, so sums are multiples."""
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x.mul_(self.size) if op == "sum" else x)
 
 
 class _Asked(Exception):
-    """Carries what a rank says to all others."""
+    """Carries the answer of a rank out of the function that asks."""
 
 
 class _Asking(Alone):
+    """An axis that raises the first answer that the rank would share."""
+
     def gather_json(self, value: Any) -> list[Any]:
         raise _Asked(json.loads(json.dumps(value)))
 
 
-def mesh_of(config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()) -> ProcessMesh:
-    """The mesh of a rank of the run, without the others. rank: of the world."""
+def mesh_of(
+    config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()
+) -> ProcessMesh:
+    """Return the mesh of a rank of the run, without the other ranks. rank: in the world."""
     mesh = build_mesh(
-        Grids.of(config.parallel, config.world_size), rank, device, lambda name, sets: None, shares=plan.shares
+        Grids.of(config.parallel, config.world_size),
+        rank,
+        device,
+        lambda name, sets: None,
+        shares=plan.shares,
     )
-    axes = {name: getattr(mesh, name) for name in axis_names()}
-    alone = {name: (_World if name == "world" else Alone)(**vars(axis)) for name, axis in axes.items()}
-    tp = replace(alone["tp"], expert_axes={name: alone[name] for name in mesh.tp.expert_axes})
-    changed: dict[str, Any] = {**alone, "pp": replace(alone["pp"], answers=answers), "tp": tp}
+    alone = {}
+    for name in axis_names():
+        kind = _World if name == "world" else Alone
+        alone[name] = kind(**vars(getattr(mesh, name)))
+    expert_axes = {name: alone[name] for name in mesh.tp.expert_axes}
+    changed: dict[str, Any] = dict(alone)
+    changed["tp"] = replace(alone["tp"], expert_axes=expert_axes)
+    changed["pp"] = replace(alone["pp"], answers=answers)
     return replace(mesh, **changed)
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
-    """Answers of each of these ranks when a pipeline is put together; their stages are built without storage.
+    """Return the answers that the ranks of a pipeline give each other. They need no storage.
 
-    ranks: of the world, those of a pipeline.
+    Args:
+        ranks: the global ranks of the pipeline.
     """
     return [*zip(*(_answers(config, plan, rank) for rank in ranks), strict=True)]
 
 
 def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
-    mesh, place = mesh_of(config, plan, rank, torch.device("cpu")), plan.schedule.placement
+    mesh = mesh_of(config, plan, rank, torch.device("cpu"))
     mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
+    place = plan.schedule.placement
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
     provider = stage_provider(_provider(config), own)
     with room(mesh, plan), torch.device("meta"):
         modules = [_typed(config, provider(config.model, span, mesh.tp)) for span in own]
+    # The functions of a run that ask the pipeline, each up to its question.
     return [
-        _said(lambda: check_ownership(modules, config.model, provider, place, mesh)),
-        _said(lambda: take_census(modules, mesh)),
-        _said(lambda: dtype_of(modules, mesh.pp)),
+        _answer(lambda: check_ownership(modules, config.model, provider, place, mesh)),
+        _answer(lambda: take_census(modules, mesh)),
+        _answer(lambda: dtype_of(modules, mesh.pp)),
     ]
 
 
-def _said(question: Callable[[], object]) -> Any:
+def _answer(question: Callable[[], object]) -> Any:
+    """Return what a function would share with the pipeline."""
     try:
         question()
-    except _Asked as said:
-        return said.args[0]
-    raise AssertionError("it asks the pipeline")
+    except _Asked as asked:
+        return asked.args[0]
+    raise AssertionError("the function does not ask the pipeline")
 
 
 def _typed(config: Config, module: nn.Module) -> nn.Module:
-    """The module as models.build.stage_module makes it."""
-    module = module.requires_grad_(False) if config.optimizer.freeze_all_layers else module
-    return module.to(torch.bfloat16 if config.precision.bf16 else torch.float16) if config.precision.half else module
+    """Return the module with the type of its weights, as models.build.stage_module makes it."""
+    if config.optimizer.freeze_all_layers:
+        module = module.requires_grad_(False)
+    if not config.precision.half:
+        return module
+    return module.to(torch.bfloat16 if config.precision.bf16 else torch.float16)
 
 
 def _provider(config: Config) -> Any:
-    return find_provider(config.model.model_provider) if config.model.model_provider else gpt_provider
+    name = config.model.model_provider
+    return find_provider(name) if name else gpt_provider
 
 
 @dataclass(frozen=True)
 class _Noise:
-    """Samples without end, of any tokens."""
+    """A data set of 2**40 samples, each of random tokens.
+
+    Attributes:
+        length: tokens of a sample, without the last label.
+        vocab: tokens are smaller than this.
+    """
 
     length: int
     vocab: int
@@ -193,20 +232,26 @@ class _Noise:
 
 
 def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> Rehearsed:
-    """Run a rank's part of a few steps and measure it. Costs its memory and its time."""
+    """Run a rank alone for `steps` timed steps, and return its measurements. rank: in the world."""
     training = rank_alone(config, plan, rank, answers)
-    return rehearsed(training, [timed_step(training) for _ in range(steps + 1)][1:])
+    # The first step allocates and compiles.
+    timed_step(training)
+    return rehearsed(training, [timed_step(training) for _ in range(steps)])
 
 
 def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
-    """Numbers of the steps that were timed, and of one more for its memory."""
-    beside = median(took - (row[-1].end - row[0].begin) for row, _, took in timed) if timed else 0.0
+    """Return the measurements of timed steps. Another step is run for the memory."""
+    outside = 0.0
+    if timed:
+        outside = median(took - (row[-1].end - row[0].begin) for row, _, took in timed)
     own = training.run.plan.schedule.placement.stages_on(training.run.mesh.pp.rank)
-    return Rehearsed(own, [x for x, *_ in timed], beside, parts_of(training), [x for _, x, _ in timed])
+    steps = [passes for passes, _, _ in timed]
+    copies = [copied for _, copied, _ in timed]
+    return Rehearsed(own, steps, outside, parts_of(training), copies)
 
 
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
-    """A run that is ready for its first step, of which no other rank is there."""
+    """Return a run without other ranks, before its first step."""
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
     with (
         open(os.devnull, "w", encoding="utf-8") as quiet,
@@ -219,18 +264,21 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
 
 
 def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
-    """A run on noise in place of data, which neither loads nor saves nor logs."""
+    """Return a run on random tokens, which neither loads nor saves nor logs."""
     vocab = (config.model.padded_vocab_size or 2) - 1
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
     config = config.with_fields(num_workers=0, eval_interval=None)
-    if config.precision.fp16:  # noise would overflow under a large one, and the update be skipped
+    # With a large loss scale, noise would overflow and the update be skipped.
+    if config.precision.fp16:
         config = config.with_fields(loss_scale=1.0)
     data = Datasets(_Noise(config.batch.sequence, vocab), None, None)
-    return Training(config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan)
+    return Training(
+        config, mesh, _provider(config), forward_step, data, vocab - 1, time.monotonic(), plan=plan
+    )
 
 
 def delivered(ops: list[Op]) -> Sequence[_There]:
-    """Messages that are there at once, in place of `Transport.post`."""
+    """Post messages that arrive at once, in place of `Transport.post`."""
     for op in ops:
         if not op.sends:
             op.tensor.copy_(_noise(op.tensor.shape, op.tensor.device))
@@ -253,18 +301,23 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
-    """The passes and copies of one step, and seconds of all of it. Pairs run one after the other."""
-    schedule, costs = training.run.stages.schedule, training.run.plan.costs
+    """Run a step. Return its passes, its copies, and the seconds of the whole step.
+
+    Passes of a pair run one after the other, so that each has a time of its own.
+    """
+    stages = training.run.stages
+    schedule = stages.schedule
+    costs = training.run.plan.costs
     paired = any(len(step) > 1 for step in schedule.steps())
     if paired:
-        training.run.stages.follow(unpaired(schedule), costs)
+        stages.follow(unpaired(schedule), costs)
     synchronize(training.run.mesh.device)
     began = time.perf_counter()
     training.driver.whole()
     synchronize(training.run.mesh.device)
     took = time.perf_counter() - began
-    watch = training.run.stages.stopwatch
-    ran, copies = watch.ran(training.run.mesh.pp.rank), watch.copied()
+    ran = stages.stopwatch.ran(training.run.mesh.pp.rank)
+    copies = stages.stopwatch.copied()
     if paired:
-        training.run.stages.follow(schedule, costs)
+        stages.follow(schedule, costs)
     return ran, copies, took
