@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megapipe.config import Config
 from megapipe.plan.shapes.slices import FLAG, number_of
 from megapipe.schedule import Schedule
-from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
 
 
 def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
@@ -21,7 +20,7 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     given = f"{FLAG} {par.pipeline_slices}" if par.pipeline_slices else f"--pipeline-schedule {name}, which has slices,"
     if par.pipeline_slices and number_of(config) == 1:
         return
-    if par.pipeline_slice_cuts == DOCUMENTS and not config.data.reset_attention_mask:
+    if par.cuts_at_documents and not config.data.reset_attention_mask:
         yield (
             "--pipeline-slice-cuts documents cuts where attention ends, and without --reset-attention-mask it goes on. "
             "Add --reset-attention-mask, or use --pipeline-slice-cuts work."
@@ -35,7 +34,7 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     if not model.has_experts:
         return
     over, tokens = par.expert_model_parallel_size * par.etp, par.tensor_model_parallel_size * par.context_parallel_size
-    if par.pipeline_slice_cuts == DOCUMENTS and over > tokens and model.moe_token_dispatcher_type == "allgather":
+    if par.cuts_at_documents and over > tokens and model.moe_token_dispatcher_type == "allgather":
         yield (
             f"--pipeline-slice-cuts documents gives data-parallel ranks slices of other lengths, and experts over "
             f"{over} ranks gather as many tokens of each. Use --moe-token-dispatcher-type alltoall."

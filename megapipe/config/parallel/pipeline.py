@@ -174,3 +174,8 @@ class PipelineConfig:
         return (
             self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
         )
+
+    @property
+    def cuts_at_documents(self) -> bool:
+        """Return whether slices of a microbatch end where documents end, if an end is near."""
+        return self.pipeline_slice_cuts == "documents"

@@ -13,7 +13,7 @@ from megapipe.plan.part import Part, Planner
 from megapipe.plan.plan import Plan
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.patterns import SLICED, Entry
-from megapipe.schedule.shapes.slices.cuts import DOCUMENTS, in_tokens, shares
+from megapipe.schedule.shapes.slices.cuts import in_tokens, shares
 
 FLAG, AUTO = "--pipeline-slices", "auto"
 MOST = 64
@@ -97,7 +97,7 @@ def lengths(config: Config) -> tuple[int, ...]:
     par, length = config.parallel, config.batch.seq_length or 0
     count, cp = number_of(config) or 1, par.context_parallel_size
     multiple = cp * (2 if cp > 1 else 1) * (par.tensor_model_parallel_size if config.model.sequence_parallel else 1)
-    how = "work" if par.pipeline_slice_cuts == DOCUMENTS else par.pipeline_slice_cuts
+    how = "work" if par.cuts_at_documents else par.pipeline_slice_cuts
     try:
         return in_tokens(shares(count, how, costs_of_layers(config)), length, multiple)
     except ScheduleError:

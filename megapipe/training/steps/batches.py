@@ -14,8 +14,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.slices import Slices, lengths_of
-from megapipe.schedule import Kind, Pass, Placement, Schedule
-from megapipe.schedule.shapes.slices.cuts import DOCUMENTS
+from megapipe.schedule import Pass, Placement, Schedule
 
 
 def documents_of(
@@ -75,7 +74,7 @@ class StepReading:
     @property
     def borders(self) -> Callable[[int], Documents | None] | None:
         """Return `documents` if slices of a microbatch end where documents end, else None."""
-        if self.config.parallel.pipeline_slice_cuts == DOCUMENTS:
+        if self.config.parallel.cuts_at_documents:
             return self.documents
         return None
 
@@ -85,7 +84,7 @@ class StepReading:
         needs = gets_batches(self.table.placement, item.stage, self.also_read)
         # Attention masks and positions of documents are needed on every stage.
         needs = needs or data.reset_attention_mask or data.reset_position_ids
-        if item.kind in (Kind.F, Kind.E) and needs:
+        if item.kind.traits.reads and needs:
             # Indexing waits for the threads that read ahead.
             self.microbatches[item.microbatch]
 
@@ -99,12 +98,11 @@ class StepReading:
         place = self.table.placement
         if not gets_batches(place, stage, self.also_read):
             return None
-        # With a shared vocabulary, E looks up this rank's embeddings for all microbatches.
-        kind = Kind.E if stage in place.shares(stage) else Kind.F
         # Iterators are read in the order of the table, which may take microbatches out of order.
         row = [item for step in self.table.ranks[mesh.pp.rank] for item in step]
-        own = [item for item in row if item.kind is kind and item.stage == stage]
-        order = [self.table.number(item) for item in own]
+        reads = [item for item in row if item.kind.traits.reads and item.stage == stage]
+        # A stage may have two passes that read a microbatch; the second is given the same batch.
+        order = list(dict.fromkeys(self.table.number(item) for item in reads))
         depth = place.depth(stage)
         per_token = config.batch.calculate_per_token_loss
         ends = self.eod if config.model.mtp_within_documents else None
