@@ -15,15 +15,16 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import Chunks, chunks_of, config_of
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.families import FAMILIES
-from megapipe.pipeline_parallel.families.family import OfStage, Setting, Shape, Sizes
+from megapipe.pipeline_parallel.families.family import OfStage, Setting, Sizes
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
+from megapipe.pipeline_parallel.microbatches import Microbatches, Shape, ranks_of_tokens
 from megapipe.pipeline_parallel.passes.begin import Ends
 from megapipe.pipeline_parallel.request import Request
-from megapipe.pipeline_parallel.slices import Lengths, Slices, lengths_of, ranks_of_tokens, shape_of_slice
+from megapipe.pipeline_parallel.shapes import microbatches_of
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import Costs, Pass, Placement, Program, Schedule, build, forward_only, unpaired, verify
@@ -102,11 +103,11 @@ class ForwardBackward:
         self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
         variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
         length = None if variable else step.decoder_seq_length or step.seq_length
-        lengths = lengths_of(table, length, self.mesh, config, step.documents)
-        stages = self._stages(step, table, chunks, config, lengths)
+        microbatches = microbatches_of(table, length, self.mesh, config, step.documents)
+        stages = self._stages(step, table, chunks, config, microbatches)
         programs, in_flight = _programs(table, step.costs, step.forward_only, self.mesh.hides)
         # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
-        comm = self._messenger(step, config, table.placement, in_flight[rank] + SLACK, lengths, variable)
+        comm = self._messenger(step, config, table.placement, in_flight[rank] + SLACK, microbatches(), variable)
         # At the first step of each placement: steps may be of several.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
@@ -126,7 +127,7 @@ class ForwardBackward:
         return _reported(stages.values(), step.on_loss)
 
     def _stages(
-        self, step: Request, table: Schedule, chunks: Chunks, config: Any, lengths: Lengths
+        self, step: Request, table: Schedule, chunks: Chunks, config: Any, microbatches: Callable[[], Microbatches]
     ) -> dict[int, PipelineStage]:
         kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
         of_stages: dict[int, dict[str, OfStage]] = {number: {} for number in chunks}
@@ -147,14 +148,14 @@ class ForwardBackward:
                 ends=ends,
                 last=table.last.get(number),
                 kept=kept[number],
-                slices=Slices(lengths),
+                microbatches=microbatches(),
                 weights=step.weights[n] if step.weights else None,
                 own=of_stages[number],
             )
         return stages
 
     def _messenger(
-        self, step: Request, config: Any, place: Placement, in_flight: int, lengths: Lengths, variable: bool
+        self, step: Request, config: Any, place: Placement, in_flight: int, microbatches: Microbatches, variable: bool
     ) -> Messenger:
         assert self._dtype is not None
         shared = ranks_of_tokens(self.mesh, config)
@@ -164,9 +165,10 @@ class ForwardBackward:
         shape = (length // shared, batch, hidden)
         whole = shape[0] * shared, batch, hidden
         sizes = Sizes(place, whole, shape[0], self._dtype, step.forward_only, variable, self.mesh.cp.size)
-        shapes = [shape_of for family in FAMILIES if (shape_of := family.shapes(sizes)) is not None]
+        shapes: list[Callable[[Pass], Shape | None]] = [partial(microbatches.shape, shape)]
+        shapes += [shape_of for family in FAMILIES if (shape_of := family.shapes(sizes)) is not None]
 
-        def shape_of_family(made_by: Pass) -> Shape | None:
+        def shape_of_message(made_by: Pass) -> Shape | None:
             return next((found for shape_of in shapes if (found := shape_of(made_by)) is not None), None)
 
         return Messenger(
@@ -174,7 +176,7 @@ class ForwardBackward:
             shape,
             self._dtype,
             transport=self.transport,
-            shape_of=partial(shape_of_slice, lengths, shape) if lengths.usual else shape_of_family,
+            shape_of=shape_of_message,
             beyond_neighbours=place.vocabulary,
             variable_seq_lengths=variable,
             sends_in_flight=in_flight,
@@ -210,7 +212,7 @@ def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] |
     losses, results = list[tuple[int, Loss]](), dict[int, Any]()
     for stage in stages:
         stage.finish()
-        losses += stage.slices.losses_of(stage.losses)
+        losses += stage.microbatches.losses_of(stage.losses)
         results |= stage.results
     for mb, loss in sorted(losses, key=itemgetter(0)):
         if on_loss is not None:

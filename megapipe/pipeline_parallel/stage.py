@@ -20,9 +20,9 @@ from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.families.family import Forward, OfStage
 from megapipe.pipeline_parallel.loss import Loss, LossFunc, output_of
+from megapipe.pipeline_parallel.microbatches import Grad, Microbatches
 from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.request import Request
-from megapipe.pipeline_parallel.slices import Grad, Slices
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.attached import attach_gradient
 from megapipe.tensor_parallel.rng import Stream
@@ -61,7 +61,7 @@ class PipelineStage:
         number: of the stage.
         last: the microbatches that the table has last, for those that follow; None without a table.
         kept: microbatches of which the model computes nothing again.
-        slices: of a microbatch; each is to a stage what a whole one is, by its number among all.
+        microbatches: what numbers stand for: whole microbatches, or parts of them.
         weights: what is done to the stage as a whole.
         own: what families of passes do around those of the stage, by name, of the families that the table has.
     Attributes:
@@ -78,7 +78,7 @@ class PipelineStage:
     ends: Ends = field(default_factory=Ends)
     last: Last | None = None
     kept: Collection[int] = ()
-    slices: Slices = field(default_factory=Slices)
+    microbatches: Microbatches = field(default_factory=Microbatches)
     weights: Weights | None = None
     own: Mapping[str, OfStage] = field(default_factory=dict)
 
@@ -105,9 +105,10 @@ class PipelineStage:
 
     def stream(self, number: int) -> Stream:
         """Return what layers draw from for a microbatch or a slice."""
-        step, slices = self.request, self.slices
+        step = self.request
+        parts = self.microbatches
         scale = step.loss_scale()  # as Loss.share
-        share = slices.share(number)
+        share = parts.share(number)
         ranks = self.mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
 
         def weigh(tokens: int, part: float = share) -> float:
@@ -115,11 +116,11 @@ class PipelineStage:
                 return scale * tokens
             return scale * part * ranks / step.num_microbatches
 
-        stream = slices.stream(step.stream(slices.microbatch(number)), number)
+        stream = parts.stream(step.stream(parts.microbatch(number)), number)
         again = number not in self.kept
         stream = replace(stream, cp=self.mesh.cp, dp=self.mesh.dp, recomputes=again, weigh=weigh)
         for of_stage in self.own.values():
-            stream = of_stage.stream(stream, number, slices)
+            stream = of_stage.stream(stream, number, parts)
         return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -150,7 +151,7 @@ class PipelineStage:
 
     def alike(self, microbatch: int, other: int) -> bool:
         """Do backwards of these microbatches wait in the same places?"""
-        of_one_place = (microbatch - other) % self.slices.count == 0
+        of_one_place = (microbatch - other) % self.microbatches.count == 0
         return of_one_place and (microbatch in self.kept) == (other in self.kept)
 
     def run_forward(
@@ -162,7 +163,7 @@ class PipelineStage:
             x = x.detach().requires_grad_(torch.is_grad_enabled())
         second = stream is not None and torch.is_grad_enabled()
         if stream is None:
-            stream = self.slices.begun(microbatch, self.stream)
+            stream = self.microbatches.begun(microbatch, self.stream)
         stream.activate()
         own = [*self.own.values()]
         differentiated = own if torch.is_grad_enabled() else []
@@ -239,7 +240,7 @@ class PipelineStage:
     def loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
         """Return what is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
         step, ends = self.request, self.ends
-        self.slices.refuse_lossless(loss_func, step.collect_non_loss_data)
+        self.microbatches.refuse_lossless(loss_func, step.collect_non_loss_data)
         if loss_func is None:
             if torch.is_grad_enabled():
                 raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
@@ -258,7 +259,7 @@ class PipelineStage:
             cp=cp,
             averaged=step.averaged_over_cp,
         )
-        counts = self.slices.share_of(microbatch, self.losses, share)
+        counts = self.microbatches.share_of(microbatch, self.losses, share)
         self.losses[microbatch] = loss.kept(ends.depth, cp)
         return loss.value, counts
 

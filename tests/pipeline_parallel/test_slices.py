@@ -15,7 +15,7 @@ import torch
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.loss import Loss
-from megapipe.pipeline_parallel.slices import Lengths, Slices, joined
+from megapipe.pipeline_parallel.shapes.slices import Lengths, Slices, joined
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.steps import batches
 from tools.proofs.equivalence import alone, differences, train

@@ -17,14 +17,13 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.attributes import Chunks
 from megapipe.pipeline_parallel.loss import LossFunc
+from megapipe.pipeline_parallel.microbatches import Microbatches, Shape
 from megapipe.pipeline_parallel.passes.begin import Begin, Ends
 from megapipe.pipeline_parallel.request import Request
-from megapipe.pipeline_parallel.slices import Slices
 from megapipe.schedule import Kind, Pass, Placement, Schedule
 from megapipe.tensor_parallel.rng import Stream
 
 Forward = Callable[[int, Tensor | None], Tensor | None]
-Shape = tuple[int, ...]
 
 
 class OfStage:
@@ -41,7 +40,7 @@ class OfStage:
         """Return what the stage has of the ends of the model."""
         return given
 
-    def stream(self, stream: Stream, number: int, slices: Slices) -> Stream:
+    def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
         """Return what layers draw from for a microbatch or a slice."""
         return stream
 

@@ -13,7 +13,7 @@ from megapipe.data.loader import Batch, Microbatch, make_batch, tokens_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut, Documents, find_documents
 from megapipe.pipeline_parallel.again import Rewinding
-from megapipe.pipeline_parallel.slices import Slices, lengths_of
+from megapipe.pipeline_parallel.shapes import microbatches_of
 from megapipe.schedule import Pass, Placement, Schedule
 
 
@@ -106,8 +106,8 @@ class StepReading:
         depth = place.depth(stage)
         per_token = config.batch.calculate_per_token_loss
         ends = self.eod if config.model.mtp_within_documents else None
-        lengths = lengths_of(self.table, config.batch.seq_length, mesh, config.model, self.borders)
-        slices = Slices(lengths)
+        length = config.batch.seq_length
+        parts = microbatches_of(self.table, length, mesh, config.model, self.borders)()
 
         # Slices of one microbatch follow each other, so that one entry is enough.
         @lru_cache(maxsize=1)
@@ -122,7 +122,7 @@ class StepReading:
             return replace(made, more=here).ahead(depth, weighs=per_token, ends=ends)
 
         def batch(number: int) -> Batch:
-            cut = Cut(mesh.cp.rank, mesh.cp.size, *slices.tokens(number))
-            return microbatch(slices.microbatch(number)).cut(cut)
+            cut = Cut(mesh.cp.rank, mesh.cp.size, *parts.tokens(number))
+            return microbatch(parts.microbatch(number)).cut(cut)
 
         return Rewinding(batch, order)

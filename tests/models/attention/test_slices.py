@@ -15,7 +15,7 @@ from megapipe.models.attention.blocks import MaskSpec
 from megapipe.models.attention.context import context_attention
 from megapipe.pipeline_parallel.families.offload.activations import Activations
 from megapipe.pipeline_parallel.families.offload.host import Host, Sizes
-from megapipe.pipeline_parallel.slices import Lengths, Slices
+from megapipe.pipeline_parallel.shapes.slices import Lengths, Slices
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.tensor_parallel.rng import Stream
 
@@ -39,7 +39,7 @@ def sights(documents=None, window=None, keep=None):
     prefix, slices = {}, Slices(Lengths((S // SLICES,) * SLICES))
     for number, begin in enumerate(range(0, S, S // SLICES)):
         stream = Stream(0, 0, piece=range(begin, begin + S // SLICES), length=S, prefix=prefix)
-        stream = stream if keep is None else replace(stream, keep=slices.keeping(number, keep))
+        stream = stream if keep is None else slices.keeping(stream, number, keep)
         yield MaskSpec(S, stream, window, documents, site=(0, "attention"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +21,7 @@ from megapipe.distributed.device import Gauge
 from megapipe.pipeline_parallel.again import Noting
 from megapipe.pipeline_parallel.families.family import Forward, OfStage, Setting
 from megapipe.pipeline_parallel.families.offload.host import Buffer, Copy, Host, Sizes
-from megapipe.pipeline_parallel.slices import Slices
+from megapipe.pipeline_parallel.microbatches import Microbatches
 from megapipe.schedule.families.offload.rules import MOVES, computed_again
 from megapipe.schedule.kinds import Lane
 from megapipe.tensor_parallel.rng import Stream
@@ -111,8 +111,8 @@ class Activations(OfStage):
         self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
         self._to_go = {*self.out}
 
-    def stream(self, stream: Stream, number: int, slices: Slices) -> Stream:
-        return replace(stream, keep=slices.keeping(number, self.keep)) if slices.cuts else stream
+    def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
+        return microbatches.keeping(stream, number, self.keep)
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
         return partial(self._forward_alone, stage) if microbatch in self.again else usual
@@ -120,7 +120,7 @@ class Activations(OfStage):
     def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Run the forward without a graph, which `repeat` makes."""
         data = None if stage.data_iterator is None else Noting(stage.data_iterator)
-        stream = stage.slices.begun(microbatch, stage.stream)
+        stream = stage.microbatches.begun(microbatch, stage.stream)
         self._first[microbatch] = x, [] if data is None else data.given, stream
         self.hold(microbatch, x)
         with torch.no_grad():

@@ -12,9 +12,10 @@ from torch import Tensor
 from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import attribute_of
-from megapipe.pipeline_parallel.families.family import OfStage, Setting, Shape, Sizes
+from megapipe.pipeline_parallel.families.family import OfStage, Setting, Sizes
 from megapipe.pipeline_parallel.families.vocabulary.shares import FLAG, VocabularyShare
 from megapipe.pipeline_parallel.loss import LossFunc
+from megapipe.pipeline_parallel.microbatches import Shape
 from megapipe.pipeline_parallel.passes.begin import Ends, sum_of
 from megapipe.schedule import Kind, Pass, Placement
 from megapipe.schedule.kinds import Where
