@@ -23,7 +23,7 @@ from megapipe.pipeline_parallel.stopwatch import (
 )
 from megapipe.plan import GIB, Plan
 from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
-from megapipe.schedule.kinds import COPIES
+from megapipe.schedule.kinds import COPIES, Lane
 from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, measured_costs, spent
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
 from megapipe.schedule.views.lanes import Copied, communicates, communication, copied
@@ -166,13 +166,13 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
     """Return each rank's copies of one step."""
 
-    def total(row: Sequence[Ran], kind: Kind) -> float:
-        return sum(x.end - x.begin for x in row if x.item.kind is kind)
+    def total(row: Sequence[Ran], lane: Lane) -> float:
+        return sum(x.end - x.begin for x in row if x.item.kind.traits.lane is lane)
 
     found = []
     for row in ranks:
         waited = sum(x.waited for x in row)
-        found.append(Copied(total(row, Kind.O), total(row, Kind.L), waited))
+        found.append(Copied(total(row, Lane.D2H), total(row, Lane.H2D), waited))
     return found
 
 
