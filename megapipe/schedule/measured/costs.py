@@ -1,4 +1,4 @@
-"""Costs from steps that ran: what passes, the host between them and messages have taken."""
+"""Costs from measured steps: times of passes, of messages, and of the host between passes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from megapipe.schedule.passes import Pass, Placement
 
 
 class Ran(NamedTuple):
-    """A pass of a step, from when its input was there to its end, in seconds of its host's clock; `waited` is how long
-    its rank stood still for that input. The two of an overlapped pair have the same times."""
+    """A measured pass, in seconds of its host's clock.
+
+    Both passes of an overlapped pair have the same times.
+
+    Attributes:
+        begin: when its input had arrived.
+        waited: how long its rank waited for that input.
+    """
 
     item: Pass
     begin: float
@@ -30,8 +36,14 @@ StepsRan = Sequence[Sequence[Sequence[Ran]]]
 
 
 class Spent(NamedTuple):
-    """A rank's step in seconds: from its first question for an input, and from its first pass, to its last end; what
-    passes took, and waiting for inputs between them. The rest of `span` is the host's."""
+    """The times of a rank's step, in seconds.
+
+    Attributes:
+        makespan: from its first wait for an input to its last end.
+        span: from its first pass to its last end.
+        busy: the sum of its passes.
+        waited: waits for inputs between passes. The rest of `span` is host time.
+    """
 
     makespan: float
     span: float
@@ -40,14 +52,15 @@ class Spent(NamedTuple):
 
     @property
     def idle(self) -> float:
-        """The rank's idle time between its first and its last pass: the papers' bubble."""
+        """Return the idle time between its first and its last pass: the papers' bubble."""
         return self.span - self.busy
 
 
 def spent(row: Sequence[Ran]) -> Spent:
-    """The times of a rank's passes, summed; a validation counts as waiting."""
+    """Return the times of a rank's passes, summed. A validation counts as waiting."""
     groups = list(in_turn(row))
-    first, end = groups[0][0], max(x.end for x in row)
+    first = groups[0][0]
+    end = max(x.end for x in row)
     validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind is Kind.V)
     busy = sum(x.end - x.begin for x, *_ in groups) - validated
     waited = sum(max(x.waited for x in group) for group in groups[1:]) + validated
@@ -55,12 +68,12 @@ def spent(row: Sequence[Ran]) -> Spent:
 
 
 def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
-    """One by one, overlapped pairs together."""
+    """Yield the passes one by one, overlapped pairs together."""
     return (tuple(group) for _, group in groupby(row, lambda x: (x.begin, x.end)))
 
 
 _At = tuple[Kind, int]
-"""A kind of pass at a position of the chain."""
+"""(kind of pass, position in the chain)."""
 
 
 def measured_costs(
@@ -70,25 +83,31 @@ def measured_costs(
     cuts: Sequence[float] = (),
     copies: StepsRan = (),
 ) -> Costs:
-    """Medians, in seconds.
+    """Return costs with the medians of measured steps, in seconds.
 
-    The overhead is the time between two passes where the second waits for no other rank. A link's latency is the least
-    time in a step from an end to the begin of what needed it, the mean of both directions: that knows nothing of two
-    hosts' clocks. A pass that ran in overlapped pairs alone counts as half of them.
+    The overhead is the time between two passes if the second waits for no other rank. A link's
+    latency is the least time in a step from the end of a pass to the start of its receiver. The
+    mean of both directions cancels the difference of the hosts' clocks. A pass that ran only in
+    overlapped pairs counts as half of a pair.
 
     Args:
-        cuts: of the table's slices, each of which stands for a microbatch by its share of the counted work.
-        copies: O and L, where the table has them.
-        counted: says how a whole backward divides into B and W where nothing split was run, and what is held.
+        cuts: lengths of the table's slices. A slice is scaled to a microbatch by its share of the
+            counted work.
+        copies: measured O and L, if the table has them.
+        counted: costs by the plan. They divide a fused backward into B and W if no split one ran,
+            and they give the memory.
     """
-    took, halves = defaultdict[_At, list[float]](list), defaultdict[_At, list[float]](list)
-    between, pairs = list[float](), list[float]()
+    took = defaultdict[_At, list[float]](list)
+    halves = defaultdict[_At, list[float]](list)
+    between: list[float] = []
+    pairs: list[float] = []
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     alone = replace(counted, overhead=0.0)
     parts = {n: None if n is None else (n, 0, len(cuts)) for n in (None, *range(len(cuts)))}
     work = {n: alone.of_slice(cuts, part).durations(place) for n, part in parts.items()}
 
     def whole(x: Ran) -> float:
+        """Return the duration, scaled from a slice to a whole microbatch."""
         kind, stage, _, piece = x.item
         share = work[piece][kind][stage] / (work[None][kind][stage] or 1.0)
         return (x.end - x.begin) / (share or 1.0)
@@ -103,11 +122,8 @@ def measured_costs(
                     into[x.item.kind, place.position(x.item.stage)].append(whole(x) / len(group))
                 if len(group) > 1:
                     pairs.append(whole(group[0]))
-                made = [
-                    y
-                    for x in group
-                    if (y := _made(x.item, place, ran)) and place.rank_of[y.item.stage] != rank
-                ]
+                makers = [_made(x.item, place, ran) for x in group]
+                made = [y for y in makers if y and place.rank_of[y.item.stage] != rank]
                 for y in made:
                     of_link = least[place.rank_of[y.item.stage], rank]
                     of_link[step] = min(of_link.get(step, inf), group[0].begin - y.end)
@@ -132,27 +148,33 @@ def measured_costs(
 
 
 def _scaled(cost: PerStage, unit: float) -> PerStage:
-    """The time of what runs beside passes and was not timed, as counted in this unit."""
-    return tuple(x * unit for x in cost) if isinstance(cost, tuple) else cost * unit
+    """Return a counted time in seconds, given the seconds of one unit of the counted costs."""
+    if isinstance(cost, tuple):
+        return tuple(x * unit for x in cost)
+    return cost * unit
 
 
 def _copies(
     took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float
 ) -> PerStage:
-    """The time of O or L at each position of the chain; where none was timed as counted, in the unit of those that
-    were, or of the passes."""
+    """Return the time of O or L at each position of the chain.
+
+    A position without a measured copy has its counted time, scaled by the measured copies.
+
+    Args:
+        unit: seconds of a counted unit by the passes, used if no copy was measured.
+    """
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
-    if total := sum(counted[at] for at in timed):
+    total = sum(counted[at] for at in timed)
+    if total:
         unit = sum(timed.values()) / total
-    return (
-        tuple(timed.get(at, x * unit) for at, x in enumerate(counted))
-        if any(counted) or timed
-        else 0.0
-    )
+    if not any(counted) and not timed:
+        return 0.0
+    return tuple(timed.get(at, x * unit) for at, x in enumerate(counted))
 
 
 def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
-    """The time of a rank's share of the vocabulary; 0 where it is not shared."""
+    """Return the time of a rank's share of the vocabulary; 0 if the vocabulary is not shared."""
     times = [seconds for (kind, _), row in took.items() if kind in kinds for seconds in row]
     return median(times) if times else 0.0
 
@@ -160,13 +182,14 @@ def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
 def _stages(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs
 ) -> Iterator[tuple[float, float, float]]:
-    """F, B and W at each position of the chain."""
+    """Yield the times of F, B and W at each position of the chain."""
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):
         f, b, w, whole = (median(took[kind, at]) if (kind, at) in took else None for kind in _KINDS)
         if b is None or w is None:
             share = time[Kind.B][at] / (time[Kind.B][at] + time[Kind.W][at] or 1.0)
-            b, w = (whole or 0.0) * share, (whole or 0.0) * (1 - share)
+            b = (whole or 0.0) * share
+            w = (whole or 0.0) * (1 - share)
         yield f or 0.0, b, w
 
 
@@ -174,19 +197,25 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
-    """The pass that made a pass's input; None at the ends of the model, for W, and where it was not timed."""
+    """Return the pass that made a pass's input.
+
+    Returns None at the ends of the model, for W, and if that pass was not measured.
+    """
     source = place.prev(item.stage) if item.kind.is_forward else place.next(item.stage)
     if source is None or item.kind not in _KINDS or item.kind is Kind.W:
         return None
     kinds = (Kind.F,) if item.kind.is_forward else (Kind.B, Kind.BW)
-    return next((ran[x] for kind in kinds if (x := Pass(kind, source, *item[2:])) in ran), None)
+    makers = (Pass(kind, source, *item[2:]) for kind in kinds)
+    return next((ran[maker] for maker in makers if maker in ran), None)
 
 
 def _links(ranks: int) -> list[tuple[int, int]]:
-    return [(r, (r + 1) % ranks) for r in range(ranks if ranks > 2 else ranks - 1)]
+    """Return the ranks of each link; more than two ranks form a ring."""
+    count = ranks if ranks > 2 else ranks - 1
+    return [(rank, (rank + 1) % ranks) for rank in range(count)]
 
 
 def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> float:
-    """The lag of the link between two ranks; 0 if nothing went over it."""
+    """Return the latency of the link between two ranks; 0 if no message used it."""
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]
     return sum(ways) / len(ways) if ways else 0.0

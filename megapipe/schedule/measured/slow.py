@@ -1,6 +1,7 @@
-"""Slow stages and links: those that take more than others of equal work, or than they once did, and at what cost.
+"""Find slow stages and links: slower than peers with equal work, or than their own past.
 
-A pure function of what some steps have taken. What is slow in two samples in a row is named, once.
+It is a pure function of measured steps. A stage or link that is slow in two samples in a row is
+reported once.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import simulate
 
-SLOWER, LATER_S, WORTH = 1.25, 1e-3, 0.02
-"""Bounds of what is named: it takes so much more than it should, is so much later, costs so much of a step."""
+SLOWER = 1.25
+"""A stage is slow from this multiple of the time of its peers."""
+LATER_S = 1e-3
+"""A link is late from this many seconds."""
+WORTH = 0.02
+"""Stages and links are reported if they cost this share of a step."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A pipeline in some steps, in seconds.
+    """Measurements of one pipeline over some steps, in seconds.
 
     Attributes:
-        costs: of its stages and links, see schedule.measured.
-        ranks: the global rank at each of its positions.
+        costs: of its stages and links, from `measured.costs`.
+        ranks: global rank of each pipeline rank.
     """
 
     costs: Costs
@@ -33,7 +38,12 @@ class Sample:
 
 
 class Slow(NamedTuple):
-    """A slow stage or link: its name, in words, and the share of a step that it costs; None for one that was slow."""
+    """A slow stage or link.
+
+    Attributes:
+        text: the sentence to print.
+        cost: the share of a step that it costs; None if it is no longer slow.
+    """
 
     name: str
     text: str
@@ -41,17 +51,17 @@ class Slow(NamedTuple):
 
 
 _Key = tuple[str, int, int]
-"""`stage` or `link`, replica, number."""
+"""("stage" or "link", replica, number)."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The history of samples so far.
+    """The history of all samples so far. `after` adds one.
 
     Attributes:
-        least: each took.
-        suspects: what was slow in the last sample.
-        named: what was said to be slow and still is.
+        least: the least time of each stage and link.
+        suspects: stages and links that were slow in the last sample.
+        named: stages and links that were reported and are still slow.
     """
 
     least: Mapping[_Key, float]
@@ -61,11 +71,13 @@ class History:
     def after(
         self, samples: Sequence[Sample], schedule: Schedule, counted: Costs
     ) -> tuple[History, list[Slow], list[Slow]]:
-        """A history with one more sample of every replica of the pipeline under one table.
+        """Return the history with one more sample of every replica of the pipeline.
 
         Args:
-            counted: what the plan gives each stage, which says whose work is equal.
-        Returns: the history to go on with, what is to be named now, and what the sample shows by itself.
+            samples: one for each replica.
+            schedule: the table that all of them ran.
+            counted: the plan's costs, which say whose work is equal.
+        Returns: (the new history, findings to report now, all findings of this sample).
         """
         slow = [
             *_slow_stages(self.least, samples, schedule, counted),
@@ -93,23 +105,26 @@ def _took(samples: Sequence[Sample], schedule: Schedule) -> Iterator[tuple[_Key,
 
 
 def stage_seconds(costs: Costs, schedule: Schedule) -> list[float]:
-    """Seconds of a microbatch, forward and backward, at each position of the chain."""
-    time, place = replace(costs, overhead=0.0).durations(schedule.placement), schedule.placement
+    """Return the seconds of a microbatch, forward and backward, at each position of the chain."""
+    place = schedule.placement
+    time = replace(costs, overhead=0.0).durations(place)
     return [time[Kind.F][at] + time[Kind.BW][at] for at in range(place.chain)]
 
 
 def extremes(samples: Sequence[Sample], schedule: Schedule, counted: Costs) -> str:
-    """The slowest and the fastest stage, by what the plan gives each at the speed of all."""
+    """Return a line about the slowest and the fastest stage, compared with the plan.
+
+    The plan's times are scaled to the median speed of all stages.
+    """
     work = stage_seconds(counted, schedule)
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
     speed = median(t / (work[at] or 1.0) for (_, at), t in took.items())
     ratios = {key: t / ((work[key[1]] or 1.0) * speed) for key, t in took.items()}
-    slowest, fastest = max(took, key=lambda x: ratios[x]), min(took, key=lambda x: ratios[x])
-    (a, b) = (
-        f"{_stage_name(samples[r], at, schedule)}, {ratios[r, at]:.2f} x"
-        for r, at in (slowest, fastest)
-    )
-    return f"straggler: slowest {a}, fastest {b} what the plan gives it at the speed of all"
+    names = []
+    for r, at in (max(took, key=ratios.__getitem__), min(took, key=ratios.__getitem__)):
+        names.append(f"{_stage_name(samples[r], at, schedule)}, {ratios[r, at]:.2f} x")
+    slowest, fastest = names
+    return f"straggler: slowest {slowest}, fastest {fastest} the plan's time at the speed of all"
 
 
 def _stage_name(sample: Sample, at: int, schedule: Schedule) -> str:
@@ -121,25 +136,33 @@ def _stage_name(sample: Sample, at: int, schedule: Schedule) -> str:
 def _slow_stages(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule, counted: Costs
 ) -> Iterator[Slow]:
-    """Slow stages beside those of equal work; one without any beside itself as it was, if others are as they were."""
+    """Yield stages slower than peers with equal work.
+
+    A stage without peers is compared with its own past, corrected for a slow-down of all others.
+    """
     place = schedule.placement
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
     work = stage_seconds(counted, schedule)
     ends = {0, place.chain - 1}
-    grown = {
-        key: t / before for key, t in took.items() if (before := least.get(("stage", *key), 0.0))
-    }
+    grown = {}
+    for key, seconds in took.items():
+        before = least.get(("stage", *key), 0.0)
+        if before:
+            grown[key] = seconds / before
     for (r, at), seconds in took.items():
+        # The first and the last stage have embedding and head, so only replicas are their peers.
         equal = [
             t
             for (_, b), t in took.items()
-            if b == at or (not ends & {at, b} and _alike(work[at], work[b]))
+            if b == at or (not ends & {at, b} and _equal(work[at], work[b]))
         ]
         others = [ratio for key, ratio in grown.items() if key != (r, at)]
         if len(equal) > 1:
-            should, peers = median_low(equal), "its peers"
+            should = median_low(equal)
+            peers = "its peers"
         elif others and (r, at) in grown:
-            should, peers = least["stage", r, at] * max(1.0, median(others)), "what it took before"
+            should = least["stage", r, at] * max(1.0, median(others))
+            peers = "the time it took before"
         else:
             continue
         if seconds < SLOWER * should:
@@ -148,36 +171,37 @@ def _slow_stages(
         cost = _cost(costs, _with_stage(costs, at, should / seconds), schedule)
         if cost >= WORTH:
             name = _stage_name(samples[r], at, schedule)
-            yield Slow(
-                name,
-                f"{name} computes {seconds / should:.1f} x {peers}, {cost:.0%} of the step",
-                cost,
-            )
+            text = f"{name} computes {seconds / should:.1f} x {peers}, {cost:.0%} of the step"
+            yield Slow(name, text, cost)
 
 
 def _late_links(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule
 ) -> Iterator[Slow]:
-    """Late links beside the others; where there is one, beside itself as it was."""
+    """Yield links slower than the median link. A single link is compared with its own past."""
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():
         should = median_low(took.values()) if len(took) > 1 else least.get(("link", r, n), seconds)
-        if (late := seconds - should) < max(LATER_S, should):
+        late = seconds - should
+        if late < max(LATER_S, should):
             continue
-        costs, ranks = samples[r].costs, samples[r].ranks
+        costs = samples[r].costs
+        ranks = samples[r].ranks
         assert isinstance(costs.comm, tuple)
         usual = replace(costs, comm=(*costs.comm[:n], should, *costs.comm[n + 1 :]))
-        if (cost := _cost(costs, usual, schedule)) >= WORTH:
+        cost = _cost(costs, usual, schedule)
+        if cost >= WORTH:
             name = f"link {ranks[n]}->{ranks[(n + 1) % len(ranks)]}"
             yield Slow(name, f"{name} is {late * 1e3:.0f} ms late, {cost:.0%} of the step", cost)
 
 
-def _alike(a: float, b: float) -> bool:
+def _equal(a: float, b: float) -> bool:
+    """Return whether two amounts of work differ by at most 1%."""
     return abs(a - b) <= 0.01 * max(a, b)
 
 
 def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
-    """The costs with one stage faster."""
+    """Return the costs with the times of one stage multiplied by a factor."""
 
     def faster(value: float | tuple[float, ...]) -> tuple[float, ...]:
         assert isinstance(value, tuple)
@@ -187,6 +211,7 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
 
 
 def _cost(costs: Costs, usual: Costs, schedule: Schedule) -> float:
-    """Share of the passes that the difference takes."""
-    now, then = (simulate(schedule, x).makespan for x in (costs, usual))
+    """Return the share of the makespan that is lost compared with usual costs."""
+    now = simulate(schedule, costs).makespan
+    then = simulate(schedule, usual).makespan
     return (now - then) / now

@@ -1,8 +1,9 @@
-"""Traces of all ranks on one clock, with the predicted timeline beside the measured one.
+"""Merge the traces of all ranks on one clock, with the predicted and the measured timeline.
 
-Everything is read off the profiler's labels: which rank ran which pass when, and how long it stood waiting for a
-message inside it. The table of the schedule, the costs of its passes and the bubble follow from those. What runs on
-another lane than computation is seen from its label to the end of the wait for it: it took at most so long.
+Everything is read from the profiler's labels: which rank ran which pass when, and how long it
+waited for a message inside the pass. The table, the costs of its passes and the bubble follow from
+these. A copy or collective is seen from its label to the end of the wait for it. That is an upper
+bound of its duration.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ Event = dict[str, Any]
 _PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)(?:\.(\d+))?$")
 _MESSAGE = re.compile(r"^(recv|send) ")
 _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
-"""Annotations: where a GPU ran the passes its own times count, not the host's."""
+"""Categories of labels, the best first: a GPU's own times, then the host's."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A pass as it ran. Times in microseconds on the common clock; `waited` of them inside it for a message."""
+    """A measured pass, in microseconds on the common clock.
+
+    `busy` returns its duration without waits.
+
+    Attributes:
+        waited: time inside the pass that it waited for a message.
+    """
 
     label: Pass
     start: float
@@ -50,7 +57,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's file: its events on the common clock, and its passes, one list per training step."""
+    """The trace of one rank.
+
+    Attributes:
+        events: its events, on the common clock.
+        steps: its passes, a list for each training step.
+    """
 
     rank: int
     events: list[Event]
@@ -59,8 +71,14 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Milliseconds of one rank, median over steps: computing, not computing while the step runs, and the same as the
-    simulator predicts it from the measured passes. A bubble is idle time / step."""
+    """Milliseconds of one rank, as medians over steps.
+
+    Attributes:
+        step_ms: from the first start to the last end of any rank.
+        busy_ms: computing.
+        bubble: the share of the step in which the rank does not compute.
+        predicted_step_ms, predicted_bubble: the same, simulated with the measured passes.
+    """
 
     rank: int
     step_ms: float
@@ -75,7 +93,8 @@ def read(path: Path) -> RankTrace:
     number = re.match(r"rank-(\d+)\.json(\.gz)?$", path.name)
     if number is None:
         raise DataError(
-            f"{path}: a trace is called rank-N.json or rank-N.json.gz, as --use-pytorch-profiler names it"
+            f"{path}: a trace is called rank-N.json or rank-N.json.gz, "
+            "as --use-pytorch-profiler names it"
         )
     try:
         data = path.read_bytes()
@@ -93,16 +112,16 @@ def read(path: Path) -> RankTrace:
         zlib.error,
     ) as error:
         raise DataError(f"{path} is not a trace of torch's profiler: {error}") from None
-    if odd := [event for event in events if not _is_event(event)]:
-        raise DataError(
-            f"{path}: {json.dumps(odd[0])[:100]} is no event with name, ts and dur of torch's profiler."
-        )
+    odd = [event for event in events if not _is_event(event)]
+    if odd:
+        start = json.dumps(odd[0])[:100]
+        raise DataError(f"{path}: {start} is no event with name, ts and dur of torch's profiler.")
     events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
     return RankTrace(int(number[1]), events, _steps(_slices(events)))
 
 
 def _is_event(event: object) -> bool:
-    """Is it an event? Those without a duration are too, and are kept as they are."""
+    """Return whether parsed JSON is an event. An event may have no duration."""
     if not isinstance(event, dict):
         return False
     times = [event.get(name, 0.0) for name in ("ts", "dur")]
@@ -115,7 +134,7 @@ def _is_event(event: object) -> bool:
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
-    """The labelled passes in order of time."""
+    """Return the labelled passes in the order of the row."""
     for category in _ANNOTATIONS:
         spans = [
             (e["name"], e["ts"], e["ts"] + e["dur"])
@@ -130,34 +149,36 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
         return []
     waits = sorted((begin, end, name) for name, begin, end in spans if name.startswith("wait "))
     rows: list[Slice] = []
-    beside: list[Slice] = []
-    begun: list[float] = []  # which says their place in the row
+    others: list[Slice] = []  # copies and collectives
+    begun: list[float] = []  # when each of them was posted, for its place in the row
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
         label = Pass(Kind[m[2]], int(m[1]), int(m[3]), None if m[4] is None else int(m[4]))
         if label.kind.traits.lane is not Lane.COMPUTE:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             begun.append(begin)
-            # One of a lane after the other, however early it was begun.
-            begin = min(
-                max([begin, *(x.end for x in beside if x.lane is label.kind.traits.lane)]), ended
-            )
-            beside.append(Slice(label, begin, ended, 0.0))
+            # Passes of one stream run one after another, however early they are posted.
+            free = [x.end for x in others if x.lane is label.kind.traits.lane]
+            begin = min(max([begin, *free]), ended)
+            others.append(Slice(label, begin, ended, 0.0))
             continue
         waited = sum(b - a for a, b in messages if begin <= a and b <= end)
-        if (
-            rows and begin < rows[-1].end
-        ):  # an overlapped pair: half of its time each, one after the other
+        # An overlapped pair counts as two passes in sequence, half of its time each.
+        if rows and begin < rows[-1].end:
             first = rows.pop()
-            end, waited = max(end, first.end), max(waited, first.waited)
-            begin, waited = (first.start + end) / 2, waited / 2
+            end = max(end, first.end)
+            begin = (first.start + end) / 2
+            waited = max(waited, first.waited) / 2
             rows.append(Slice(first.label, first.start, begin, waited))
         rows.append(Slice(label, begin, end, waited))
-    ordered = [*zip(begun, beside, strict=True), *((item.start, item) for item in rows)]
+    ordered = [*zip(begun, others, strict=True), *((item.start, item) for item in rows)]
     return [item for _, item in sorted(ordered, key=lambda pair: pair[0])]
 
 
 def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Cut where a pass comes for the second time; without evaluations and what was begun again."""
+    """Return the training steps: each ends where a pass would run a second time.
+
+    Evaluations and interrupted steps are shorter, and are left out.
+    """
     steps: list[list[Slice]] = []
     seen: set[Pass] = set()
     for item in slices:
@@ -170,7 +191,10 @@ def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
-    """The traces of each pipeline: ranks that ran different passes of one table belong together, in rank order."""
+    """Return the traces of each pipeline, in rank order.
+
+    Ranks that ran different passes belong to one pipeline.
+    """
     groups: list[tuple[set[Pass], list[RankTrace]]] = []
     for trace in sorted(traces, key=lambda t: t.rank):
         own = {item.label for item in trace.steps[0]} if trace.steps else set()
@@ -187,7 +211,10 @@ def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
 
 
 def table_of(ranks: Sequence[RankTrace]) -> Schedule:
-    """The schedule that the ranks of a pipeline ran. Raises: DataError if their traces do not make one."""
+    """Return the schedule that the ranks of a pipeline ran.
+
+    Raises: DataError if a stage has no trace.
+    """
     rows = [[item.label for item in trace.steps[0]] for trace in ranks]
     rank_of = {label.stage: r for r, row in enumerate(rows) for label in row}
     if sorted(rank_of) != list(range(len(rank_of))):
@@ -208,41 +235,42 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
-    """Milliseconds of each kind of pass on each stage, median over microbatches and steps."""
+    """Return costs in milliseconds, as medians over microbatches and steps."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for item in (item for trace in ranks for step in trace.steps for item in step):
-        times[item.label.kind, schedule.placement.position(item.label.stage)].append(
-            item.busy / 1000
-        )
+        at = schedule.placement.position(item.label.stage)
+        times[item.label.kind, at].append(item.busy / 1000)
     chain = range(schedule.placement.chain)
 
     def column(*kinds: Kind) -> list[float]:
-        return [
-            median([x for kind in kinds for x in times.get((kind, s), ())] or [0.0]) for s in chain
-        ]
+        """Return the time of any of these kinds at each position, 0 where none ran."""
+        found = []
+        for at in chain:
+            seconds = [x for kind in kinds for x in times.get((kind, at), ())]
+            found.append(median(seconds or [0.0]))
+        return found
 
     f, b, w, both = (column(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
-    # A fused pass counts as b + w; where a table has B, BW and W the split ones tell them apart.
+    # BW is b + w. In a table with B, BW and W the split passes divide it.
     w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
     b = [b[s] or both[s] for s in chain]
     s, t, e, u, v = (tuple(column(Kind(letter))) for letter in "STEUV")
-    g, a = tuple(column(Kind.G, Kind.RS)), tuple(column(Kind.A, Kind.AF, Kind.AB))
+    g = tuple(column(Kind.G, Kind.RS))
+    a = tuple(column(Kind.A, Kind.AF, Kind.AB))
     return Costs(f=tuple(f), b=tuple(b), w=tuple(w), s=s, t=t, e=e, g=g, u=u, a=a, v=v)
 
 
 def summarise(
     ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
 ) -> list[RankSummary]:
-    """One row per rank of a pipeline."""
+    """Return a row for each rank of a pipeline."""
     rows = []
-    spans = [
-        span([trace.steps[n] for trace in ranks]) for n in range(min(len(t.steps) for t in ranks))
-    ]
+    count = min(len(trace.steps) for trace in ranks)
+    spans = [span([trace.steps[n] for trace in ranks]) for n in range(count)]
     for r, trace in enumerate(ranks):
-        busy = [
-            sum(item.busy for item in step if item.lane is Lane.COMPUTE)
-            for step, _ in zip(trace.steps, spans, strict=False)
-        ]
+        busy = []
+        for step in trace.steps[:count]:
+            busy.append(sum(item.busy for item in step if item.lane is Lane.COMPUTE))
         step_ms = median(end - start for start, end in spans) / 1000
         bubble = median(1 - b / (end - start) for b, (start, end) in zip(busy, spans, strict=True))
         rows.append(
@@ -261,9 +289,10 @@ def summarise(
 def merge(
     pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
 ) -> Iterator[Event]:
-    """All events of a pipeline's ranks, each rank a process of the trace, and the prediction of each step.
+    """Yield the events of a pipeline's ranks and the predicted passes of each step.
 
-    The predicted passes of a step start with its first measured one; they lie in a process of their own.
+    Each rank is a process of the trace, and the prediction is one more. The predicted passes of a
+    step start with its first measured pass.
     """
     for trace in pipeline:
         yield {
@@ -281,12 +310,10 @@ def merge(
         for event in trace.events:
             if event.get("ph") != "M":
                 yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
-        for item in (
-            item for step in trace.steps for item in step if item.lane is not Lane.COMPUTE
-        ):
-            yield _event(
-                trace.rank, item.lane.value, item.label, item.lane.value, item.start, item.end
-            )
+        for item in (item for step in trace.steps for item in step):
+            lane = item.lane
+            if lane is not Lane.COMPUTE:
+                yield _event(trace.rank, lane.value, item.label, lane.value, item.start, item.end)
     pid = 1_000_000 + pipeline[0].rank
     yield {
         "ph": "M",
@@ -297,22 +324,16 @@ def merge(
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     threads = {track: number for number, track in enumerate(tracks(schedule))}
     for (rank, lane), thread in threads.items():
-        name = f"rank {pipeline[rank].rank}" + (
-            f" {lane.value}" if lane is not Lane.COMPUTE else ""
-        )
+        name = f"rank {pipeline[rank].rank}"
+        if lane is not Lane.COMPUTE:
+            name += f" {lane.value}"
         yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
     for n in range(min(len(t.steps) for t in pipeline)):
         begin, _ = span([trace.steps[n] for trace in pipeline])
         for label, start in predicted.start.items():
             thread = threads[schedule.placement.rank_of[label.stage], label.kind.traits.lane]
-            yield _event(
-                pid,
-                thread,
-                label,
-                "predicted",
-                begin + start * 1000,
-                begin + predicted.end[label] * 1000,
-            )
+            until = begin + predicted.end[label] * 1000
+            yield _event(pid, thread, label, "predicted", begin + start * 1000, until)
 
 
 def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, end: float) -> Event:
@@ -328,9 +349,13 @@ def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, e
 
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
-    """The table that the ranks ran, and its timeline under their own measured costs with free messages."""
-    schedule, times = table_of(ranks), defaultdict[Pass, list[float]](list)
-    # A trace does not say how long slices are: each has its own time.
+    """Return the table that the ranks ran, and its timeline under the measured costs.
+
+    Messages take no time.
+    """
+    schedule = table_of(ranks)
+    times = defaultdict[Pass, list[float]](list)
+    # A trace does not have the lengths of slices, so each slice has its own time.
     for item in (item for trace in ranks for step in trace.steps for item in step if schedule.cuts):
         times[item.label].append(item.busy / 1000)
     took = {label: median(each) for label, each in times.items()}
@@ -338,5 +363,5 @@ def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
-    """The span from the first start to the last end of one step's rows."""
+    """Return the first start and the last end of one step's rows."""
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

@@ -71,7 +71,7 @@ def test_a_rank_that_becomes_1_5_times_slower_is_named_within_ten_steps_and_once
     found, history = told(10, noise, before, slower=[rank])
     ((name, text, cost),) = found
     assert name == f"stage {rank} on rank {rank}"
-    peers = "its peers" if rank in (1, 2) else "what it took before"
+    peers = "its peers" if rank in (1, 2) else "the time it took before"
     assert text.startswith(f"{name} computes 1.5 x {peers}, ")
     quiet, slow = (max(row[-1].end for row in step(Silent(), s)) for s in ([], [rank]))
     assert cost == pytest.approx(1 - quiet / slow, abs=0.03)

@@ -1,4 +1,4 @@
-"""Activations that leave the device: to the host (O) and back (L), or to be computed again (R)."""
+"""Activations that leave the device: offloaded to the host (O) and back (L), or recomputed (R)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megapipe.schedule.families.offload.rules import MOVES, inputs, memory_probl
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCosts:
-    """What it takes to move activations, and how much of them moves.
+    """Time and memory of offloaded and recomputed activations.
 
     Attributes:
-        o, l: copying what a microbatch left to the host, and back.
-        mem_o: the part of mem_b that is copied, mem_k first; None: all of it. Of a slice the part without keys; the
-            last of a document takes the keys of all of them with it.
-        mem_r: what stays instead of mem_b from a forward to the pass that computes it again, its input; of a slice also
-            the keys, for those behind it.
+        o: copying a microbatch's activations to the host.
+        l: copying them back.
+        mem_o: the part of mem_b that is copied, mem_k first; None for all of it. A slice copies its
+            part without keys. The last slice of a document also copies the keys of all its slices.
+        mem_r: held in place of mem_b from a forward to its recomputation: the input. A slice also
+            holds its keys, for later slices.
     """
 
     o: PerStage = 0.0

@@ -1,4 +1,4 @@
-"""What is asked of activations that leave the device."""
+"""The settings of offload and recomputation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from megapipe.schedule.passes import Schedule
 
 @dataclass(frozen=True)
 class Offload:
-    """Activations that leave the device, to the host (O, L) or to be computed again (R).
+    """Settings of activations that are offloaded to the host (O, L) or recomputed (R).
 
     Attributes:
-        when: "all" copies whatever is back in time. "fits" holds, copies or recomputes, whichever is fastest in the
-            room. "needed" does so only where the table does not fit, or any order is allowed and it is faster.
-        any_order: with "needed": search other orders of the same stages too.
-        chunks: with "all": copy for the first stages of each rank alone, this many.
-        switch: with "all": this many neighbouring ranks share the way to the host.
-        tries: changes of single choices that "fits" tries; most: a makespan that is too long to be of interest.
-        other: tables that "fits" may choose in place of the one that was made.
+        when: "all" offloads whatever returns in time. "fits" holds, offloads or recomputes,
+            whichever is fastest within the memory. "needed" does so only if the table does not fit,
+            or if any order is allowed and another one is faster.
+        any_order: with "needed", also search other orders of the same stages.
+        chunks: with "all", offload only this many first stages of each rank.
+        switch: with "all", this many neighbouring ranks share the copies to the host.
+        tries: number of single choices that "fits" changes; None for as many as take half a second.
+        most: with "fits", the longest makespan of interest.
+        other: tables that "fits" may choose instead of the given one.
     """
 
     when: str = "all"

@@ -1,4 +1,4 @@
-"""The part of a microbatch that O, L and R of one of its slices move."""
+"""The costs of O, L and R for one slice of a microbatch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ _FIELDS = ("o", "l", "mem_o", "mem_r", "mem_k")
 
 
 def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mapping[str, Any]:
-    """Return the fields of O, L and R for a slice. A copy takes as much longer as there is more to copy.
+    """Return the fields of O, L and R for a slice. Copies take time in proportion to their size.
 
-    Raises: ScheduleError if some are of each stage and others of all, and the keys of one count in the other.
+    Args:
+        costs: the fields for a whole microbatch.
+        length: length of the slice as a share of the sequence.
+        document: length of the document that ends with the slice; 0 if none does.
+    Raises: ScheduleError if some fields name each stage, others one value for all stages, and there
+        are keys.
     """
     moved = {name: costs[name] for name in _FIELDS}
     if moved["mem_o"] is None:
@@ -24,9 +29,13 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
         return {name: times(length, moved[name]) for name in _FIELDS[:-1]}
     counts = {len(x) for x in moved.values() if isinstance(x, tuple)}
     if not counts:
-        return dict(zip(_FIELDS, _of_stage([*moved.values()], length, document), strict=False))
-    if plain := [name for name, x in moved.items() if not isinstance(x, tuple) and x]:
-        raise ScheduleError(f"Costs name {plain[0]} of all stages together, and others of each. Name each's.")
+        parts = _of_stage([*moved.values()], length, document)
+        return dict(zip(_FIELDS, parts, strict=False))
+    plain = [name for name, x in moved.items() if not isinstance(x, tuple) and x]
+    if plain:
+        raise ScheduleError(
+            f"Costs name {plain[0]} of all stages together, and others of each. Name each's."
+        )
     columns = (x if isinstance(x, tuple) else (0.0,) * max(counts) for x in moved.values())
     rows = zip(*columns, strict=True)
     found = zip(*(_of_stage(row, length, document) for row in rows), strict=True)
@@ -34,8 +43,11 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:
+    """Return o, l, mem_o and mem_r of a slice on one stage, given `_FIELDS` of a microbatch."""
     out, back, copied, held, keys = whole
-    moves = min(keys, copied)  # keys are copied first
+    # Keys are copied first, all keys of a document with its last slice.
+    moves = min(keys, copied)
     size = (copied - moves) * length + moves * document
     part = size / copied if copied else length
-    return out * part, back * part, size, (held if document else held + keys) * length
+    stays = held if document else held + keys
+    return out * part, back * part, size, stays * length

@@ -1,4 +1,4 @@
-"""The rules of passes that move activations out of the way: their order, and one order on a lane that is shared."""
+"""The rules of offload and recomputation: the order of O, L and R, and of shared copy streams."""
 
 from __future__ import annotations
 
@@ -8,83 +8,109 @@ from megapipe.schedule.kinds import COPIES, Kind
 from megapipe.schedule.passes import Pass, Schedule, Shared
 
 MOVES = frozenset({Kind.O, Kind.L, Kind.R})
-"""Passes that move activations out of the way: copies to the host and back, and second forwards."""
+"""Passes that offload activations, bring them back, or recompute them."""
 
 
 def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Mistakes of copies and second forwards, given the step of each pass in its row."""
+    """Yield mistakes of copies and recomputations.
+
+    Args:
+        seen: the step of each pass in its row.
+    """
     rank_of = schedule.placement.rank_of
     for item, step in seen.items():
         if item.kind in MOVES:
-            # Nothing else is said of a copy that has no other end: what follows would follow from that.
-            found = _alone(item, seen) or _out_of_order(item, seen)
-            yield from (f"rank {rank_of[item.stage]}, step {step}, {item}: {problem}" for problem in found)
+            # A copy without its other end is one mistake; further ones would follow from it.
+            for problem in _alone(item, seen) or _out_of_order(item, seen):
+                yield f"rank {rank_of[item.stage]}, step {step}, {item}: {problem}"
     for lane in schedule.shared:
         yield from _shared_problems(schedule, lane, seen)
     for i, lane in enumerate(schedule.shared):
         for before in schedule.shared[:i]:
-            if both := sorted(set(lane.ranks) & set(before.ranks)) if lane.lane is before.lane else []:
-                yield f"rank {both[0]} is in two shared lanes {lane.lane}; join them in one, as a rank has one order"
+            both = sorted(set(lane.ranks) & set(before.ranks))
+            if both and lane.lane is before.lane:
+                yield (
+                    f"rank {both[0]} is in two shared streams {lane.lane}; join them in one, "
+                    "as a rank has one order"
+                )
 
 
 def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
-    kind, found = item.kind, []
-    if kind is Kind.O and (back := item._replace(kind=Kind.L)) not in seen:
-        found.append(f"nothing brings it back; {back} is missing")
-    if kind is Kind.L and (out := item._replace(kind=Kind.O)) not in seen:
-        found.append(f"brings back what nothing has copied; {out} is missing")
-    if kind is Kind.R and (out := item._replace(kind=Kind.O)) in seen:
-        found.append(f"computes again what {out} at step {seen[out]} copies; one of the two is enough")
-    return found
+    """Return where a copy lacks its other end, or a recomputation repeats a copy."""
+    out = item._replace(kind=Kind.O)
+    back = item._replace(kind=Kind.L)
+    if item.kind is Kind.O and back not in seen:
+        return [f"nothing brings it back; {back} is missing"]
+    if item.kind is Kind.L and out not in seen:
+        return [f"brings back what nothing has copied; {out} is missing"]
+    if item.kind is Kind.R and out in seen:
+        also = f"{out} at step {seen[out]} copies"
+        return [f"computes again what {also}; one of the two is enough"]
+    return []
 
 
 def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
-    kind, at = item.kind, seen[item]
-    f, out, b, bw = (item._replace(kind=k) for k in (Kind.F, Kind.O, Kind.B, Kind.BW))
+    """Yield where O, L or R comes before the pass that it needs, or after its user."""
+    kind = item.kind
+    at = seen[item]
+    kinds = Kind.F, Kind.O, Kind.B, Kind.BW
+    f, out, b, bw = (item._replace(kind=other) for other in kinds)
     used = b if b in seen else bw
     if kind is not Kind.L and f in seen and at <= seen[f]:
-        yield f"stands before {f} at step {seen[f]}, which makes what it {'copies' if kind is Kind.O else 'repeats'}"
+        does = "copies" if kind is Kind.O else "repeats"
+        yield f"stands before {f} at step {seen[f]}, which makes what it {does}"
     if kind is Kind.L and at <= seen[out]:
         yield f"stands before {out} at step {seen[out]}, whose copy it brings back"
-    if kind is Kind.O and used in seen and seen[used] <= at:
+    late = used in seen and seen[used] <= at
+    if kind is Kind.O and late:
         yield f"frees what {used} at step {seen[used]} has used already"
-    if kind is not Kind.O and used in seen and seen[used] <= at:
+    if kind is not Kind.O and late:
         gone = f"{out} at step {seen[out]} has freed" if kind is Kind.L else f"{f} has not kept"
         yield f"comes too late: {used} at step {seen[used]} uses what {gone}"
 
 
 def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """A shared lane has all passes of its ranks, in an order that is each rank's own."""
-    rank_of, ranks = schedule.placement.rank_of, ", ".join(map(str, lane.ranks))
-    where = f"the lane {lane.lane} that ranks {ranks} share"
+    """Yield mistakes of a shared stream: it has all passes of its ranks, in each rank's order."""
+    rank_of = schedule.placement.rank_of
+    ranks = ", ".join(map(str, lane.ranks))
+    where = f"the {lane.lane} stream that ranks {ranks} share"
     if lane.lane not in COPIES or not set(lane.ranks) <= set(range(schedule.placement.num_ranks)):
-        yield f"{where}: only lanes {' and '.join(sorted(COPIES))} of ranks of the table are shared"
+        names = " and ".join(sorted(COPIES))
+        yield f"{where}: only streams {names} of ranks of the table are shared"
         return
     own = {x for x in seen if x.kind.traits.lane is lane.lane and rank_of[x.stage] in lane.ranks}
-    if len(lane.order) != len(set(lane.order)) or set(lane.order) != own:
-        wrong = [*sorted(own - set(lane.order)), *(x for x in lane.order if x not in own or lane.order.count(x) > 1)]
-        yield f"{where}: its order must name each of their passes once; look at {', '.join(map(str, wrong[:3]))}"
+    named = set(lane.order)
+    if len(lane.order) != len(named) or named != own:
+        wrong = sorted(own - named)
+        wrong += [x for x in lane.order if x not in own or lane.order.count(x) > 1]
+        look = ", ".join(map(str, wrong[:3]))
+        yield f"{where}: its order must name each of their passes once; look at {look}"
         return
     last: dict[int, Pass] = {}
     for item in lane.order:
         rank = rank_of[item.stage]
-        if rank in last and seen[item] < seen[last[rank]]:
+        other = last.get(rank)
+        if other is not None and seen[item] < seen[other]:
             yield (
-                f"rank {rank}, step {seen[item]}, {item}: stands before {last[rank]} at step {seen[last[rank]]}, and "
-                f"behind it on {where}"
+                f"rank {rank}, step {seen[item]}, {item}: stands before {other} "
+                f"at step {seen[other]}, and after it on {where}"
             )
         last[rank] = item
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Stages and microbatches, or slices among all, whose forward runs twice."""
+    """Return the (stage, microbatch) whose forward is recomputed.
+
+    Where microbatches are cut, it has the number of the slice among all slices.
+    """
     if Kind.R not in schedule.kinds:
         return frozenset()
-    return frozenset((x.stage, schedule.number(x)) for x in schedule.passes() if x.kind is Kind.R)
+    again = (item for item in schedule.passes() if item.kind is Kind.R)
+    return frozenset((item.stage, schedule.number(item)) for item in again)
 
 
 def inputs(schedule: Schedule) -> Mapping[Pass, str]:
-    """Return the forwards that leave nothing but their input, mem_r."""
+    """Return the forwards that hold only their input, mem_r, because they are recomputed."""
     again = computed_again(schedule)
     forwards = (x for x in schedule.passes() if again and x.kind.is_forward)
     return dict.fromkeys((x for x in forwards if (x.stage, schedule.number(x)) in again), "r")

@@ -1,9 +1,10 @@
-"""One solver over three verbs: for each stage and microbatch hold, copy to the host, or compute again; least makespan.
+"""The solver for offload and recomputation: hold, offload or recompute each stage and microbatch.
 
-What does not fit is moved, one microbatch of each full rank at a time: to the host where the copy is out of the way in
-time and back without anyone waiting, else it is computed again. Then single choices are changed as long as that pays.
-The order of the passes is that of one of the tables that are given: `tables` has the catalogue's, `searched` such as
-leave room for what cannot be moved.
+It minimises the makespan within the memory. First it moves activations until all ranks fit, one
+microbatch of each full rank at a time. They go to the host if the copy returns without anyone
+waiting, else they are recomputed. Then it changes single choices as long as that helps. The order
+of passes comes from a given table. `tables` returns the tables of the catalogue, `searched` returns
+tables that leave memory for activations that cannot be moved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from random import Random
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.families.family import times
 from megapipe.schedule.families.offload.copies import longest
 from megapipe.schedule.families.offload.weigh import (
     HAIR,
@@ -37,12 +39,16 @@ from megapipe.schedule.search.auto import Candidate, search, search_among
 from megapipe.schedule.search.compiled import library
 from megapipe.schedule.simulate import run_clock, uncollected
 
-TRIES, FEW_TRIES = 2000, 60
-"""Changes of single choices, with a C compiler and without: half a second for 8 ranks and 16 microbatches."""
+TRIES = 2000
+FEW_TRIES = 60
+"""Changes of single choices, with a C compiler and without one.
+
+They take half a second for 8 ranks and 16 microbatches.
+"""
 _FEW = 128
-"""Places of a rank that are moved one at a time."""
+"""Most places of a rank that are moved one at a time."""
 EFFORT = 0.1
-"""Seconds of a search for an order: longer ones gain less than other choices."""
+"""Seconds of a search for an order: a longer one gains less than other choices."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,9 @@ class Solved:
     """A table with its choices.
 
     Attributes:
-        plain: the table without them.
+        plain: the table before offload and recomputation.
+        schedule: the table with them.
+        peak: most activation of each rank.
     """
 
     plain: Schedule
@@ -61,12 +69,13 @@ class Solved:
 
 
 def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
-    """The catalogue's tables of these numbers that have one copy of the weights and no pairs."""
+    """Return the catalogue's tables of these numbers with one copy of the weights and no pairs."""
     found = []
     for name, entry in PATTERNS.items():
         if entry.copies == 1 and not entry.pairs:
             try:
-                found.append(make(name, entry, ranks, microbatches, chunks=None if entry.chunks else 2, costs=costs))
+                chunks = None if entry.chunks else 2
+                found.append(make(name, entry, ranks, microbatches, chunks=chunks, costs=costs))
             except ScheduleError:
                 continue
     return found
@@ -82,36 +91,50 @@ def searched(
     effort: float = EFFORT,
     portable: bool = False,
 ) -> Iterator[Schedule]:
-    """Tables that fit this memory once most of what their forwards leave is moved.
+    """Yield tables that will fit this memory once most of their activations are moved.
 
-    A search that counts a part of it alone, and all that weight gradients wait with, as nothing moves that.
+    The search counts only a part of what forwards hold. It counts all that W waits with, because
+    nothing moves that.
 
     Args:
-        place: the stages; None: the best of loops and V.
-        effort, portable: of each of six searches, as in `search`.
+        place: the placement; None for the best of loops and V.
+        effort, portable: of each of six searches, as in `search.auto`.
     """
     for part, limit in _MOVED_LATER:
-        held = tuple(part * x for x in costs.mem_b) if isinstance(costs.mem_b, tuple) else part * costs.mem_b
-        counted, rooms = replace(costs, mem_b=held), tuple(limit * x for x in by_rank(memory, ranks))
+        counted = replace(costs, mem_b=times(part, costs.mem_b))
+        rooms = tuple(limit * x for x in by_rank(memory, ranks))
         try:
             if place is None:
-                found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort, portable=portable)
+                found = search(
+                    ranks,
+                    microbatches,
+                    costs=counted,
+                    memory=rooms,
+                    effort=effort,
+                    portable=portable,
+                )
             else:
                 candidate = Candidate(place, counted, rooms)
                 found = search_among([candidate], microbatches, effort=effort, portable=portable)
             yield found.schedule
-        except ScheduleError:  # not one microbatch fits
+        except ScheduleError:  # not even one microbatch fits
             continue
 
 
 _MOVED_LATER = (0.05, 0.75), (0.05, 0.875), (0.15, 0.875), (0.33, 0.75), (1.0, 2.0), (1.0, 4.0)
-"""Parts of mem_b that stay, and of the memory: the rest is for what is on its way. Each was best of fifteen such pairs
-for some of fourteen drawn costs; the last two where a copy takes longer than a forward."""
+"""(part of mem_b that stays, part of the memory for it); the rest is for copies in flight.
+
+Each was the best of fifteen such pairs for some of fourteen drawn costs, the last two where a copy
+takes longer than a forward.
+"""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Choices for one table, and what it takes with them."""
+    """A candidate: choices for one table, with their time and memory.
+
+    `rank` sorts candidates.
+    """
 
     table: _Table
     choices: Choices
@@ -119,30 +142,40 @@ class _Answer:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The time and, of equal ones, the number of what is moved."""
+        """Return (makespan, number of places that are not held); the smallest is the best."""
         return self.weight.makespan, len(self.choices)
 
 
 class _Table:
-    """A table without choices, and what it takes with them."""
+    """A table before offload and recomputation.
+
+    `answer` evaluates choices. `pays` returns whether a copy returns in time.
+    """
 
     def __init__(self, plain: Schedule, costs: Costs, memory: Memory) -> None:
-        self.plain, self.costs = plain, costs
+        self.plain = plain
+        self.costs = costs
         self._weigh: Weigh = scales(plain, costs, memory)
         self.held = self.answer({})
-        place, self.every = plain.placement, places(plain)
+        place = plain.placement
+        self.every = places(plain)
         self.number = {one: x for x, one in enumerate(self.every)}
-        took = {part: costs.of_slice(plain.cuts, part).durations(place) for part in (*plain.parts, None)}
-        parts = [(plain.part(forward_of(plain, one)), one[0]) for one in self.every]
-        self.copy = [sum(took[part][kind][stage] for kind in (Kind.O, Kind.L)) for part, stage in parts]
-        self.on = [[one for one in self.every if place.rank_of[one[0]] == rank] for rank in range(place.num_ranks)]
+        took = {}
+        for part in (*plain.parts, None):
+            took[part] = costs.of_slice(plain.cuts, part).durations(place)
+        self.copy = []
+        self.on: list[list[Place]] = [[] for _ in range(place.num_ranks)]
+        for one in self.every:
+            of_part = took[plain.part(forward_of(plain, one))]
+            self.copy.append(sum(of_part[kind][one[0]] for kind in (Kind.O, Kind.L)))
+            self.on[place.rank_of[one[0]]].append(one)
 
     def answer(self, choices: Choices) -> _Answer:
-        """The answer of these choices."""
+        """Return the candidate with these choices."""
         return _Answer(self, choices, self._weigh(choices))
 
     def pays(self, weight: Weight, place: Place) -> bool:
-        """Is there time to copy it out and back between its forward and its backward?"""
+        """Return whether a place can be copied out and back between its forward and backward."""
         x = self.number[place]
         return weight.used[x] - weight.done[x] >= self.copy[x]
 
@@ -157,46 +190,58 @@ def solve(
     seed: int = 0,
     most: float = inf,
 ) -> Solved:
-    """The best choices for one of some tables.
+    """Return the best choices for one of some tables. Equal arguments give equal results.
 
     Args:
-        memory: in the unit of the costs.
-        tries: changes of single choices that are tried, in each of the three best tables; None: as many as take half a
-            second, which are more with a C compiler.
-        most: a makespan that is no longer of interest.
-    Returns: same arguments, same result.
-    Raises: ScheduleError if no table fits in that time.
+        plain: tables without offload and recomputation.
+        memory: most activation of the ranks, in the unit of the costs.
+        tries: changes of single choices to try, in each of the three best tables. None tries as
+            many as take half a second, which are more with a C compiler.
+        most: longest makespan of interest.
+    Raises: ScheduleError if no table fits the memory within that makespan.
     """
     found: list[_Answer] = []
-    # Moving activations only takes time: a table that takes longer without is not looked at.
-    for table in sorted((_Table(x, costs, memory) for x in plain), key=lambda table: table.held.weight.makespan):
+    # Offload and recomputation never save time. So a table that is slower than the best found
+    # cannot win.
+    of_plain = [_Table(one, costs, memory) for one in plain]
+    for table in sorted(of_plain, key=lambda table: table.held.weight.makespan):
         if found and table.held.weight.makespan >= min(one.weight.makespan for one in found):
             break
-        found += [one for one in _starts(table, most) if one.weight.fits and one.weight.makespan <= most]
+        for one in _starts(table, most):
+            if one.weight.fits and one.weight.makespan <= most:
+                found.append(one)
     if not found:
         least = min(by_rank(memory, 1))
         raise ScheduleError(
-            f"no choice of holding, copying and computing again fits a memory of {least:g}. Allow more, or take a "
-            "schedule of more stages for each rank, such as v-min."
+            f"no choice of holding, copying and computing again fits a memory of {least:g}. "
+            "Allow more, or take a schedule of more stages for each rank, such as v-min."
         )
-    tries = tries if tries is not None else FEW_TRIES if library() is None else TRIES
+    if tries is None:
+        tries = FEW_TRIES if library() is None else TRIES
     first: dict[int, _Answer] = {}
     for one in sorted(found, key=lambda one: one.rank):
         first.setdefault(id(one.table), one)
     dice = Random(seed)
-    best = min((_improved(one, dice, tries) for one in list(first.values())[:3]), key=lambda one: one.rank)
-    schedule = applied(best.table.plain, best.choices, costs)
-    return Solved(best.table.plain, best.choices, schedule, best.weight.makespan, tuple(best.weight.peak))
+    improved = [_improved(one, dice, tries) for one in list(first.values())[:3]]
+    best = min(improved, key=lambda one: one.rank)
+    table = best.table
+    schedule = applied(table.plain, best.choices, costs)
+    peak = tuple(best.weight.peak)
+    return Solved(table.plain, best.choices, schedule, best.weight.makespan, peak)
 
 
 def _starts(table: _Table, most: float) -> Iterator[_Answer]:
-    """First answers for one table: each verb for all, and each first for what does not fit; while they are of
-    interest."""
+    """Yield first candidates for one table, while they are of interest.
+
+    They use one verb for all places, or one verb first for the places that do not fit.
+    """
     yield table.held
     if table.held.weight.fits or table.held.weight.makespan > most:
         return
     yield table.answer(dict.fromkeys(table.every, Verb.RECOMPUTE))
-    offloaded = table.answer({x: Verb.OFFLOAD for x in table.every if table.pays(table.held.weight, x)})
+    offloaded = table.answer(
+        {x: Verb.OFFLOAD for x in table.every if table.pays(table.held.weight, x)}
+    )
     yield offloaded
     clock = run_clock(table.plain, table.costs)
     for share in (0.25, 0.5, 0.75):
@@ -207,23 +252,31 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
 
 def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
-    """The table with as many choices as it needs to fit; none if none are enough in that time."""
-    now, table = start, start.table
+    """Yield the table with as many choices as it needs to fit, if some are enough within `most`."""
+    now = start
+    table = start.table
     for _ in range(2 * len(table.every)):
         if now.weight.fits:
             yield now
         if now.weight.fits or now.weight.makespan > most:
             return
-        changed = [move for rank in range(len(table.on)) for move in _moved(now, rank, verbs)]
+        changed: list[tuple[Place, Verb]] = []
+        for rank in range(len(table.on)):
+            changed += _moved(now, rank, verbs)
         if not changed:
             return
         now = table.answer({**now.choices, **dict(changed)})
 
 
 def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
-    """The next move of a rank that is full: of what it has at that moment, what stays longest. Of many places several
-    at once."""
-    table, weight, at = now.table, now.weight, now.weight.over[rank]
+    """Return the next choices of a rank that exceeds its limit; none if it does not.
+
+    Of the activations held at that moment, the longest ones are moved: one, or several if the
+    rank has many places.
+    """
+    table = now.table
+    weight = now.weight
+    at = weight.over[rank]
     if at == inf:
         return []
     candidates: list[tuple[bool, float, Place, Verb]] = []
@@ -242,15 +295,16 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 
 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
-    """The answer after single changes that make it faster, or as fast with fewer passes."""
-    best, table = start, start.table
+    """Return the candidate after single changes that make it faster, or need fewer passes."""
+    best = start
+    table = start.table
     floor = table.held.weight.makespan * HAIR
     for _ in range(tries):
         if best.weight.makespan <= floor:
             break
         choices = dict(best.choices)
         moved = [place for place in table.every if place in choices]
-        # What is computed again takes time of its own: most changes are of these.
+        # Recomputation takes compute time, so most changes are of recomputed places.
         again = [place for place in moved if choices[place] is Verb.RECOMPUTE]
         place = dice.choice(again if again and dice.random() < 0.7 else moved)
         choices[place] = dice.choice([verb for verb in Verb if verb is not choices[place]])

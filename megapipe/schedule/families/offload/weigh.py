@@ -1,5 +1,8 @@
-"""Times and memory of a table with some of its activations moved, without making the table where there is a C compiler
-(`weigh.c`): to the bit what its clock says."""
+"""Time and memory of a table with offload and recomputation, without building that table.
+
+With a C compiler `weigh.c` computes them, bitwise equal to the clock. Without one the table is
+built and simulated.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,15 @@ from megapipe.schedule.search.compiled import Doubles, Ints, doubles, ints, libr
 from megapipe.schedule.simulate import Timeline, simulate
 
 Place = tuple[int, int]
-"""A stage and a microbatch, or where these are cut a slice by its number among all."""
+"""(stage, microbatch), or (stage, number of the slice among all slices)."""
 Memory = float | tuple[float, ...]
-"""Most activation that a rank may hold, the same for all or of each."""
+"""Most activation that a rank may hold: the same for all, or one for each."""
 HAIR = 1 + 1e-9
 _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.O, Kind.L)
 
 
 class Verb(StrEnum):
-    """Choices for the activations of a stage and microbatch until their backward."""
+    """The choices for activations of a stage and microbatch until their backward."""
 
     HOLD = "hold"
     OFFLOAD = "offload"
@@ -42,12 +45,16 @@ Choices = Mapping[Place, Verb]
 
 @dataclass(frozen=True)
 class Weight:
-    """Times and memory of a table.
+    """Time and memory of a table with its choices.
+
+    `fits` returns whether all ranks keep to their limits. Lists by place are in the order of
+    `places`.
 
     Attributes:
-        made, done, used: when the forward of each place begins and ends, and when its backward begins, in the order of
-            `places`.
-        peak: most that each rank holds; over: when it first holds more than its limit.
+        made, done: start and end of the forward of each place.
+        used: start of the backward of each place.
+        peak: most memory that each rank holds.
+        over: when each rank first exceeds its limit; inf if never.
     """
 
     makespan: float
@@ -59,7 +66,7 @@ class Weight:
 
     @property
     def fits(self) -> bool:
-        """Does no rank ever hold more than its limit?"""
+        """Return whether no rank ever exceeds its limit."""
         return all(time == inf for time in self.over)
 
 
@@ -67,13 +74,14 @@ Weigh = Callable[[Choices], Weight]
 
 
 def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
-    """The limit of each rank."""
+    """Return the limit of each rank."""
     return memory if isinstance(memory, tuple) else (memory,) * ranks
 
 
 def places(plain: Schedule) -> list[Place]:
-    """All places, in order. Of two copies of the model each has its own microbatches."""
-    place, per = plain.placement, len(plain.slices)
+    """Return all places, in order. Each of DualPipe's two copies has its own microbatches."""
+    place = plain.placement
+    per = len(plain.slices)
     count = plain.all_microbatches * per
     return [
         (stage, number)
@@ -84,24 +92,29 @@ def places(plain: Schedule) -> list[Place]:
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
-    """Its forward."""
+    """Return the forward of a place."""
     stage, number = place
-    return Pass(Kind.F, stage, *(divmod(number, len(plain.cuts)) if plain.cuts else (number,)))
+    if not plain.cuts:
+        return Pass(Kind.F, stage, number)
+    return Pass(Kind.F, stage, *divmod(number, len(plain.cuts)))
 
 
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
-    """A table with these choices."""
+    """Return the table with the passes of these choices."""
     table = plain
     for verb, transform in ((Verb.RECOMPUTE, with_recompute), (Verb.OFFLOAD, with_offload)):
-        if chosen := [place for place, choice in choices.items() if choice is verb]:
+        chosen = [place for place, choice in choices.items() if choice is verb]
+        if chosen:
             table = transform(table, costs, chosen=chosen)
     return table
 
 
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
-    """A function from choices to times and memory of the table with them."""
-    code, limits = library(), by_rank(memory, len(plain.ranks))
-    if code is None or not plain.kinds <= set(_KINDS[:4]) or any(len(step) > 1 for step in plain.steps()):
+    """Return a function from choices to time and memory of the table with them."""
+    code = library()
+    limits = by_rank(memory, len(plain.ranks))
+    paired = any(len(step) > 1 for step in plain.steps())
+    if code is None or not plain.kinds <= set(_KINDS[:4]) or paired:
         return partial(_simulated, plain, costs, limits)
     return _compiled(code, plain, costs, limits)
 
@@ -109,20 +122,21 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
     time = simulate(applied(plain, choices, costs), costs)
     forwards = [forward_of(plain, place) for place in places(plain)]
+    over = []
+    for curve, limit in zip(time.curves, limits, strict=True):
+        over.append(next((at for at, held in curve if held > limit * HAIR), inf))
     return Weight(
         time.makespan,
         [time.start[f] for f in forwards],
         [time.end[f] for f in forwards],
         [time.start[_user(time, f)] for f in forwards],
         time.peak,
-        [
-            next((at for at, held in curve if held > limit * HAIR), inf)
-            for curve, limit in zip(time.curves, limits, strict=True)
-        ],
+        over,
     )
 
 
 def _user(time: Timeline, f: Pass) -> Pass:
+    """Return the backward of a forward, B or BW."""
     b = f._replace(kind=Kind.B)
     return b if b in time.start else f._replace(kind=Kind.BW)
 
@@ -131,57 +145,102 @@ class _Moved(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in ("ranks", "places")),
         *((name, Ints) for name in ("row", "next", "prev", "earlier", "later", "last")),
-        *((name, Doubles) for name in ("time", "lag_next", "lag_prev", "mem_b", "mem_w", "mem_o", "mem_r")),
+        *((name, Doubles) for name in ("time", "lag_next", "lag_prev")),
+        *((name, Doubles) for name in ("mem_b", "mem_w", "mem_o", "mem_r")),
         *((name, Doubles) for name in ("before", "own", "limits")),
     )
 
 
+class _Places:
+    """The places of a table, with the lists that the C code reads; each list is by place."""
+
+    def __init__(self, plain: Schedule, costs: Costs) -> None:
+        self.plain = plain
+        self.costs = costs
+        self.every = places(plain)
+        self.number = {one: x for x, one in enumerate(self.every)}
+        self.forwards = [forward_of(plain, one) for one in self.every]
+        self.by_part = {}
+        for part in (*plain.parts, None):
+            self.by_part[part] = costs.of_slice(plain.cuts, part)
+
+    def near(self, step: Callable[[int], int | None]) -> list[int]:
+        """Return the same microbatch's place on a neighbouring stage, -1 without one."""
+        found = []
+        for f in self.forwards:
+            to = step(f.stage)
+            found.append(-1 if to is None else self.number[to, self.plain.number(f)])
+        return found
+
+    def lags(self, to: Sequence[int]) -> list[float]:
+        """Return the time of the message between each place and the place in `to`."""
+        rank_of = self.plain.placement.rank_of
+        found = []
+        for f, x in zip(self.forwards, to, strict=True):
+            lag = 0.0
+            if x >= 0:
+                there = rank_of[self.every[x][0]]
+                lag = self.costs.lag(rank_of[f.stage], there, len(self.plain.ranks))
+            found.append(lag)
+        return found
+
+    def slice_at(self, by: int) -> list[int]:
+        """Return the place of the slice `by` slices later in its document, -1 without one."""
+        found = []
+        for x, f in enumerate(self.forwards):
+            document = self.plain.document(f) if self.plain.cuts else ()
+            found.append(x + by if (f.slice or 0) + by in document else -1)
+        return found
+
+    def last_slices(self) -> list[int]:
+        """Return the place of the last slice of the document."""
+        if not self.plain.cuts:
+            return [*range(len(self.every))]
+        ends = [self.plain.document(f)[-1] - (f.slice or 0) for f in self.forwards]
+        return [x + left for x, left in enumerate(ends)]
+
+    def durations(self) -> list[float]:
+        """Return the durations of `_KINDS`, kind by kind."""
+        place = self.plain.placement
+        duration = {part: costs.durations(place) for part, costs in self.by_part.items()}
+        parts = [self.plain.part(f) for f in self.forwards]
+        both = [*zip(parts, self.forwards, strict=True)]
+        return [duration[part][kind][f.stage] for kind in _KINDS for part, f in both]
+
+    def memory(self, letter: str) -> list[float]:
+        """Return the field `mem_<letter>`."""
+        place = self.plain.placement
+        fields = {p: costs.by_stage(f"mem_{letter}", place) for p, costs in self.by_part.items()}
+        return [fields[self.plain.part(f)][f.stage] for f in self.forwards]
+
+
 def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence[float]) -> Weigh:
-    place, ranks, every = plain.placement, len(plain.ranks), places(plain)
-    number, forwards = {one: x for x, one in enumerate(every)}, [forward_of(plain, one) for one in every]
-    parts = [plain.part(f) for f in forwards]
-    by_part = {part: costs.of_slice(plain.cuts, part) for part in (*plain.parts, None)}
-    duration = {part: one.durations(place) for part, one in by_part.items()}
-    memory = {
-        (part, letter): one.by_stage(f"mem_{letter}", place) for part, one in by_part.items() for letter in "bwor"
-    }
+    """Return the function of `scales` that runs the C code."""
+    of = _Places(plain, costs)
+    place = plain.placement
+    n = len(of.every)
+    ranks = len(plain.ranks)
     gradients = gradients_of_keys(plain, costs)
 
-    def near(step: Callable[[int], int | None]) -> list[int]:
-        return [-1 if (to := step(f.stage)) is None else number[to, plain.number(f)] for f in forwards]
+    def of_keys(starts: bool) -> Sequence[float]:
+        """Return the change of the gradients of keys at start or end of each backward."""
+        return [abs(gradients(f, starts)) if gradients else 0.0 for f in of.forwards]
 
-    def lags(to: Sequence[int]) -> list[float]:
-        rank_of = place.rank_of
-        there = [-1 if x < 0 else every[x][0] for x in to]
-        return [
-            0.0 if s < 0 else costs.lag(rank_of[f.stage], rank_of[s], ranks)
-            for f, s in zip(forwards, there, strict=True)
-        ]
-
-    def beside(by: int) -> list[int]:
-        there = (plain.document(f) if plain.cuts else () for f in forwards)
-        return [
-            x + by if (f.slice or 0) + by in of else -1 for x, (f, of) in enumerate(zip(forwards, there, strict=True))
-        ]
-
-    after, before = near(place.next), near(place.prev)
+    after = of.near(place.next)
+    before = of.near(place.prev)
     table = _Moved(
-        *(ranks, len(every), ints([0, *accumulate(map(len, plain.ranks))])),
-        *(ints(to) for to in (after, before, beside(-1), beside(1))),
-        ints([x + (plain.document(f)[-1] - (f.slice or 0) if plain.cuts else 0) for x, f in enumerate(forwards)]),
-        doubles([duration[part][kind][f.stage] for kind in _KINDS for part, f in zip(parts, forwards, strict=True)]),
-        *map(doubles, (lags(after), lags(before))),
-        *(
-            doubles([memory[part, letter][f.stage] for part, f in zip(parts, forwards, strict=True)])
-            for letter in "bwor"
-        ),
-        *(doubles([abs(gradients(f, way)) if gradients else 0.0 for f in forwards]) for way in (True, False)),
+        ranks,
+        n,
+        ints([0, *accumulate(map(len, plain.ranks))]),
+        *map(ints, (after, before, of.slice_at(-1), of.slice_at(1), of.last_slices())),
+        *map(doubles, (of.durations(), of.lags(after), of.lags(before))),
+        *(doubles(of.memory(letter)) for letter in "bwor"),
+        *map(doubles, (of_keys(True), of_keys(False))),
         doubles([limit * HAIR for limit in limits]),
     )
-    order = ints(
-        [_KINDS.index(x.kind) * len(every) + number[x.stage, plain.number(x)] for row in plain.ranks for (x,) in row]
-    )
-    n = len(every)
+    passes = [item for row in plain.ranks for (item,) in row]
+    order = ints([_KINDS.index(x.kind) * n + of.number[x.stage, plain.number(x)] for x in passes])
+    # The C code writes made, done and used of each place, then peak and over of each rank.
     seen = doubles([0.0] * (3 * n + 2 * ranks))
     code.weigh.restype = ctypes.c_double
     numbers = {verb: number for number, verb in enumerate(Verb)}
@@ -189,15 +248,14 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
     def weigh(choices: Choices) -> Weight:
         verbs = (ctypes.c_int * n)()
         for one, verb in choices.items():
-            verbs[number[one]] = numbers[verb]
+            verbs[of.number[one]] = numbers[verb]
         makespan = code.weigh(ctypes.byref(table), order, verbs, seen)
         if makespan < 0:
-            raise ScheduleError(f"{plain.name} cannot proceed with its copies. Take another schedule.")
-        return Weight(makespan, seen[:n], seen[n : 2 * n], seen[2 * n : 3 * n], *_halves(seen[3 * n :]))
+            raise ScheduleError(
+                f"{plain.name} cannot proceed with its copies. Take another schedule."
+            )
+        by_place = seen[:n], seen[n : 2 * n], seen[2 * n : 3 * n]
+        of_ranks = seen[3 * n :]
+        return Weight(makespan, *by_place, of_ranks[:ranks], of_ranks[ranks:])
 
     return weigh
-
-
-def _halves(both: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
-    half = len(both) // 2
-    return both[:half], both[half:]

@@ -116,12 +116,11 @@ def test_two_ranks_that_disagree_on_a_shared_lane_are_refused() -> None:
     table = with_offload(build("1f1b", 2, 4), HALF, switches=[(0, 1)])
     lane = next(x for x in table.shared if x.lane is Lane.D2H)
     turned = replace(table, shared=(lane._replace(order=lane.order[::-1]),))
-    where = "on the lane d2h that ranks 0, 1 share"
-    assert f"\n  rank 0, step 1, 0O0: stands before 0O1 at step 3, and behind it {where}" in refusal(turned)
+    where = "on the d2h stream that ranks 0, 1 share"
+    assert f"\n  rank 0, step 1, 0O0: stands before 0O1 at step 3, and after it {where}" in refusal(turned)
     short = replace(table, shared=(lane._replace(order=lane.order[1:]),))
-    assert "the lane d2h that ranks 0, 1 share: its order must name each of their passes once; look at 0O0" in refusal(
-        short
-    )
+    said = "the d2h stream that ranks 0, 1 share: its order must name each of their passes once; look at 0O0"
+    assert said in refusal(short)
 
 
 def test_a_rank_in_two_lanes_of_a_kind_is_refused() -> None:
@@ -131,7 +130,7 @@ def test_a_rank_in_two_lanes_of_a_kind_is_refused() -> None:
         rank: [x for step in table.ranks[rank] for x in step if x.kind.traits.lane is Lane.H2D] for rank in range(3)
     }
     lanes = tuple(Shared(Lane.H2D, pair, (*back[pair[0]], *back[pair[1]])) for pair in ((0, 1), (1, 2)))
-    assert "rank 1 is in two shared lanes h2d" in refusal(replace(table, shared=lanes))
+    assert "rank 1 is in two shared streams h2d" in refusal(replace(table, shared=lanes))
     out = with_offload(build("1f1b", 4, 4), HALF, switches=[(0, 1), (2, 3)])
     verify(out)  # a rank has a lane of each kind, and neighbours another
     assert len(out.shared) == 4
