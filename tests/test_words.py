@@ -19,6 +19,7 @@ ROOMS = [
     "megapipe/commands/gpu",
     "megapipe/commands/plan",
     "megapipe/commands/start",
+    "megapipe/checks",
     "megapipe/config",
     "megapipe/config/model",
     "megapipe/config/parallel",

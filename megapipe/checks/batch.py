@@ -1,4 +1,4 @@
-"""Batch sizes: each that a run comes to must divide into microbatches, of which its schedule can make a table."""
+"""Checks of batch sizes: each must divide into microbatches, and suit the schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megapipe.schedule import SCHEDULES
 
 
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
-    """Problems of the flags of the batch, and the configuration without those that say none."""
+    """Return a configuration for the other checks, and the problems of the batch's flags.
+
+    If there are problems, its batch is one microbatch per data-parallel rank.
+    """
     if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []
     problems = ask(lambda: config.batch_sizes)
@@ -22,43 +25,62 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 
 
 def batch_problems(config: Config) -> Iterator[str]:
-    """Problems with every size that the run comes to, and with its evaluations."""
+    """Yield the problems of the sizes of the run, at most three, and of its evaluations."""
     wrong: dict[str, None] = {}
-    for size in sorted({_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}.values()):
-        wrong |= dict.fromkeys(_of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size"))
-    whole, micro = config.data.eval_global_batch_size, config.data.eval_micro_batch_size
+    smallest = {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}
+    for size in sorted(smallest.values()):
+        of_size = _of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size")
+        wrong |= dict.fromkeys(of_size)
+    whole = config.data.eval_global_batch_size
+    micro = config.data.eval_micro_batch_size
     if (whole or micro) and not wrong:
-        names = "--eval-global-batch-size" if whole else "--global-batch-size", "--eval-micro-batch-size"
-        wrong |= dict.fromkeys(_of_size(config.evaluation, names[0], names[1] if micro else "--micro-batch-size"))
+        whole_name = "--eval-global-batch-size" if whole else "--global-batch-size"
+        micro_name = "--eval-micro-batch-size" if micro else "--micro-batch-size"
+        wrong |= dict.fromkeys(_of_size(config.evaluation, whole_name, micro_name))
     yield from list(wrong)[:3]
-    if (after := config.parallel.reschedule_after) is not None and len(config.batch_sizes.distinct) > 1:
-        yield f"--reschedule-after {after} searches a table for one batch size, and this batch grows. Leave it out."
-    samples, first = config.batch.train_samples, config.batch_sizes.at(0)
+    after = config.parallel.reschedule_after
+    if after is not None and len(config.batch_sizes.distinct) > 1:
+        yield (
+            f"--reschedule-after {after} searches a table for one batch size, "
+            "and this batch grows. Leave it out."
+        )
+    samples = config.batch.train_samples
+    first = config.batch_sizes.at(0)
     if samples is not None and samples < first:
-        yield f"--train-samples {samples} is less than one batch of {first} (--global-batch-size)."
+        yield (
+            f"--train-samples {samples} is less than one batch of {first} (--global-batch-size)."
+        )
 
 
 def _kind(config: Config, size: int) -> tuple[int, int]:
-    """Equal for sizes that a named schedule takes or refuses alike: of a growing batch the least of each is asked.
+    """Return a key that is equal for sizes which a named schedule accepts or refuses together.
 
-    It may ask for a least number of microbatches, at most 2p, and for one that divides by p or by 2.
+    A schedule may demand a least number of microbatches, at most 2p, and a multiple of p or 2. So
+    only the smallest size of each kind is checked in a batch that grows.
     """
     count, rest = divmod(size, config.batch.micro_batch * config.data_parallel_size)
-    twice, name = 2 * config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule
+    twice = 2 * config.parallel.pipeline_model_parallel_size
+    name = config.parallel.pipeline_schedule
     if rest or (name and name.lower() not in SCHEDULES) or count < 2 * twice:
         return count, rest
     return twice + count % twice, 0
 
 
 def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
-    batch, share = config.global_batch_size, config.batch.micro_batch * config.data_parallel_size
+    """Yield the problems of a constant batch. whole, micro: the flags that give its sizes."""
+    batch = config.global_batch_size
+    share = config.batch.micro_batch * config.data_parallel_size
     if batch % share:
         yield (
-            f"{whole} {batch} does not divide by {micro} {config.batch.micro_batch} x {config.data_parallel_size} "
-            f"data-parallel ranks = {share}: {division(batch, share)}.\n      Use {whole} {near(batch, share)}."
+            f"{whole} {batch} does not divide by {micro} {config.batch.micro_batch} x "
+            f"{config.data_parallel_size} data-parallel ranks = {share}: "
+            f"{division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )
         yield from pipeline_problems(config, None)
-    elif any(pipeline_problems(config, _kind(config, batch)[0])) or (  # by a table as small as can be
-        forwards(config, config.num_microbatches) > FORWARDS
-    ):
-        yield from pipeline_problems(config, config.num_microbatches)
+        return
+    # A small table of the same kind is made first. The table itself is made only if that one has
+    # problems, for their numbers, or to report that it would be too large.
+    small = _kind(config, batch)[0]
+    count = config.num_microbatches
+    if any(pipeline_problems(config, small)) or forwards(config, count) > FORWARDS:
+        yield from pipeline_problems(config, count)

@@ -1,9 +1,10 @@
-"""Checks of context parallelism, which asks something of sequences, heads and attention."""
+"""Checks of context parallelism, which constrains sequences, heads and attention."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megapipe.checks.numbers import division
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.errors import ConfigError
@@ -12,41 +13,52 @@ WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Sequences that do not divide, a way that there is not, or not for this attention."""
-    c, ways = config.parallel.context_parallel_size, config.model.cp_comm_type
+    """Yield sequences that do not divide, and an exchange that is unknown or does not fit."""
+    c = config.parallel.context_parallel_size
+    ways = config.model.cp_comm_type
     if len(ways) != 1:
-        yield f"--cp-comm-type {' '.join(ways)}: a way for each layer is not implemented. Use --cp-comm-type {ways[0]}."
+        yield (
+            f"--cp-comm-type {' '.join(ways)}: a way for each layer is not implemented. "
+            f"Use --cp-comm-type {ways[0]}."
+        )
     elif ways[0] not in WAYS:
-        yield f"--cp-comm-type {ways[0]} is not implemented: p2p, all_gather and a2a are. Use --cp-comm-type p2p."
+        yield (
+            f"--cp-comm-type {ways[0]} is not implemented: p2p, all_gather and a2a are. "
+            "Use --cp-comm-type p2p."
+        )
     if c == 1:
         return
-    length, pieces = config.batch.seq_length, 2 * c
+    length = config.batch.seq_length
+    pieces = 2 * c
     if length and length % pieces:
         low = length - length % pieces
+        fitting = f"{low} or {low + pieces}" if low else str(pieces)
         yield (
             f"--seq-length {length} does not divide into 2 x --context-parallel-size {c} pieces: "
-            f"{length} = {pieces} x {length // pieces} + {length % pieces}. "
-            f"Use --seq-length {f'{low} or ' * (low > 0)}{low + pieces}."
+            f"{division(length, pieces)}. Use --seq-length {fitting}."
         )
     if "a2a" in ways:
         yield from dict.fromkeys(_heads(config))
 
 
 def _heads(config: Config) -> Iterator[str]:
-    """Problems with the heads of every layer."""
-    tp, c, model = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size, config.model
+    """Yield the problems of every layer's heads."""
+    tp = config.parallel.tensor_model_parallel_size
+    c = config.parallel.context_parallel_size
+    model = config.model
     try:
         layers = [layer_config(model, layer) for layer in range(model.num_layers or 0)]
     except ConfigError:
-        return  # _overrides tells
+        return  # another check reports overrides that cannot be read
     for layer in layers:
         if layer.no_attention or layer.num_attention_heads is None:
             continue
-        for name, heads in (("--num-attention-heads", layer.heads), ("--num-query-groups", layer.query_groups)):
+        counts = {"--num-attention-heads": layer.heads, "--num-query-groups": layer.query_groups}
+        for name, heads in counts.items():
             if heads % tp == 0 and heads % (tp * c):
+                tensor = f"--tensor-model-parallel-size {tp} x " if tp > 1 else ""
                 yield (
-                    f"--cp-comm-type a2a deals heads to ranks, and {name} {heads} does not divide by "
-                    f"{f'--tensor-model-parallel-size {tp} x ' * (tp > 1)}--context-parallel-size {c}. "
-                    "Use --cp-comm-type p2p."
+                    f"--cp-comm-type a2a deals heads to ranks, and {name} {heads} does not divide "
+                    f"by {tensor}--context-parallel-size {c}. Use --cp-comm-type p2p."
                 )
                 break

@@ -1,4 +1,4 @@
-"""Layers that cannot multiply in eight bits, and more of them at the ends than there are."""
+"""Checks of products in FP8: widths that a GPU cannot multiply, and layers without FP8."""
 
 from __future__ import annotations
 
@@ -9,41 +9,54 @@ from megapipe.config import Config, ModelConfig
 
 
 def fp8_problems(config: Config) -> Iterator[str]:
-    """Problems of one layer's products, or of all: GPUs multiply 16 numbers at a time, those of mx 32."""
+    """Yield the problems of a model in FP8, or of one of its layers.
+
+    GPUs multiply 16 numbers at a time, and with mxfp8 32.
+    """
     model = config.model
     if model.fp8_format is None:
         return
-    start, end = model.num_layers_at_start_in_bf16, model.num_layers_at_end_in_bf16
+    start = model.num_layers_at_start_in_bf16
+    end = model.num_layers_at_end_in_bf16
     if model.first_last_layers_bf16 and model.num_layers and start + end > model.num_layers:
         yield (
-            f"--num-layers-at-start-in-bf16 {start} and --num-layers-at-end-in-bf16 {end} are {start + end} layers, of "
-            f"--num-layers {model.num_layers}. Use fewer, or leave --fp8-format out."
+            f"--num-layers-at-start-in-bf16 {start} and --num-layers-at-end-in-bf16 {end} are "
+            f"{start + end} layers, of --num-layers {model.num_layers}. "
+            "Use fewer, or leave --fp8-format out."
         )
-    at_once = 32 if model.fp8_recipe == "mxfp8" else 16
-    how = f"--fp8-format {model.fp8_format}" + f" --fp8-recipe {model.fp8_recipe}" * (at_once == 32)
+    at_once = 16
+    how = f"--fp8-format {model.fp8_format}"
+    if model.fp8_recipe == "mxfp8":
+        at_once = 32
+        how += " --fp8-recipe mxfp8"
     for name, width, ranks in _widths(config, at_once):
-        if width and width % (at_once * ranks):
-            over = f" over {ranks} tensor-parallel ranks" * (ranks > 1)
+        unit = at_once * ranks
+        if width and width % unit:
+            over = f" over {ranks} tensor-parallel ranks" if ranks > 1 else ""
             yield (
-                f"{how} multiplies {at_once} numbers at a time, and {name} {width}{over} is no multiple of them: "
-                f"{division(width, at_once * ranks)}. Use {name} {near(width, at_once * ranks)}, or leave --fp8-format "
-                "out."
+                f"{how} multiplies {at_once} numbers at a time, and {name} {width}{over} is no "
+                f"multiple of them: {division(width, unit)}. "
+                f"Use {name} {near(width, unit)}, or leave --fp8-format out."
             )
 
 
 def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Flag, its width and over how many ranks that is split, of each side of a product."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
-    yield "--hidden-size", model.hidden_size, tp if model.depths else 1  # a depth's projection is split by its rows
+    """Yield (flag, width, ranks that split it) of each side of a product."""
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    # The projection of a depth of multi-token prediction is split by its rows.
+    yield "--hidden-size", model.hidden_size, tp if model.depths else 1
     if model.hidden_size and not model.has_experts:
         yield "--ffn-hidden-size", model.ffn, tp
     if model.hidden_size and model.has_experts:
         yield "--moe-ffn-hidden-size", model.expert_ffn, config.parallel.etp
-        yield "--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, tp
+        shared = model.moe_shared_expert_intermediate_size
+        yield "--moe-shared-expert-intermediate-size", shared, tp
     yield from _heads(model, tp, at_once)
 
 
 def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int | None, int]]:
+    """Yield the widths of attention, as `_widths` does."""
     heads = model.num_attention_heads
     if model.multi_latent_attention:
         yield "--q-lora-rank", model.q_lora_rank, 1
@@ -53,5 +66,7 @@ def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int
         yield "--v-head-dim", model.v_head_dim, 1
     elif heads and (model.kv_channels or (model.hidden_size and model.hidden_size % heads == 0)):
         groups = model.num_query_groups if model.group_query_attention else heads
-        sides = heads * model.head_dim, (heads + 2 * groups) * model.head_dim  # of the output projection, and of qkv
-        yield "--kv-channels", model.head_dim if any(side % (at_once * tp) for side in sides) else None, 1
+        projection = heads * model.head_dim
+        qkv = (heads + 2 * groups) * model.head_dim
+        if projection % (at_once * tp) or qkv % (at_once * tp):
+            yield "--kv-channels", model.head_dim, 1

@@ -1,4 +1,4 @@
-"""Problems outside the flags themselves: files, folders, the launcher, the machine."""
+"""Checks of things outside the flags: files, folders, the launcher, the machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
-    """Problems with where tokens come from, and the split. What they must hold is the data package's to say.
+    """Yield problems of the flags that name data, and of the split. No file is read.
 
-    own_data: a program gives its data sets, so flags need not name files.
+    Args:
+        own_data: a program gives its own data sets, so that flags need not name files.
     """
     data = config.data
     yield from choice_problems(data)
@@ -34,62 +35,78 @@ def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
 
 
 def path_problems(config: Config) -> Iterator[str]:
-    """Files and folders that cannot be read, of flags that are sound; the tokenizer is for `answer`."""
-    data, load, save = config.data, config.checkpoint.load, config.checkpoint.save
+    """Yield files and folders that cannot be read or written. The tokenizer's are not checked."""
+    data = config.data
+    load = config.checkpoint.load
+    save = config.checkpoint.save
+    log = config.log
     if not data.mock_data:
         found, unread = answer(lambda: blends(data))
-        yield from unread if in_a_file(data) else ()  # of flags: data_problems
+        if in_a_file(data):  # problems of the flags themselves are in data_problems
+            yield from unread
         for blend in filter(None, found or ()):
             for prefix in blend.prefixes:
                 yield from ask(lambda: blend.ask(glance, prefix))  # noqa: B023
-    if (project := config.log.wandb_project) and not _installed("wandb"):
-        yield f"--wandb-project {project} needs the package wandb: pip install wandb, or leave it out."
+    if log.wandb_project and not _installed("wandb"):
+        yield (
+            f"--wandb-project {log.wandb_project} needs the package wandb: pip install wandb, "
+            "or leave it out."
+        )
     # A script that says --save X --load X resumes if it can; its first run finds nothing.
     if load and not os.path.isdir(load) and load != save:
-        yield f"--load {load}: no such folder. To start fresh leave --load out, or let it name the folder of --save."
-    log = config.log
+        yield (
+            f"--load {load}: no such folder. "
+            "To start fresh leave --load out, or let it name the folder of --save."
+        )
     yield from folder_problems({"--save": save, "--data-cache-path": data.data_cache_path})
-    yield from folder_problems({"--tensorboard-dir": log.tensorboard_dir, "--wandb-save-dir": log.wandb_save_dir})
+    boards = {"--tensorboard-dir": log.tensorboard_dir, "--wandb-save-dir": log.wandb_save_dir}
+    yield from folder_problems(boards)
     yield from file_problems({"--metrics-file": log.metrics_file})
 
 
 def _installed(package: str) -> bool:
     found = find_spec(package)
-    return found is not None and found.origin is not None  # a folder ./wandb is none
+    return found is not None and found.origin is not None  # a folder ./wandb has no origin
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield an interval of what is kept that no save meets."""
-    c = config.checkpoint
-    if c.save_interval and c.save_retain_interval and c.save_retain_interval % c.save_interval:
-        multiple = -(-c.save_retain_interval // c.save_interval) * c.save_interval
+    """Yield a --save-retain-interval at whose steps nothing is saved."""
+    every = config.checkpoint.save_interval
+    kept = config.checkpoint.save_retain_interval
+    if every and kept and kept % every:
+        multiple = -(-kept // every) * every
         yield (
-            f"--save-retain-interval {c.save_retain_interval} is no multiple of --save-interval {c.save_interval}, so "
-            f"checkpoints to keep would not be saved. Use --save-retain-interval {multiple}."
+            f"--save-retain-interval {kept} is no multiple of --save-interval {every}, "
+            "so checkpoints to keep would not be saved. "
+            f"Use --save-retain-interval {multiple}."
         )
 
 
 def profile_problems(config: Config) -> Iterator[str]:
-    """A profile of nothing, or of ranks that do not exist."""
+    """Yield an empty profile, and ranks that do not exist."""
     log = config.log
     if not (log.profile and log.use_pytorch_profiler):
         return
-    if log.profile_step_end <= log.profile_step_start:
+    start = log.profile_step_start
+    length = _iterations(config)
+    if log.profile_step_end <= start:
         yield (
-            f"--profile-step-start {log.profile_step_start} to --profile-step-end {log.profile_step_end} is an empty "
-            f"window. Use --profile-step-end {log.profile_step_start + 2}."
+            f"--profile-step-start {start} to --profile-step-end {log.profile_step_end} is an "
+            f"empty window. Use --profile-step-end {start + 2}."
         )
-    elif (length := _iterations(config)) is not None and log.profile_step_start >= length:
+    elif length is not None and start >= length:
         yield (
-            f"--profile-step-start {log.profile_step_start} is behind the last of {length} iterations: nothing would "
-            f"be recorded. Use --profile-step-start {max(0, length - 2)} --profile-step-end {length}."
+            f"--profile-step-start {start} is after the last of {length} iterations: nothing would "
+            f"be recorded. Use --profile-step-start {max(0, length - 2)} "
+            f"--profile-step-end {length}."
         )
     if outside := [r for r in log.profile_ranks if not 0 <= r < config.world_size]:
-        yield f"--profile-ranks {' '.join(map(str, outside))}: ranks are 0 to {config.world_size - 1}"
+        ranks = " ".join(map(str, outside))
+        yield f"--profile-ranks {ranks}: ranks are 0 to {config.world_size - 1}"
 
 
 def _iterations(config: Config) -> int | None:
-    """Length of the run, if the flags give one."""
+    """Return the number of steps of the run, None if the flags do not give it."""
     batch = config.batch
     if batch.train_iters is not None or batch.train_samples is None or not batch.micro_batch_size:
         return batch.train_iters
@@ -97,29 +114,45 @@ def _iterations(config: Config) -> int | None:
 
 
 def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
-    """Settings that this machine or this version cannot do."""
+    """Yield settings that this machine cannot run. has_cuda: whether torch can use a GPU."""
     attention = config.model.attention_backend
-    on_gpu = has_cuda and config.parallel.distributed_backend != "gloo"
+    window = config.model.window_size
+    gloo = config.parallel.distributed_backend == "gloo"
+    on_gpu = has_cuda and not gloo
     if config.parallel.distributed_backend == "nccl" and not has_cuda:
-        yield "--distributed-backend nccl needs a GPU for every rank of a machine, and torch sees fewer. Use gloo."
+        yield (
+            "--distributed-backend nccl needs a GPU for every rank of a machine, "
+            "and torch sees fewer. Use gloo."
+        )
     if attention == "fused" and not on_gpu:
         yield "--attention-backend fused has no kernel for CPUs. Use --attention-backend auto."
     if attention == "flash" and on_gpu and not config.precision.half:
-        yield "--attention-backend flash has no float32 kernel for GPUs. Use --attention-backend auto, or --bf16."
-    if attention == "flash" and on_gpu and config.model.window_size:
-        yield f"--attention-backend flash has no kernel for --window-size {config.model.window_size}. Use auto."
-    if config.model.compile and not any(map(which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-        yield "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. Install one, or leave it out."
-    if config.model.transformer_impl == "transformer_engine":
-        if on_gpu:
-            yield from ask(load)
-        else:
-            why = "torch sees none" if not has_cuda else "--distributed-backend gloo keeps to the CPU"
-            yield f"--transformer-impl transformer_engine needs a GPU, and {why}. Use --transformer-impl local."
+        yield (
+            "--attention-backend flash has no float32 kernel for GPUs. "
+            "Use --attention-backend auto, or --bf16."
+        )
+    if attention == "flash" and on_gpu and window:
+        yield f"--attention-backend flash has no kernel for --window-size {window}. Use auto."
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if config.model.compile and not any(map(which, compilers)):
+        yield (
+            "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. "
+            "Install one, or leave it out."
+        )
+    if config.model.transformer_impl != "transformer_engine":
+        return
+    if on_gpu:
+        yield from ask(load)
+    else:
+        why = "--distributed-backend gloo keeps to the CPU" if has_cuda else "torch sees none"
+        yield (
+            f"--transformer-impl transformer_engine needs a GPU, and {why}. "
+            "Use --transformer-impl local."
+        )
 
 
 def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """The answer of another module, or the problems that it finds instead."""
+    """Return the result of a function of another room, or None and the problems that it raises."""
     try:
         return question(), []
     except UserError as error:
@@ -127,5 +160,5 @@ def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def ask(question: Callable[[], object]) -> list[str]:
-    """The problems that another module finds."""
+    """Return the problems that a function of another room raises."""
     return answer(question)[1]

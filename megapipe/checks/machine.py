@@ -1,6 +1,6 @@
-"""A laptop's torch, built for CPUs alone, runs the cluster's script: what of the flags names a GPU is done by the CPU.
+"""Let a torch without CUDA run a cluster's script: the CPU replaces whatever names a GPU.
 
-A torch that could use a GPU and sees none is another matter: there something is broken, and the run is refused.
+A torch with CUDA that sees no GPU is refused instead, because something is broken there.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from dataclasses import replace
 
 from megapipe.config import Config
 
+_NO_CUDA = "as this torch has no CUDA"
 _ON_A_CPU = (
-    ("model", "transformer_impl", "transformer_engine", "local", "layers of plain torch, as this torch has no CUDA"),
-    ("model", "attention_backend", "fused", "auto", "torch's attention on the CPU, as this torch has no CUDA"),
-    ("parallel", "distributed_backend", "nccl", "gloo", "gloo on the CPU, as this torch has no CUDA"),
+    ("transformer_impl", "transformer_engine", "local", f"layers of plain torch, {_NO_CUDA}"),
+    ("attention_backend", "fused", "auto", f"torch's attention on the CPU, {_NO_CUDA}"),
+    ("distributed_backend", "nccl", "gloo", f"gloo on the CPU, {_NO_CUDA}"),
 )
 
 
 def on_cpus(config: Config) -> Config:
-    """The configuration as a build of torch without CUDA can run it; `holding` says what was replaced."""
-    for section, field, asked, taken, because in _ON_A_CPU:
-        part = getattr(config, section)
-        if getattr(part, field) == asked:
+    """Return the configuration that a torch without CUDA can run.
+
+    Its `noop_flags` have a line about each flag that was replaced.
+    """
+    for field, asked, taken, because in _ON_A_CPU:
+        if config.value(field) == asked:
             line = (f"--{field.replace('_', '-')} {asked}", because)
-            changed = {section: replace(part, **{field: taken}), "noop_flags": (*config.noop_flags, line)}
-            config = replace(config, **changed)
+            config = config.with_fields(**{field: taken})
+            config = replace(config, noop_flags=(*config.noop_flags, line))
     return config

@@ -1,4 +1,4 @@
-"""Checks of single values, as a flag's field has them; and arithmetic for the sentences of other checks."""
+"""Checks of single values by the notes of their fields, and arithmetic for error messages."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from megapipe.config.notes import Range, Required, flag, note_of, typed
 
 
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
-    """Problems of single values, and the configuration with those values at their defaults for the other checks."""
+    """Return the problems of single values, and a configuration for the other checks.
+
+    In that configuration each wrong value is replaced by its default.
+    """
     problems = []
-    for section in (section.name for section in fields(config) if is_dataclass(getattr(config, section.name))):
+    sections = [name for name, part in vars(config).items() if is_dataclass(part)]
+    for section in sections:
         part = getattr(config, section)
-        ranges, required = note_of(type(part), Range), note_of(type(part), Required)
+        ranges = note_of(type(part), Range)
+        required = note_of(type(part), Required)
         reset = {}
         for field in fields(part):
-            name, value = field.name, getattr(part, field.name)
+            name = field.name
+            value = getattr(part, name)
             if value is None and name in required:
-                problems.append(f"{flag(name)} is missing, for example {flag(name)} {required[name].example}")
+                given = flag(name)
+                problems.append(f"{given} is missing, for example {given} {required[name].example}")
             elif value is not None and name in ranges and (problem := ranges[name].problem(value)):
                 problems.append(f"{typed(flag(name), value)} {problem}")
                 reset[name] = field.default
@@ -28,16 +35,16 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
 
 
 def division(value: int, by: int) -> str:
-    """The arithmetic of a division with a rest."""
+    """Return a division with its remainder, as 30 = 4 x 7 + 2."""
     return f"{value} = {by} x {value // by} + {value % by}"
 
 
 def divisors(value: int) -> list[int]:
-    """Return what divides a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [d for d in range(1, value + 1) if value % d == 0]
 
 
 def near(value: int, multiple_of: int) -> str:
-    """The multiples on both sides, those above 0."""
+    """Return the multiples above 0 next to a value: the one below and the one above."""
     low = value // multiple_of * multiple_of
     return f"{low} or {low + multiple_of}" if low else str(multiple_of)

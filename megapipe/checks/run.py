@@ -1,7 +1,7 @@
-"""Everything that is wrong with a configuration, at once, before any process group exists.
+"""All problems of a configuration at once, before any process group exists.
 
-Each function below looks at one matter and yields complete texts; where another module already knows the rule (what a
-schedule can mean, how layers divide, what a data file must hold) it is asked, not repeated.
+A function below checks one subject and yields whole sentences. Where another room knows a rule,
+such as the meaning of a schedule or the contents of a data file, that room is asked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from megapipe.checks.inputs import (
     path_problems,
     profile_problems,
 )
-from megapipe.checks.model import latent_problems, offload_problems, recompute_problems, variant_problems
+from megapipe.checks.model import (
+    latent_problems,
+    offload_problems,
+    recompute_problems,
+    variant_problems,
+)
 from megapipe.checks.numbers import check_numbers, division, divisors, near
 from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.refused import refusals
 from megapipe.checks.training import training_problems
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.config.notes import either, flag
 from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
@@ -36,18 +41,20 @@ from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule
 
 Problems = Iterator[str]
-_TOLD = 128
-"""Most ranks of a pipeline of which a table is made, for its problems, before the number of processes fits: 2 s."""
+_LARGEST = 128
+"""Limit on the ranks of a pipeline whose table is made, in 2 s, before the world size fits."""
 
 
 def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Tokenizer:
-    """Refuse a run that cannot be what its flags say. Changes nothing, starts nothing, reads files but no tokens.
+    """Refuse a run that its flags do not allow. It starts nothing, and reads files but no tokens.
 
     Args:
-        config: with `world_size` from the launcher.
-        has_cuda: can torch use a GPU here?
-        own_data: does the program give its data sets?
-    Returns: the tokenizer, which a start reads once: its file may be large, and slow to parse.
+        config: its `world_size` is the launcher's.
+        has_cuda: whether torch can use a GPU here.
+        own_data: whether the program gives its own data sets.
+
+    Returns: the tokenizer, so that a start reads its file once; it may be large, and slow to parse.
+
     Raises: ConfigError with every problem.
     """
     tokenizer, unread = answer(lambda: build_tokenizer(config.data))
@@ -64,7 +71,7 @@ def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Token
 
 
 def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
-    """Problems with the flags by themselves, wherever they are used. own_data: see `validate`."""
+    """Return the problems of the flags alone, on any machine. own_data: as in `validate`."""
     sound, problems = check_numbers(config)
     sound, unclear = sound_batch(sound)
     problems += unclear
@@ -87,15 +94,18 @@ def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
 
 
 def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """An embedding that does not fit the tokenizer, if that could be read."""
+    """Return the problems of the embedding with the tokenizer, none if it could not be read."""
     sound, _ = check_numbers(config)
-    # Of numbers that are none the tokenizer would be another.
-    return [*vocabulary_problems(sound, tokenizer.vocab_size)] if tokenizer and sound.data == config.data else []
+    # With wrong numbers at their defaults the tokenizer would be another one.
+    if tokenizer is None or sound.data != config.data:
+        return []
+    return [*vocabulary_problems(sound, tokenizer.vocab_size)]
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
-    """An embedding too small for the tokenizer, or that does not divide by the tensor-parallel size."""
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    """Yield an embedding with fewer rows than ids, or that tensor-parallel ranks cannot split."""
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
     rows = model.padded_vocab(vocab_size)
     if rows < vocab_size:
         yield (
@@ -103,55 +113,81 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
             f"Use --padded-vocab-size {_up(vocab_size, 128 * tp)}, or leave it out."
         )
     elif rows % tp:
-        to = model.make_vocab_size_divisible_by
-        given = f"--padded-vocab-size {rows}" if model.padded_vocab_size else f"a vocabulary padded to {rows} rows"
-        remedy = f"--padded-vocab-size {_up(rows, tp)}" if model.padded_vocab_size else ""
+        if model.padded_vocab_size:
+            given = f"--padded-vocab-size {rows}"
+            remedy = f"--padded-vocab-size {_up(rows, tp)}"
+        else:
+            given = f"a vocabulary padded to {rows} rows"
+            to = _up(model.make_vocab_size_divisible_by, tp)
+            remedy = f"--make-vocab-size-divisible-by {to}"
         yield (
-            f"{given} does not divide by --tensor-model-parallel-size {tp}: {division(rows, tp)}. "
-            f"Use {remedy or f'--make-vocab-size-divisible-by {_up(to, tp)}'}."
+            f"{given} does not divide by --tensor-model-parallel-size {tp}: "
+            f"{division(rows, tp)}. Use {remedy}."
         )
 
 
 def _model(config: Config) -> Problems:
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
-    hidden, heads, positions = m.hidden_size, m.num_attention_heads, m.max_position_embeddings
-    if m.multi_latent_attention:
-        yield from latent_problems(m)
-    elif hidden and heads and m.kv_channels is None and hidden % heads:
-        yield (
-            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: {division(hidden, heads)}. "
-            f"Use --hidden-size {near(hidden, heads)}, or give the size of a head with --kv-channels."
-        )
-    elif hidden and heads and m.position_embedding_type == "rope" and int(m.head_dim * m.rotary_percent) % 2:
-        yield (
-            f"--position-embedding-type rope turns pairs, but --rotary-percent {m.rotary_percent} of a head of "
-            f"{m.head_dim} is {int(m.head_dim * m.rotary_percent)}, an odd number."
-        )
-    elif hidden and heads and m.position_embedding_type == "rope" and int(m.head_dim * m.rotary_percent) == 0:
-        yield (
-            f"--rotary-percent {m.rotary_percent:g} of a head of {m.head_dim} turns no channel. "
-            f"Use at least --rotary-percent {2 / m.head_dim:g}, or --position-embedding-type none."
-        )
+    """Yield widths, heads and positions that do not fit each other or the ranks."""
+    m = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    length = config.batch.seq_length
+    yield from latent_problems(m) if m.multi_latent_attention else _heads(m)
+    heads = m.num_attention_heads
     if m.group_query_attention and heads and heads % m.num_query_groups:
         yield (
-            f"--num-attention-heads {heads} does not divide by --num-query-groups {m.num_query_groups}: "
-            f"{division(heads, m.num_query_groups)}. Use --num-query-groups {either(divisors(heads))}."
+            f"--num-attention-heads {heads} does not divide by --num-query-groups "
+            f"{m.num_query_groups}: {division(heads, m.num_query_groups)}. "
+            f"Use --num-query-groups {either(divisors(heads))}."
         )
     widths = _widths(config)
     if widths.get("--ffn-hidden-size") == 0:
-        yield f"--swiglu makes an MLP of width 0 from --hidden-size {hidden}. Give --ffn-hidden-size."
+        yield (
+            f"--swiglu makes an MLP of width 0 from --hidden-size {m.hidden_size}. "
+            "Give --ffn-hidden-size."
+        )
     for name, width in widths.items():
         if width % tp:
             yield (
-                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: {division(width, tp)}. "
+                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: "
+                f"{division(width, tp)}. "
                 f"Use --tensor-model-parallel-size {either(_tensor_sizes(config))}."
             )
-    if positions and config.batch.seq_length and config.batch.seq_length > positions:
+    positions = m.max_position_embeddings
+    if positions and length and length > positions:
         yield (
-            f"--seq-length {config.batch.seq_length} is above --max-position-embeddings {positions}. "
-            f"Use --max-position-embeddings {config.batch.seq_length}."
+            f"--seq-length {length} is above --max-position-embeddings {positions}. "
+            f"Use --max-position-embeddings {length}."
         )
     yield from fp8_problems(config)
+
+
+def _heads(m: ModelConfig) -> Problems:
+    """Yield the first problem of a head's size and of its rotated channels."""
+    hidden = m.hidden_size
+    heads = m.num_attention_heads
+    if not hidden or not heads:
+        return
+    if m.kv_channels is None and hidden % heads:
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: "
+            f"{division(hidden, heads)}. Use --hidden-size {near(hidden, heads)}, "
+            "or give the size of a head with --kv-channels."
+        )
+        return
+    if m.position_embedding_type != "rope":
+        return
+    turned = int(m.head_dim * m.rotary_percent)
+    if turned % 2:
+        yield (
+            f"--position-embedding-type rope turns pairs, but --rotary-percent {m.rotary_percent} "
+            f"of a head of {m.head_dim} is {turned}, an odd number."
+        )
+    elif turned == 0:
+        yield (
+            f"--rotary-percent {m.rotary_percent:g} of a head of {m.head_dim} turns no channel. "
+            f"Use at least --rotary-percent {2 / m.head_dim:g}, "
+            "or --position-embedding-type none."
+        )
 
 
 def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
@@ -163,23 +199,26 @@ def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
 
 
 def _overrides(config: Config) -> Problems:
-    """Each layer that differs must be sound by itself; alike ones are named by the first."""
+    """Yield the problems of layers that differ. Of equal layers the first is named."""
     model = config.model
     if model.per_layer_overrides is None or model.num_layers is None:
         return
     if unreadable := ask(lambda: layer_config(model, 0)):
         yield from unreadable
         return
-    said = {*check_numbers(config)[1], *_of_model(config)}
-    for changed in dict.fromkeys(layer_config(model, layer) for layer in range(model.layers)):
-        layer = next(n for n in range(model.layers) if layer_config(model, n) == changed)
+    known = {*check_numbers(config)[1], *_of_model(config)}
+    first: dict[ModelConfig, int] = {}
+    for layer in range(model.layers):
+        first.setdefault(layer_config(model, layer), layer)
+    for changed, layer in first.items():
         sound, problems = check_numbers(replace(config, model=changed))
         for line in [*problems, *_of_model(sound, of_layer=True)]:
-            if line not in said:
+            if line not in known:
                 yield f"--per-layer-overrides, layer {layer}: {line}"
 
 
 def _length(config: Config) -> Problems:
+    """Yield a missing length of the run, and lengths that count in other units."""
     batch = config.batch
     if batch.train_iters is None and batch.train_samples is None:
         yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
@@ -189,55 +228,68 @@ def _length(config: Config) -> Problems:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if value := getattr(config.optimizer, f"{name}_{other}"):
             yield (
-                f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts {mine}. "
-                f"Use {flag(f'{name}_{mine}')}, or --train-{other}."
+                f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts "
+                f"{mine}. Use {flag(f'{name}_{mine}')}, or --train-{other}."
             )
 
 
 def _layout(config: Config) -> Problems:
-    """World size, batch, schedule, layers: each needs the one before."""
+    """Yield problems of world size, batch, schedule and layers; each needs the one before."""
     par = config.parallel
-    tp, pp, world = par.tensor_model_parallel_size, par.pipeline_model_parallel_size, config.world_size
-    cp, ranks = par.context_parallel_size, par.ranks_of_a_replica
+    tp = par.tensor_model_parallel_size
+    pp = par.pipeline_model_parallel_size
+    cp = par.context_parallel_size
+    world = config.world_size
+    ranks = par.ranks_of_a_replica
     if world % ranks:
+        context = f"--context-parallel-size {cp} x " if cp > 1 else ""
+        layouts = _layouts(config) if cp == 1 else ""
         yield (
-            f"{world} processes are not --tensor-model-parallel-size {tp} x "
-            + f"--context-parallel-size {cp} x " * (cp > 1)
-            + f"--pipeline-model-parallel-size {pp} x data-parallel ranks: {division(world, ranks)}.\n"
-            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}"
-            + _layouts(config)
-            * (cp == 1)
+            f"{world} processes are not --tensor-model-parallel-size {tp} x {context}"
+            f"--pipeline-model-parallel-size {pp} x data-parallel ranks: "
+            f"{division(world, ranks)}.\n"
+            f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}{layouts}"
         )
     if world % ranks or not config.batch.micro_batch_size:
-        if pp <= _TOLD:
+        if pp <= _LARGEST:
             yield from pipeline_problems(config, None)
     else:
         yield from batch_problems(config)
 
 
 def _learning_rate(config: Config) -> Problems:
-    t, batch = config.optimizer, config.batch
-    for low, name in ((t.min_lr, "--min-lr"), (t.lr_warmup_init, "--lr-warmup-init")):
-        if t.lr is not None and low > t.lr:
-            yield f"{name} {low:g} is above --lr {t.lr:g}. Use {name} {t.lr / 10:g}."
-    ends, low = t.decoupled_lr, t.min_lr if t.decoupled_min_lr is None else t.decoupled_min_lr
+    """Yield rates above the peak, and a curve that does not fit the run."""
+    flags = config.optimizer
+    batch = config.batch
+    peak = flags.lr
+    for low, name in ((flags.min_lr, "--min-lr"), (flags.lr_warmup_init, "--lr-warmup-init")):
+        if peak is not None and low > peak:
+            yield f"{name} {low:g} is above --lr {peak:g}. Use {name} {peak / 10:g}."
+    ends = flags.decoupled_lr
+    low = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     if ends is not None and low > ends:
-        yield f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. Use --decoupled-min-lr {ends / 10:g}."
-    # The curve needs a batch, a length, and the length one way to count.
+        yield (
+            f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. "
+            f"Use --decoupled-min-lr {ends / 10:g}."
+        )
+    # The curve needs a batch, and the length in one unit.
     fits = batch.micro_batch_size and config.data_parallel_size
-    if t.lr is not None and fits and (batch.train_iters is None) != (batch.train_samples is None):
+    one_length = (batch.train_iters is None) != (batch.train_samples is None)
+    if peak is not None and fits and one_length:
         yield from ask(lambda: LRSchedule.of(config))
 
 
 def _up(value: int, to: int) -> int:
+    """Round up to a multiple of `to`."""
     return -(-value // to) * to
 
 
 def _widths(config: Config) -> dict[str, int]:
-    """Widths that tensor-parallel ranks share, by the flag that sets each."""
+    """Return the widths that tensor-parallel ranks split, by the flag that sets each."""
     m = config.model
     widths = {
-        "--hidden-size": m.hidden_size if m.depths else None,  # a depth's projection is split by its rows
+        # The projection of a depth of multi-token prediction is split by its rows.
+        "--hidden-size": m.hidden_size if m.depths else None,
         "--num-attention-heads": m.num_attention_heads,
         "--num-query-groups": m.num_query_groups if m.group_query_attention else None,
         "--ffn-hidden-size": m.ffn if m.ffn_hidden_size or m.hidden_size else None,
@@ -246,14 +298,18 @@ def _widths(config: Config) -> dict[str, int]:
 
 
 def _tensor_sizes(config: Config) -> list[int]:
-    """Tensor-parallel sizes that fit the widths and, if any do, the number of processes; 1 always fits the widths."""
-    fits = divisors(gcd(config.world_size, *(_widths(config).values() or (1,))))
-    return [d for d in fits if config.world_size % (d * config.parallel.pipeline_model_parallel_size) == 0] or fits
+    """Return the tensor-parallel sizes that fit the widths, and the processes if any does."""
+    widths = _widths(config).values() or (1,)
+    fits = divisors(gcd(config.world_size, *widths))
+    pp = config.parallel.pipeline_model_parallel_size
+    return [d for d in fits if config.world_size % (d * pp) == 0] or fits
 
 
 def _layouts(config: Config) -> str:
-    """Tensor x pipeline sizes that these processes and this model allow, largest first."""
-    world, layers = config.world_size, config.model.num_layers or 1
+    """Return tensor x pipeline sizes that suit processes and model, at most six, largest first."""
+    world = config.world_size
+    layers = config.model.num_layers or 1
     sizes = [(t, p) for t in _tensor_sizes(config) for p in divisors(gcd(world // t, layers))]
     sizes.sort(key=lambda size: (-size[0] * size[1], size))
-    return ", or use tensor x pipeline " + ", ".join(f"{t} x {p}" for t, p in sizes[:6]) + "."
+    shown = ", ".join(f"{t} x {p}" for t, p in sizes[:6])
+    return f", or use tensor x pipeline {shown}."

@@ -1,4 +1,4 @@
-"""Checks of slices of a sequence: what they do not go with, each with what to do about it."""
+"""Checks of microbatches that are cut in slices along the sequence."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from megapipe.schedule import Schedule
 
 
 def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
-    """Problems of a run whose schedule, of this name, cuts microbatches in slices."""
+    """Yield flags that do not go with slices, each with a remedy.
+
+    Args:
+        name: the schedule's name.
+        table: the schedule, which has slices.
+    """
     if table.documents:
         yield (
-            f"--pipeline-schedule {name} runs documents in an order of their own, and those of a run begin elsewhere "
-            "in each microbatch. Write it without --documents; --pipeline-slice-cuts documents follows a run's."
+            f"--pipeline-schedule {name} runs documents in an order of their own, and the "
+            "documents of a run begin elsewhere in each microbatch. Write it without --documents; "
+            "--pipeline-slice-cuts documents follows a run's."
         )
-    par, model = config.parallel, config.model
-    given = f"{FLAG} {par.pipeline_slices}" if par.pipeline_slices else f"--pipeline-schedule {name}, which has slices,"
+    par = config.parallel
+    model = config.model
+    given = f"--pipeline-schedule {name}, which has slices,"
+    if par.pipeline_slices:
+        given = f"{FLAG} {par.pipeline_slices}"
     if par.pipeline_slices and number_of(config) == 1:
         return
     if par.cuts_at_documents and not config.data.reset_attention_mask:
         yield (
-            "--pipeline-slice-cuts documents cuts where attention ends, and without --reset-attention-mask it goes on. "
+            "--pipeline-slice-cuts documents cuts where attention ends, and without "
+            "--reset-attention-mask it goes on. "
             "Add --reset-attention-mask, or use --pipeline-slice-cuts work."
         )
     others = {
@@ -30,16 +40,27 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
         "--overlap-moe-expert-parallel-comm": par.overlap_moe_expert_parallel_comm,
         f"--model-provider {model.model_provider}": model.model_provider is not None,
     }
-    yield from (f"{given} does not go with {other}. Leave one of them out." for other, there in others.items() if there)
+    for other, present in others.items():
+        if present:
+            yield f"{given} does not go with {other}. Leave one of them out."
     if not model.has_experts:
         return
-    over, tokens = par.expert_model_parallel_size * par.etp, par.tensor_model_parallel_size * par.context_parallel_size
-    if par.cuts_at_documents and over > tokens and model.moe_token_dispatcher_type == "allgather":
+    over = par.expert_model_parallel_size * par.etp
+    tokens = par.tensor_model_parallel_size * par.context_parallel_size
+    gathers = over > tokens and model.moe_token_dispatcher_type == "allgather"
+    if par.cuts_at_documents and gathers:
         yield (
-            f"--pipeline-slice-cuts documents gives data-parallel ranks slices of other lengths, and experts over "
-            f"{over} ranks gather as many tokens of each. Use --moe-token-dispatcher-type alltoall."
+            "--pipeline-slice-cuts documents gives data-parallel ranks slices of other lengths, "
+            f"and experts over {over} ranks gather as many tokens of each. "
+            "Use --moe-token-dispatcher-type alltoall."
         )
     if model.by_sinkhorn:
-        yield f"{given}: sinkhorn chooses by all tokens of a microbatch. Use --moe-router-load-balancing-type none."
+        yield (
+            f"{given}: sinkhorn chooses by all tokens of a microbatch. "
+            "Use --moe-router-load-balancing-type none."
+        )
     if model.capacity_factor is not None:
-        yield f"{given} would drop tokens by slice and not by microbatch. Leave out --moe-expert-capacity-factor."
+        yield (
+            f"{given} would drop tokens by slice and not by microbatch. "
+            "Leave out --moe-expert-capacity-factor."
+        )

@@ -1,4 +1,4 @@
-"""Flags of precision and of sequence parallelism that need or exclude each other."""
+"""Checks of the optimizer, the loss scale and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ from megapipe.optim.rules import find_rule, rounding_problem, split_problem
 
 
 def training_problems(config: Config) -> Iterator[str]:
-    """Settings that would be without effect or contradict each other."""
-    s, tp = config.batch.seq_length, config.parallel.tensor_model_parallel_size
-    if config.model.sequence_parallel and s and s % tp:
+    """Yield settings that have no effect or contradict each other."""
+    length = config.batch.seq_length
+    tp = config.parallel.tensor_model_parallel_size
+    if config.model.sequence_parallel and length and length % tp:
         yield (
-            f"--sequence-parallel splits --seq-length {s} over --tensor-model-parallel-size {tp}, which does not "
-            f"divide it. Use --seq-length {s + -s % tp}, or leave --sequence-parallel out."
+            f"--sequence-parallel splits --seq-length {length} over "
+            f"--tensor-model-parallel-size {tp}, which does not divide it. "
+            f"Use --seq-length {length + -length % tp}, or leave --sequence-parallel out."
         )
     yield from _optimizer_problems(config)
-    first, least = config.precision.initial_loss_scale, config.precision.min_loss_scale
+    first = config.precision.initial_loss_scale
+    least = config.precision.min_loss_scale
     if config.precision.dynamic_loss_scale and first < least:
         yield (
-            f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}. Use --initial-loss-scale {least:g}."
+            f"--initial-loss-scale {first:g} is below --min-loss-scale {least:g}. "
+            f"Use --initial-loss-scale {least:g}."
         )
 
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
-    if unknown := ask(lambda: find_rule(config.optimizer)):
+    flags = config.optimizer
+    if unknown := ask(lambda: find_rule(flags)):
         yield from unknown
         return
-    rule = find_rule(config.optimizer)
-    if config.parallel.splits_optimizer and (
-        problem := split_problem(config.optimizer, rule, config.parallel.splits_by)
-    ):
-        yield problem
-    if config.optimizer.use_precision_aware_optimizer and (problem := rounding_problem(config.optimizer, rule)):
-        yield problem
+    rule = find_rule(flags)
+    problems = []
+    if config.parallel.splits_optimizer:
+        problems.append(split_problem(flags, rule, config.parallel.splits_by))
+    if flags.use_precision_aware_optimizer:
+        problems.append(rounding_problem(flags, rule))
+    yield from filter(None, problems)
