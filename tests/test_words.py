@@ -51,6 +51,7 @@ ROOMS = [
     "megapipe/tensor_parallel",
     "megapipe/tensor_parallel/fp8",
     "megapipe/training",
+    "megapipe/training/guards",
     "megapipe/training/report",
     "megapipe/training/steps",
 ]

@@ -35,7 +35,7 @@ from megapipe.training.check import DatasetsProvider, Launch, check, checked, st
 from megapipe.training.driver import Driver, Handover
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
-from megapipe.training.guards.kernels import use_alike
+from megapipe.training.guards.kernels import use_common
 from megapipe.training.guards.model import room
 from megapipe.training.guards.process import Stopping, triggered
 from megapipe.training.guards.ranks import contents, facts
@@ -189,7 +189,7 @@ class Training:
         lines.append(reads(config, data))
         device = device_name(mesh.device)
         lines.append(f"using {mesh.world.size} {device} rank(s), {layers}; {versions(mesh.device)}")
-        lines += use_alike(mesh)
+        lines += use_common(mesh)
         report.say("\n".join(filter(None, lines)))
         fresh, parameters = build_run(
             config, mesh, plan, report, provider, forward_step, eod, hooks

@@ -1,4 +1,4 @@
-"""Kernels of a CPU that only some ranks have, which none then uses: replicas would round apart."""
+"""Use only CPU kernels that all ranks have; otherwise replicas would round differently."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.kernels import available
 
 SHOWN = 8
-"""Ranks that the line names."""
+"""Most ranks that a line names."""
 _WORDS = {
     "loops": "loops in C (a C compiler, cc or $CC, and a processor with AVX-512)",
     "tiles": "attention by tiles (a C compiler, and a processor and system with AMX)",
 }
 
 
-def use_alike(mesh: ProcessMesh) -> list[str]:
-    """Leave out what another rank has not. A collective of the world on CPUs.
+def use_common(mesh: ProcessMesh) -> list[str]:
+    """Leave out the kernels that another rank lacks. Collective over the world on CPUs.
 
     Returns: lines for the user.
     """
     if mesh.device.type != "cpu":
         return []
     everyone = mesh.world.gather_json(available.own())
-    without = {name: [rank for rank, names in enumerate(everyone) if name not in names] for name in _WORDS}
-    partly = {name: ranks for name, ranks in without.items() if 0 < len(ranks) < len(everyone)}
+    partly = {}
+    for name in _WORDS:
+        without = [rank for rank, names in enumerate(everyone) if name not in names]
+        if 0 < len(without) < len(everyone):
+            partly[name] = without
     available.leave_out(partly)
-    return [
-        f"warning: all ranks compute without {_WORDS[name]}, as rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks[:SHOWN]))}{' and others' * (len(ranks) > SHOWN)} must: replicas would differ"
-        for name, ranks in partly.items()
-    ]
+    lines = []
+    for name, ranks in partly.items():
+        plural = "s" * (len(ranks) > 1)
+        listed = ", ".join(map(str, ranks[:SHOWN])) + " and others" * (len(ranks) > SHOWN)
+        lines.append(
+            f"warning: all ranks compute without {_WORDS[name]}, as rank{plural} {listed} must: "
+            "replicas would differ"
+        )
+    return lines

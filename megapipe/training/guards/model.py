@@ -1,7 +1,8 @@
-"""Checks before the first step that the ranks built the model that was asked for, and that it had room.
+"""Check before the first step that ranks built the right model and have memory for it.
 
-Layers have vanished in silence from other frameworks (Megatron-LM issues 468, 1304, 1778, 2718). So nothing here is
-derived from the split: what the modules hold is compared with the whole model, built without storage.
+Layers have vanished in silence from other frameworks (Megatron-LM issues 468, 1304, 1778, 2718).
+Nothing here is therefore derived from the split. The contents of the stages are compared with the
+whole model, built without storage.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ from megapipe.schedule import Placement
 
 _LAYER = re.compile(r"(^|.*\.)layers\.\d+")
 Parts = dict[str, list[int]]
+"""Shapes of parameters in the whole model, by name. A layer has an entry with an empty shape."""
 
 
 @contextmanager
 def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
-    """A context for building a model: a device that is too small is a mistake in the flags. Raises: ConfigError."""
+    """Turn a lack of memory inside this context into a ConfigError: the flags must change.
+
+    On GPUs it also prints whether the communicators' buffers fit, see `fits`.
+    """
     memory = memory_of(mesh.device)
-    if memory is not None and mesh.world.size > 1 and mesh.dp_cp.rank == mesh.tp.rank == 0:
+    first_of_stage = mesh.dp_cp.rank == mesh.tp.rank == 0
+    if memory is not None and mesh.world.size > 1 and first_of_stage:
         print(fits(plan.peak_bytes[mesh.pp.rank], mesh, memory), flush=True)
     try:
         yield
@@ -46,38 +52,65 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
             raise
         needed = plan.peak_bytes[mesh.pp.rank] / GIB
         raise ConfigError(
-            f"rank {mesh.world.rank} has no memory for its stages, which need {needed:,.3g} GiB by the plan. Use more "
-            "--pipeline-model-parallel-size or --tensor-model-parallel-size, or a smaller model."
+            f"rank {mesh.world.rank} has no memory for its stages, which need {needed:,.3g} GiB by "
+            "the plan. Use more --pipeline-model-parallel-size or --tensor-model-parallel-size, or "
+            "a smaller model."
         ) from None
 
 
 def fits(peak: float, mesh: ProcessMesh, memory: float) -> str:
-    """The bytes of a GPU that the plan does not count, and whether all fit."""
-    groups, links = mesh.groups(), mesh.pp.links
-    exchanges = [axis.size for axis in (mesh.cp, mesh.experts) if axis is mesh.cp or mesh.ep.size > 1]
-    senders = min(mesh.pp.size - 1, 2) + (mesh.pp.size - 1 if len(links) > num_links(mesh.pp.size) else 0)
-    beside = buffer_bytes([group.size() for group in groups if group not in links], exchanges, senders)
+    """Return a line on the GPU memory that the plan does not count, a warning if it is too much.
+
+    Args:
+        peak: the plan's peak on this rank, in bytes.
+        mesh: this rank's mesh.
+        memory: bytes of its GPU.
+    """
+    groups = mesh.groups()
+    links = mesh.pp.links
+    # Axes in which every rank sends to every other one.
+    exchanges = [mesh.cp.size]
+    if mesh.ep.size > 1:
+        exchanges.append(mesh.experts.size)
+    senders = min(mesh.pp.size - 1, 2)
+    if len(links) > num_links(mesh.pp.size):
+        senders += mesh.pp.size - 1
+    sizes = [group.size() for group in groups if group not in links]
+    buffers = buffer_bytes(sizes, exchanges, senders)
     text = (
-        f"rank {mesh.world.rank}: {len(groups)} communicators of NCCL, {len(links)} of them links, take up to "
-        f"{beside / GIB:.2g} GiB of its GPU's {memory / GIB:.3g} beside the plan's {peak / GIB:.3g}"
+        f"rank {mesh.world.rank}: {len(groups)} communicators of NCCL, {len(links)} of them links, "
+        f"take up to {buffers / GIB:.2g} GiB of its GPU's {memory / GIB:.3g} in addition to the "
+        f"plan's {peak / GIB:.3g}"
     )
-    if peak + beside <= memory:
+    if peak + buffers <= memory:
         return f" > {text}"
     return (
-        f"WARNING: {text}, more than there is: it may run out of memory. Use more --pipeline-model-parallel-size or "
-        "--tensor-model-parallel-size, recomputation, or NCCL_MAX_NCHANNELS=16 for half of the communicators' memory."
+        f"WARNING: {text}, more than there is: it may run out of memory. Use more "
+        "--pipeline-model-parallel-size or --tensor-model-parallel-size, recomputation, or "
+        "NCCL_MAX_NCHANNELS=16 for half of the communicators' memory."
     )
 
 
 def check_ownership(
-    modules: Sequence[nn.Module], model: ModelConfig, provider: StageProvider, placement: Placement, mesh: ProcessMesh
+    modules: Sequence[nn.Module],
+    model: ModelConfig,
+    provider: StageProvider,
+    placement: Placement,
+    mesh: ProcessMesh,
 ) -> list[int]:
-    """Every layer and every parameter is on exactly one stage of each chain. Collective over the pipeline.
+    """Check that every layer and parameter is on exactly one stage of each chain.
+
+    Collective over the pipeline.
 
     Args:
-        modules: the stages of this rank, in ascending order; a layer is a module named `...layers.N`.
-    Returns: parameters of each stage, over all tensor-parallel ranks.
-    Raises: ConfigError on every rank, with all that is missing, doubled, foreign or of another shape.
+        modules: the stages of this rank in ascending order. A layer is a module `...layers.N`.
+        model: the model's configuration.
+        provider: builds stages; it builds the whole model here, without storage.
+        placement: the placement of stages on ranks.
+        mesh: this rank's mesh.
+    Returns: the number of parameters of each stage, over all tensor-parallel ranks.
+    Raises: ConfigError on every rank, with everything that is missing, doubled, not part of the
+        model, or of another shape.
     """
     if mesh.cp.size > 1:
         _check_attention(modules, mesh.cp.size)
@@ -85,80 +118,117 @@ def check_ownership(
     stages: dict[int, Parts] = {}
     for rank, parts in enumerate(everyone):
         stages |= dict(zip(placement.stages_on(rank), parts, strict=True))
-    pieces = (_without_storage(provider, model, span, mesh.tp) for span in whole_model(model.layers, model.depths))
-    whole = dict(pair for piece in pieces for pair in _parts(piece, mesh.tp).items())
-    problems = [
-        line
-        for chain in range(placement.num_chains)
-        for line in _compare(
-            whole, {s: stages[s] for s in range(placement.num_stages) if s // placement.chain == chain}
-        )
-    ]
+    whole: Parts = {}
+    for span in whole_model(model.layers, model.depths):
+        whole |= _parts(_without_storage(provider, model, span, mesh.tp), mesh.tp)
+    problems: list[str] = []
+    for chain in range(placement.num_chains):
+        first = chain * placement.chain
+        own = {s: stages[s] for s in range(first, first + placement.chain)}
+        problems += _compare(whole, own)
     if problems:
-        shown = problems[:20] + [f"and {len(problems) - 20} more"] * (len(problems) > 20)
+        shown = problems[:20]
+        if len(problems) > 20:
+            shown.append(f"and {len(problems) - 20} more")
         raise ConfigError(
-            "the stages do not make up the model; look at the model provider:" + "".join(f"\n      {p}" for p in shown)
+            "the stages do not make up the model; look at the model provider:"
+            + "".join(f"\n      {problem}" for problem in shown)
         )
-    return [sum(math.prod(shape) for shape in stages[s].values() if shape) for s in range(placement.num_stages)]
+    counts = []
+    for stage in range(placement.num_stages):
+        counts.append(sum(math.prod(shape) for shape in stages[stage].values() if shape))
+    return counts
 
 
 def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
-    """Raises: ConfigError for a layer of another kind, whose attention would not see the tokens of other ranks."""
-    layers = [(name, part) for module in modules for name, part in module.named_modules() if _LAYER.fullmatch(name)]
-    for name, layer in layers:
+    """Check that all layers are ours, whose attention sees the tokens of other ranks.
+
+    Raises: ConfigError for a layer of another kind.
+    """
+    named = [pair for module in modules for pair in module.named_modules()]
+    for name, layer in named:
+        if not _LAYER.fullmatch(name):
+            continue
         if not any(isinstance(part, TransformerLayer | SelfAttention) for part in layer.modules()):
             raise ConfigError(
-                f"--context-parallel-size {ranks}: {name} is a {type(layer).__name__}, which does not meet the keys of "
-                "other ranks. Build it of megapipe.models.attention.layer.SelfAttention, or leave the flag out."
+                f"--context-parallel-size {ranks}: {name} is a {type(layer).__name__}, which does "
+                "not meet the keys of other ranks. Build it of "
+                "megapipe.models.attention.layer.SelfAttention, or leave the flag out."
             )
 
 
-def _without_storage(provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
+def _without_storage(
+    provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis
+) -> nn.Module:
+    """Build a part of the model on torch's meta device."""
     try:
-        # A second build of the whole model, but of shapes alone: it costs milliseconds and no memory.
+        # A second build of the whole model, but of shapes alone: it costs milliseconds.
         with torch.device("meta"):
             return provider(model, span, tp)
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            "the model provider cannot build the whole model without storage, on torch's meta device, by which it is "
-            f"checked that no layer is missing: {str(error).splitlines()[0]} "
-            "Let it not read the values of what it has made."
+            "the model provider cannot build the whole model without storage, on torch's meta "
+            "device, by which it is checked that no layer is missing: "
+            f"{str(error).splitlines()[0]} Let it not read the values of what it has made."
         ) from error
 
 
 def _parts(module: nn.Module, tp: Axis) -> Parts:
-    """Shape in the whole model of each parameter; of each layer an empty one, so that one without any counts too."""
+    """Return the layers and parameters of a stage."""
+    # Layers too, so that a layer without parameters counts.
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
         layout = layout_of(param)
+        # A tied weight counts at its owner.
         if layout.received:
-            continue  # another parameter's weight, whose owner counts
-        assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so its layout fits"
-        found[name] = [n // layout.part[1] if dim == layout.dim else n for dim, n in enumerate(layout.full)]
+            continue
+        assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so it fits"
+        shape = list(layout.full)
+        if layout.dim is not None:
+            shape[layout.dim] //= layout.part[1]
+        found[name] = shape
     return found
 
 
 def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
+    """Yield the problems of the stages of one chain.
+
+    Args:
+        whole: the whole model.
+        stages: the stages' parts.
+    """
     stages = {stage: dict(parts) for stage, parts in stages.items()}
-    for name in whole:  # what ranks share is whole where all its parts are
-        shared = [(s, part) for s in stages for part in stages[s] if part != name and whole_name(part) == name]
-        if sorted(part for _, part in shared) == sorted(f"{name}[{k}/{len(shared)}]" for k in range(len(shared))):
-            for stage, part in shared:
-                rows, *rest = stages[stage].pop(part)
-                stages[shared[0][0]][name] = [rows * len(shared), *rest]
+    for name in whole:
+        _unite(name, stages)
     holders = {name: [s for s, parts in stages.items() if name in parts] for name in whole}
     wrong = [name for name, on in holders.items() if len(on) != 1]
     layers = [name for name in wrong if not whole[name]]
     for name in wrong:
-        spoken_for = any(name.startswith(f"{layer}.") and holders[name] == holders[layer] for layer in layers)
-        if not spoken_for:
+        # One line for a layer says the same of all its parameters.
+        if not any(name.startswith(f"{x}.") and holders[name] == holders[x] for x in layers):
             yield f"{name} is on {_stages(holders[name])}"
     for stage, parts in stages.items():
         for name, shape in parts.items():
             if name not in whole:
                 yield f"{name} on stage {stage} is not part of the whole model"
             elif shape != whole[name]:
-                yield f"{name} has shape {shape} on stage {stage} and {whole[name]} in the whole model"
+                right = whole[name]
+                yield f"{name} has shape {shape} on stage {stage} and {right} in the whole model"
+
+
+def _unite(name: str, stages: dict[int, Parts]) -> None:
+    """Replace the vocabulary shards of a parameter by the parameter, if all are there."""
+    shards = []
+    for stage, parts in stages.items():
+        for part in parts:
+            if part != name and whole_name(part) == name:
+                shards.append((stage, part))
+    count = len(shards)
+    if sorted(part for _, part in shards) != sorted(f"{name}[{k}/{count}]" for k in range(count)):
+        return
+    for stage, part in shards:
+        rows, *rest = stages[stage].pop(part)
+        stages[shards[0][0]][name] = [rows * count, *rest]
 
 
 def _stages(numbers: Sequence[int]) -> str:

@@ -1,8 +1,8 @@
-"""Numbers that cannot be right: losses and gradients that are not finite, losses that spike.
+"""Judge the numbers of a step: losses and gradients that are not finite, and losses that spike.
 
-A step has no state but weights and samples, so it can be run a second time before anything is updated: what does not
-come again was an error of a device, or of a model that is not deterministic (Megatron-LM's rerun_state_machine); what
-does is the training's own.
+A step depends on weights and samples alone, so it can run a second time before anything is updated.
+A number that does not come again was an error of a device, or of a model that is not deterministic
+(Megatron-LM's rerun_state_machine). A number that comes again is the training's own.
 """
 
 from __future__ import annotations
@@ -17,123 +17,194 @@ from megapipe.errors import TrainingError
 from megapipe.training.steps.step import Refuses, StepResult
 
 Run = Callable[[Refuses], StepResult]
-FACTOR, OF_LAST = 10.0, 100
-"""A loss that is FACTOR times the largest of the last OF_LAST is a spike."""
+"""Runs a step, which updates nothing if its losses are refused."""
+FACTOR = 10.0
+"""A loss is a spike if it is more than this many times the largest recent one."""
+OF_LAST = 100
+"""Number of recent losses."""
 
 
 class Guard:
-    """The judge of a run's numbers. All ranks have the same numbers and come to the same end.
+    """Judges the numbers of a run. All ranks have equal numbers and come to the same result.
+
+    `step` runs a step and judges it, `judge` judges one that cannot run again.
 
     Args:
+        config: the run's configuration.
         say: prints a line.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        self.guards, self.precision, self.seed = config.guards, config.precision, config.batch.seed
+        self.guards = config.guards
+        self.precision = config.precision
+        self.seed = config.batch.seed
         self._say = say
         self._recent: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=OF_LAST))
         self._in_a_row = 0
 
     def step(self, run: Run, iteration: int, scale: float, last_saved: int) -> StepResult:
-        """One step that may be trusted.
+        """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: the step, which updates nothing if its losses are refused.
-            scale: of the loss, in this step.
-            last_saved: the iteration of the newest checkpoint, 0 for none.
-        Raises: TrainingError for a number that is not finite twice over, and after too many bad steps in a row.
+            run: runs the step.
+            iteration: the step's iteration.
+            scale: the step's loss scale.
+            last_saved: iteration of the newest checkpoint, 0 for none.
+        Raises: TrainingError for a number that is not finite twice, or after too many bad steps in
+            a row.
         """
         twice = self.guards.rerun_mode == "validate_results"
-        limits, injected = self._limits(), twice and self._injects(iteration)
-        refuses = partial(_above, limits=limits if twice and self.guards.check_for_spiky_loss else {})
-        # A refused step has updated nothing, so that the second run begins from the same weights, samples and random
-        # numbers.
-        first = result = run((lambda losses: True) if injected else refuses)
+        limits = self._limits()
+        injected = twice and self._injects(iteration)
+        refuses: Refuses = partial(_above, limits={})
+        if injected:
+            refuses = _always
+        elif twice and self.guards.check_for_spiky_loss:
+            refuses = partial(_above, limits=limits)
+        # A refused step updates nothing. The second run begins with the same weights, samples and
+        # random numbers.
+        first = result = run(refuses)
         if first.spiked or (first.skipped and twice and not self._skips):
-            result = run(lambda losses: False)
+            result = run(_never)
             if injected and first.spiked:
                 self._injected(iteration)
             elif not (result.skipped or _above(result.losses, limits)):
                 self._say(
-                    f"WARNING: iteration {iteration}: {_said(first)}; run again on the same samples it is "
-                    f"{_said(result)}. A device or its memory erred, or the model is not deterministic; going on with "
-                    "the second result"
+                    f"WARNING: iteration {iteration}: {_text(first)}; run again on the same "
+                    f"samples it is {_text(result)}. A device or its memory erred, or the model is "
+                    "not deterministic; going on with the second result"
                 )
-        self.judge(result, iteration, scale, last_saved, ", twice" if first is not result else "")
+        again = ", twice" if first is not result else ""
+        self.judge(result, iteration, scale, last_saved, again)
         return result
 
-    def judge(self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = "") -> None:
-        """The end of `step`, for one that cannot be run a second time; errors as there."""
-        precision, limits = self.precision, self._limits()
-        # A dynamic loss scale finds its size by steps that overflow: while it can shrink they are no bad sign.
+    def judge(
+        self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = ""
+    ) -> None:
+        """Judge a step.
+
+        Args:
+            result: the step's outcome.
+            iteration: the step's iteration.
+            scale: the step's loss scale.
+            last_saved: iteration of the newest checkpoint, 0 for none.
+            again: says in the error that the step ran twice.
+        Raises: TrainingError, as `step`.
+        """
+        precision = self.precision
+        limits = self._limits()
+        # A dynamic loss scale finds its size by steps that overflow. While it can shrink, such
+        # steps are no bad sign.
         searching = precision.dynamic_loss_scale and scale > precision.min_loss_scale
         if result.skipped and not self._skips:
             raise TrainingError(
-                f"iteration {iteration}: {_said(result)}{again}. Nothing was updated. "
+                f"iteration {iteration}: {_text(result)}{again}. Nothing was updated. "
                 f"{_before(last_saved)}Lower --lr, or skip such iterations with "
                 "--no-check-for-nan-in-loss-and-grad."
             )
         self._count(result, iteration, limits, searching)
 
     def _injects(self, iteration: int) -> bool:
-        """A draw for the drill: the same on all ranks, and after a restart."""
+        """Return whether --error-injection-rate makes this iteration a drill.
+
+        The draw is the same on all ranks and after a restart.
+        """
         rate = self.guards.error_injection_rate
         return rate > 0 and random.Random(f"{self.seed} {iteration}").randrange(rate) == 0
 
     def _injected(self, iteration: int) -> None:
+        """Report a drill. Raises: TrainingError for a persistent error."""
         kind = self.guards.error_injection_type
-        said = f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the same samples"
+        text = (
+            f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the "
+            "same samples"
+        )
         if kind == "persistent_error":
-            raise TrainingError(f"{said} and counts as wrong, twice. It was a drill: leave out --error-injection-rate.")
-        self._say(f"WARNING: {said}; going on with the second result")
+            raise TrainingError(
+                f"{text} and counts as wrong, twice. It was a drill: leave out "
+                "--error-injection-rate."
+            )
+        self._say(f"WARNING: {text}; going on with the second result")
 
     @property
     def _skips(self) -> bool:
+        """Return whether the run goes on after a step that is not finite."""
         return self.guards.no_check_for_nan_in_loss_and_grad or self.precision.dynamic_loss_scale
 
-    def _count(self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool) -> None:
+    def _count(
+        self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool
+    ) -> None:
+        """Count bad steps in a row, and remember the losses of good ones.
+
+        Args:
+            result: the step's outcome.
+            iteration: the step's iteration.
+            limits: the limit of each loss.
+            searching: whether the loss scale can still shrink.
+        """
         spikes = not result.skipped and _above(result.losses, limits)
-        bad = (result.skipped and not searching) or (spikes and self.guards.check_for_spiky_loss)
+        bad = result.skipped and not searching
+        if spikes and self.guards.check_for_spiky_loss:
+            bad = True
         self._in_a_row = self._in_a_row + 1 if bad else 0
         if spikes:
+            largest = ", ".join(f"{name} {x / FACTOR:.6g}" for name, x in limits.items())
             self._say(
-                f"WARNING: iteration {iteration}: the loss spikes, {_said(result)}: more than {FACTOR:g} times the "
-                f"largest of the last {OF_LAST}, {', '.join(f'{name} {x / FACTOR:.6g}' for name, x in limits.items())}"
+                f"WARNING: iteration {iteration}: the loss spikes, {_text(result)}: more than "
+                f"{FACTOR:g} times the largest of the last {OF_LAST}, {largest}"
             )
         elif not result.skipped:
+            # Only losses have limits: other reported numbers may jump.
             for name, loss in result.losses.items():
                 if "loss" in name:
                     self._recent[name].append(loss)
         if bad and self._in_a_row > 1:
-            self._say(f"WARNING: {self._in_a_row} iterations in a row were skipped or spiked, the last is {iteration}")
-        if self._in_a_row >= self.guards.max_bad_iterations_in_a_row:
+            self._say(
+                f"WARNING: {self._in_a_row} iterations in a row were skipped or spiked, the last "
+                f"is {iteration}"
+            )
+        most = self.guards.max_bad_iterations_in_a_row
+        if self._in_a_row >= most:
             raise TrainingError(
-                f"iteration {iteration}: {self._in_a_row} iterations in a row were skipped or spiked, as many as "
-                f"--max-bad-iterations-in-a-row {self.guards.max_bad_iterations_in_a_row}; now {_said(result)}. "
-                "Go back to a checkpoint before them with --ckpt-step, and lower --lr or leave out the samples."
+                f"iteration {iteration}: {self._in_a_row} iterations in a row were skipped or "
+                f"spiked, as many as --max-bad-iterations-in-a-row {most}; now {_text(result)}. "
+                "Go back to a checkpoint before them with --ckpt-step, and lower --lr or leave out "
+                "the samples."
             )
 
     def _limits(self) -> dict[str, float]:
+        """Return the limit of each loss that was reported before."""
         highest = {name: max(losses) for name, losses in self._recent.items()}
+        # FACTOR says nothing about a loss that may be 0 or negative.
         return {name: FACTOR * loss for name, loss in highest.items() if loss > 0}
 
 
 def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    """Is any loss above its limit?"""
+    """Return whether any loss is above its limit."""
     return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 
 
-def _said(result: StepResult) -> str:
+def _always(losses: Mapping[str, float]) -> bool:
+    return True
+
+
+def _never(losses: Mapping[str, float]) -> bool:
+    return False
+
+
+def _text(result: StepResult) -> str:
+    """Return the loss and the gradient norm for a message."""
     loss = "" if result.finite else " (the loss that is differentiated is not finite)"
     norm = "" if result.spiked else f", gradient norm {result.grad_norm}"
     return f"loss {result.losses}{loss}{norm}"
 
 
 def _before(last_saved: int) -> str:
-    """A sentence on the checkpoint that a run goes back to when a number is not finite."""
+    """Return a sentence on the checkpoint that the user may go back to; empty without one."""
     if not last_saved:
         return ""
     return (
-        f"The checkpoint of iteration {last_saved} may already be bad: weights can break an iteration before a loss "
-        "shows it. If this comes again from there, go back further with --ckpt-step. "
+        f"The checkpoint of iteration {last_saved} may already be bad: weights can break an "
+        "iteration before a loss shows it. If this comes again from there, go back further with "
+        "--ckpt-step. "
     )

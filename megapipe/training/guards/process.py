@@ -1,4 +1,4 @@
-"""Ends before the last iteration: a signal, as a cluster sends before it takes the machine away, and flags."""
+"""Stop a run before its last iteration, at a signal or when a flag asks for it."""
 
 from __future__ import annotations
 
@@ -20,116 +20,174 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.watch.watch import RELAY_S
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop, has saved and can go on (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was asked to stop, has saved and can be resumed: EX_TEMPFAIL."""
 
 REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that launchers and schedulers send more than once: each passes on what the one above it has sent to all."""
+"""Signals that arrive more than once, because each launcher passes on what it receives."""
 
 
 def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
-    """Files of --trigger-path that ask for something after an iteration; they are removed. Collective."""
+    """Return the names of files in --trigger-path, "save" or "exit", and remove them.
+
+    Collective over the world.
+
+    Args:
+        config: the run's configuration.
+        mesh: this rank's mesh.
+        iteration: the last iteration; only some are followed by a look at the folder.
+    """
     folder = config.checkpoint.trigger_path
     if folder is None or iteration % config.log.log_interval:
         return []
 
     def look() -> list[str]:
         found = [name for name in ("save", "exit") if Path(folder, name).exists()]
-        for path in (Path(folder, name) for name in found):
+        for name in found:
+            path = Path(folder, name)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                again = f"{error.strerror}; it will be obeyed again and again, also by the next run. Remove it by hand"
-                print(f"WARNING: {path} of --trigger-path cannot be removed: {again}", flush=True)
+                print(
+                    f"WARNING: {path} of --trigger-path cannot be removed: {error.strerror}; it "
+                    "will be obeyed again and again, also by the next run. Remove it by hand",
+                    flush=True,
+                )
         return found
 
     return on_first(mesh, look)
 
 
 class Stopping:
-    """A watch on what ends a run before its last iteration. `exit_code`: of the process then."""
+    """Decides whether a run ends before its last iteration.
+
+    `wanted` is this rank's wish; `reason` returns the decision of all ranks.
+
+    Args:
+        flags: the guards' flags.
+        mesh: this rank's mesh.
+        started: time.monotonic() at the start of the process.
+
+    Attributes:
+        signal: listens for --exit-signal.
+        exit_code: exit code of the process, if the run ends early.
+    """
 
     def __init__(self, flags: GuardConfig, mesh: ProcessMesh, started: float) -> None:
-        self.flags, self.mesh, self._started = flags, mesh, started
+        self.flags = flags
+        self.mesh = mesh
+        self._started = started
         self.signal = ExitSignal(flags.exit_signal if flags.exit_signal_handler else None)
         self.exit_code = 0
 
     @property
     def wanted(self) -> bool:
-        """Is this rank to stop by itself?"""
-        most, minutes = self.flags.exit_duration_in_mins, (time.monotonic() - self._started) / 60
-        return self.signal.received or (most is not None and minutes > most)
+        """Return whether this rank wants to stop."""
+        most = self.flags.exit_duration_in_mins
+        return self.signal.received or (most is not None and self._minutes() > most)
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
-        """The reason to stop after an iteration, agreed over all ranks; None to go on. asked: by `triggered`."""
+        """Return the reason to stop after an iteration, equal on all ranks; None to go on.
+
+        Args:
+            iteration: the iteration.
+            asked: the result of `triggered`.
+        """
         why = self._asked()
         if why is None and "exit" in asked:
             why = "finding exit in --trigger-path"
         if why is not None:
-            # torchrun would take it for a failure and, with --max-restarts, start the run again.
+            # torchrun takes any other code for a failure. With --max-restarts it would start the
+            # run again.
             self.exit_code = 0 if _under_torchrun() else STOPPED
             return f"[exiting program after {why}]"
-        if (every := self.flags.exit_interval) and iteration % every == 0:
-            return f"[exiting program at iteration {iteration}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}"
+        every = self.flags.exit_interval
+        if every and iteration % every == 0:
+            now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+            return f"[exiting program at iteration {iteration}] datetime: {now}"
         return None
 
     def _asked(self) -> str | None:
-        """The signal that came to any rank, or the time that is up."""
+        """Return the signal that arrived on any rank, or the time that is over; else None."""
         most = self.flags.exit_duration_in_mins
         if most is None and not self.flags.exit_signal_handler:
             return None
-        # Clocks of machines differ by seconds: the longest of all decides, or ranks would stop at different steps.
-        mine = [(time.monotonic() - self._started) / 60, float(self.signal.number)]
-        longest, number = self.mesh.world.all_reduce(torch.tensor(mine, device=self.mesh.device), "max").tolist()
+        # Clocks of machines differ by seconds. The longest time of all decides, because ranks must
+        # stop at the same step.
+        mine = torch.tensor([self._minutes(), float(self.signal.number)], device=self.mesh.device)
+        longest, number = self.mesh.world.all_reduce(mine, "max").tolist()
         if number:
             return f"receiving {signal.Signals(int(number)).name}"
-        return f"{longest} minutes" if most is not None and longest > most else None
+        if most is not None and longest > most:
+            return f"{longest} minutes"
+        return None
+
+    def _minutes(self) -> float:
+        return (time.monotonic() - self._started) / 60
 
 
 class ExitSignal:
-    """Notes a signal, or Ctrl-C, instead of dying of it. Repeats are noted too, and change nothing: the run is saving,
-    perhaps for minutes. A second Ctrl-C is the watch's, which also hears it while this thread hangs in a call.
+    """Remembers a signal, or Ctrl-C, instead of letting it end the process.
+
+    Repeats change nothing: the run is saving, perhaps for minutes. A second Ctrl-C is handled by
+    the watchdog, which receives it even while this thread hangs in a call.
+
+    `close` stops listening.
 
     Args:
-        name: such as SIGTERM; None to listen to none. Only the main thread of a process may listen.
+        name: a signal's name, such as SIGTERM; None to listen to none. Python allows only the main
+            thread to listen.
+
     Attributes:
-        number: of the signal that arrived on this rank first; 0 for none.
+        number: number of the first signal on this rank; 0 for none.
     """
 
     first_saves = True
-    """A mark for the watch, which asks the handler of SIGINT."""
+    """Shows the watchdog that this handler of SIGINT lets the run save."""
 
     def __init__(self, name: str | None) -> None:
         self.number = 0
         self._before: dict[int, Any] = {}
-        for number in () if name is None else dict.fromkeys((signal.Signals[name], signal.SIGINT)):
-            self._listen(number)
+        if name is not None:
+            for number in dict.fromkeys((signal.Signals[name], signal.SIGINT)):
+                self._listen(number)
 
     @property
     def received(self) -> bool:
+        """Return whether a signal has arrived."""
         return self.number != 0
 
     def close(self) -> None:
-        """Stop listening. What has come may come once more while the process ends, and is not to change its status."""
+        """Stop listening.
+
+        A signal that has arrived may arrive again while the process ends. It is ignored then, so
+        that it does not change the exit code.
+        """
         for number, before in self._before.items():
             ends = self.received and (number != signal.SIGINT or _under_torchrun())
             signal.signal(number, signal.SIG_IGN if ends else before)
         self._before = {}
 
     def _listen(self, number: int) -> None:
-        if number not in self._before and signal.getsignal(number) is not None:  # None: another library's, in C
+        # getsignal returns None for a handler that another library has set in C.
+        if number not in self._before and signal.getsignal(number) is not None:
             self._before[number] = signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """A signal has come."""
-        if not self.received:
-            self.number = number
-            for repeated in REPEATED:
-                self._listen(repeated)
-            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                after = f", from {RELAY_S:g} s on," if _under_torchrun() else ""
-                text = f"megapipe: Ctrl-C: saves and ends after this iteration. A second one{after} ends it at once\n"
-                with suppress(OSError):
-                    os.write(2, text.encode())
+        """Handle a signal."""
+        if self.received:
+            return
+        self.number = number
+        for repeated in REPEATED:
+            self._listen(repeated)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+            after = f", from {RELAY_S:g} s on," if _under_torchrun() else ""
+            text = (
+                "megapipe: Ctrl-C: saves and ends after this iteration. "
+                f"A second one{after} ends it at once\n"
+            )
+            # Not by print, which is not safe inside a signal handler.
+            with suppress(OSError):
+                os.write(2, text.encode())
 
 
 def _under_torchrun() -> bool:

@@ -1,4 +1,4 @@
-"""Facts that must be the same on every rank of a run: its flags, and the contents of all that they name."""
+"""Collect the facts that must be equal on every rank: flags, and contents of named files."""
 
 from __future__ import annotations
 
@@ -27,83 +27,110 @@ from megapipe.schedule import to_json
 
 PACKAGE = Path(__file__).parents[2]
 
-RANGES, RANGE = 64, 1 << 16
-"""Ranges of a .bin that are read, and bytes of each, drawn by its size; of a smaller file, all. Another text,
-tokenizer or order is seen, a few tokens of a large file are not: it may have terabytes, and each rank reads it."""
+RANGES = 64
+"""Number of ranges of a .bin that are read, at random positions drawn by its size.
+
+They show another text, tokenizer or order, but not a few changed tokens of a large file. The file
+may have terabytes, and each rank reads it.
+"""
+RANGE = 1 << 16
+"""Bytes of a range. A smaller file is read as a whole."""
 
 
 def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
-    """Facts by name, as an error shows them. Files count by their contents: they may lie elsewhere on each machine.
+    """Return facts by name, as an error shows them.
+
+    Files count by their contents: each machine may have them in another place.
 
     Args:
-        functions: of the user's program: what builds the model, the batch, the data. A file counts that defines one of
-            them, not what it imports.
+        config: the run's configuration.
+        plan: the plan of the run.
+        functions: the user's, which build the model, the batch and the data. The files that define
+            them count, but not what these files import.
     Raises: DataError for a file that cannot be read.
     """
     spelled = {flag.field: name for name, flag in flags_of(Config).items() if flag.section}
-    groups = (group for group in vars(config).values() if dataclasses.is_dataclass(group))
-    fields = {name: value for group in groups for name, value in vars(group).items()}
-    flags = {spelled.get(name, name): str(value) for name, value in fields.items()}
+    flags = {}
+    for group in vars(config).values():
+        if dataclasses.is_dataclass(group):
+            for name, value in vars(group).items():
+                flags[spelled.get(name, name)] = str(value)
     table = to_json(plan.schedule) + str(plan.counts)
     return {
         **flags,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "megapipe (SHA-256 of its source)": _package(),
-        "the schedule (SHA-256 of its table)": hashlib.sha256(table.encode()).hexdigest()[:16],
+        "the schedule (SHA-256 of its table)": _short(table.encode()),
         **dict(_files(config)),
         **dict(_programs(functions)),
     }
 
 
 def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str]:
-    """Return digests of the data and the tokenizer: a run that goes on must find the same again, wherever they lie.
+    """Return digests of data and tokenizer, which a resumed run must find again.
 
-    "data_path" is of the indices, the files' sizes and the weights, as it was in the first version; TOKENS and ORDER
-    came later.
+    The files may have moved. "data_path" covers indices, sizes and weights, as in the first version
+    of checkpoints; later versions added TOKENS and ORDER.
 
     Args:
-        train: the training samples, once they are open.
+        config: the run's configuration.
+        train: the training samples, if they are open.
     """
-    data, found = config.data, {}
-    if files := tokenizer_files(data):
+    data = config.data
+    found = {}
+    files = tokenizer_files(data)
+    if files:
         found["tokenizer_model"] = " ".join(_digest(path) for path in files)
     if is_named(data):
-        read = [
-            blend and (blend.weights, [[_digest(f"{prefix}.idx"), _size(prefix)] for prefix in blend.prefixes])
-            for blend in blends(data)
-        ]
-        found["data_path"] = hashlib.sha256(repr(read).encode()).hexdigest()[:16]
-        tokens = [_tokens(prefix) for blend in blends(data) if blend for prefix in blend.prefixes]
-        found[TOKENS] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
-    if order := "".join(_order(train)):
-        cyclic = config.data.dataloader_type == "cyclic"  # which shuffles all samples, and so asks how many there are
-        found[ORDER] = hashlib.sha256(f"{order} {len(train) if cyclic and train else ''}".encode()).hexdigest()[:16]
+        # The text that is digested is part of the checkpoint format: do not change its form.
+        read: list[Any] = []
+        tokens = []
+        for blend in blends(data):
+            if not blend:
+                read.append(blend)
+                continue
+            sizes = [[_digest(f"{prefix}.idx"), _size(prefix)] for prefix in blend.prefixes]
+            read.append((blend.weights, sizes))
+            tokens += [_tokens(prefix) for prefix in blend.prefixes]
+        found["data_path"] = _short(repr(read).encode())
+        found[TOKENS] = _short(repr(tokens).encode())
+    order = "".join(_order(train))
+    if order:
+        # A cyclic loader shuffles all samples, so their number counts too.
+        cyclic = config.data.dataloader_type == "cyclic"
+        length = len(train) if cyclic and train else ""
+        found[ORDER] = _short(f"{order} {length}".encode())
     return found
 
 
 FIRST = 4096
-"""Samples whose order is compared: another number of epochs shuffles all of them anew."""
+"""Number of samples whose order is compared. Another number of epochs shuffles all samples anew."""
 
 
 def _order(train: TokenDataset | None) -> Iterator[str]:
-    """Yield what says which samples come first; nothing for a data set that is not one of ours."""
+    """Yield digests of the first samples; nothing for a dataset that is not one of ours."""
     match train:
         case GPTDataset(indices=indices):
-            yield hashlib.sha256(indices.shuffle[:FIRST].tobytes() + indices.documents[:FIRST].tobytes()).hexdigest()
+            first = indices.shuffle[:FIRST].tobytes() + indices.documents[:FIRST].tobytes()
+            yield hashlib.sha256(first).hexdigest()
         case BlendedDataset(datasets=datasets, choice=choice, index=index):
-            yield hashlib.sha256(choice[:FIRST].tobytes() + index[:FIRST].tobytes()).hexdigest()
+            first = choice[:FIRST].tobytes() + index[:FIRST].tobytes()
+            yield hashlib.sha256(first).hexdigest()
             for part in datasets:
                 yield from _order(part)
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (name, digest) of each file that the flags name."""
     data = config.data
-    if costs := config.parallel.pipeline_costs:
+    costs = config.parallel.pipeline_costs
+    if costs:
         yield f"{costs} of --pipeline-costs (SHA-256)", _digest(costs)
     for path in tokenizer_files(data):
         yield f"{path} of the tokenizer (SHA-256)", _digest(path)
-    if (listed := in_a_file(data)) is not None:
+    listed = in_a_file(data)
+    if listed is not None:
         yield f"{listed} (SHA-256)", _digest(listed)
     read = () if data.mock_data else blends(data)
     for prefix in sorted({prefix for blend in read if blend for prefix in blend.prefixes}):
@@ -117,40 +144,53 @@ def _size(prefix: str) -> str:
 
 
 def _tokens(prefix: str) -> str:
-    """The digest of a .bin: of one drawn range in each of RANGES equal parts."""
-    whole, size = hashlib.sha256(), os.path.getsize(f"{prefix}.bin")
-    part, draw = max(size // RANGES, RANGE), random.Random(size)
+    """Return the digest of a .bin: one range, at a random position, in each of RANGES parts."""
+    digest = hashlib.sha256()
+    size = os.path.getsize(f"{prefix}.bin")
+    part = max(size // RANGES, RANGE)
+    draw = random.Random(size)
     try:
+        # Without a buffer, which would read more than the ranges.
         with open(f"{prefix}.bin", "rb", buffering=0) as file:
             for begin in range(0, size, part):
-                file.seek(begin + draw.randrange(max(1, min(part, size - begin) - RANGE + 1)))
-                whole.update(file.read(RANGE))
+                positions = min(part, size - begin) - RANGE + 1
+                file.seek(begin + draw.randrange(max(1, positions)))
+                digest.update(file.read(RANGE))
     except OSError as error:
         raise DataError(f"{prefix}.bin: {error.strerror}") from None
-    return whole.hexdigest()[:16]
+    return digest.hexdigest()[:16]
 
 
 def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, str]]:
+    """Yield (name, digest) of each file outside the package that defines a function."""
     for function in functions:
         try:
             path = inspect.getsourcefile(inspect.unwrap(function))
-        except TypeError:  # an object that is called, a partial
+        except TypeError:
+            # An object with __call__, or a partial.
             path = inspect.getsourcefile(type(function))
-        if path is not None and os.path.isfile(path) and PACKAGE not in Path(path).resolve().parents:
+        if path is None or not os.path.isfile(path):
+            continue
+        if PACKAGE not in Path(path).resolve().parents:
             yield f"{Path(path).name} (SHA-256)", _digest(path)
 
 
 def _package() -> str:
-    """The digest of the source itself: two checkouts of one version differ."""
-    whole = hashlib.sha256()
+    """Return the digest of this package's source: two checkouts of one version differ."""
+    digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
-        whole.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
-    return whole.hexdigest()[:16]
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _digest(path: str) -> str:
+    """Return the digest of a file. Raises: DataError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,4 +1,8 @@
-"""Replicas that start equal stay so, by equal gradients; one that differs at the start differs for ever."""
+"""Compare the replicas of a model.
+
+Replicas that start equal stay equal, because their gradients are equal. Replicas that differ at the
+start would differ until the end of the run.
+"""
 
 from __future__ import annotations
 
@@ -20,92 +24,122 @@ from megapipe.errors import ConfigError, RanksDiffer
 def check_replicas(
     modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool, after: int | None = None
 ) -> None:
-    """Compare parameters and buffers over the ranks that have the same and, if `mirrored`, with DualPipe's twins, and
-    over tensor parallel the parameters that are whole on each rank: one hash of a rank where all is well. Collective
-    over the mesh.
+    """Compare parameters and buffers over all ranks that have the same ones.
+
+    Parameters that tensor parallelism does not split are compared over it too. A rank sends one
+    hash if nothing differs. Collective over the mesh.
 
     Args:
-        after: iterations that were trained; None at the start.
-    Raises: ConfigError on every rank, with the names of those that differ; RanksDiffer after an iteration.
+        modules: this rank's stages.
+        mesh: this rank's mesh.
+        mirrored: compare DualPipe's mirrored ranks too.
+        after: number of trained iterations; None at the start.
+    Raises: ConfigError on every rank, with the names of differing tensors. RanksDiffer after an
+        iteration.
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
-    tensors = {**params, **dict(pair for module in modules for pair in module.named_buffers())}
+    buffers = dict(pair for module in modules for pair in module.named_buffers())
+    tensors = {**params, **buffers}
     experts = {name: param for name, param in params.items() if layout_of(param).experts}
     dense = {name: x for name, x in tensors.items() if name not in experts}
     groups: list[tuple[str, Axis, Mapping[str, Tensor]]] = [
         ("data-parallel", mesh.dp_cp, dense),
         ("expert-data-parallel", mesh.edp, experts),
-        ("tensor-parallel", mesh.tp, _whole(dense, params)),
-        ("expert-tensor-parallel", mesh.etp, _whole(experts, params)),
+        ("tensor-parallel", mesh.tp, _unsplit(dense, params)),
+        ("expert-tensor-parallel", mesh.etp, _unsplit(experts, params)),
         ("pipeline", mesh.twins if mirrored else Axis(), tensors),
     ]
-    problems = [line for what, axis, compared in groups for line in _differing(what, axis, compared)]
-    found = list(dict.fromkeys(line for lines in mesh.world.gather_json(problems) for line in lines))
+    problems: list[str] = []
+    for axis_name, axis, compared in groups:
+        problems += _differing(axis_name, axis, compared)
+    # Every rank gathers, so that all raise the same error.
+    everyone = mesh.world.gather_json(problems)
+    found = list(dict.fromkeys(line for lines in everyone for line in lines))
     if not found:
         return
     names = "".join(f"\n      {line}" for line in found[:20])
-    names += f"\n      and {len(found) - 20} more" if len(found) > 20 else ""
+    if len(found) > 20:
+        names += f"\n      and {len(found) - 20} more"
     if after is None:
         raise ConfigError(
             f"replicas of the model start with different values, and would stay different:{names}"
-            "\n      Let the model provider draw initial values by torch's functions alone, the same on every rank "
-            "(not by random, numpy or the rank), or give the parameter a Layout."
+            "\n      Let the model provider draw initial values by torch's functions alone, the "
+            "same on every rank (not by random, numpy or the rank), or give the parameter a Layout."
         )
     raise RanksDiffer(
         f"replicas of the model differ after iteration {after}:{names}"
-        "\n      They had equal gradients and updates: a device or its memory may be at fault. The last checkpoint is "
-        "sound if they were equal then."
+        "\n      They had equal gradients and updates: a device or its memory may be at fault. The "
+        "last checkpoint is sound if they were equal then."
     )
 
 
-def _whole(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of which each rank has all, or all of its experts."""
+def _unsplit(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that tensor parallelism does not split."""
     return {name: x for name, x in tensors.items() if name in params and layout_of(x).dim is None}
 
 
-def _differing(what: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a line for each tensor that differs along an axis."""
     if axis.size == 1:
         return
     mine = hashes(dict(sorted(tensors.items())), axis.device)
-    # One hash of all hashes first: where all is well, which is always, no names travel.
-    if len(set(axis.gather_json(sha256(json.dumps(mine).encode()).hexdigest()))) == 1:
+    # One hash of all hashes comes first: nearly always nothing differs, and no names are sent.
+    total = sha256(json.dumps(mine).encode()).hexdigest()
+    if len(set(axis.gather_json(total))) == 1:
         return
     everyone = axis.gather_json(mine)
     for name in mine:
         rows = zip(axis.ranks, everyone, strict=True)
-        if others := [str(rank) for rank, row in rows if row.get(name) != everyone[0].get(name)]:
-            yield f"{name} on {what} ranks {axis.ranks[0]} and {', '.join(others)}"
+        others = [str(rank) for rank, row in rows if row.get(name) != everyone[0].get(name)]
+        if others:
+            yield f"{name} on {axis_name} ranks {axis.ranks[0]} and {', '.join(others)}"
 
 
 def hashes(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
-    """A hash of each tensor's bits, and whether it is trained: made where the tensors are, and copied once for all."""
-    folded = [_folded(_words(x)).to(device) for x in tensors.values()]
+    """Return a hash of each tensor's bits, and whether the tensor is frozen, by name.
+
+    Hashes are computed where the tensors are, and copied to the host once.
+
+    Args:
+        tensors: the tensors by name.
+        device: where the hashes are put together.
+    """
+    folded = [_folded(_as_int64(x)).to(device) for x in tensors.values()]
     values = torch.stack(folded).tolist() if folded else []
-    frozen = ("" if x.requires_grad else "frozen " for x in tensors.values())
-    return {name: f"{text}{value % 2**64:016x}" for name, text, value in zip(tensors, frozen, values, strict=True)}
+    found = {}
+    for (name, x), value in zip(tensors.items(), values, strict=True):
+        frozen = "" if x.requires_grad else "frozen "
+        found[name] = f"{frozen}{value % 2**64:016x}"
+    return found
 
 
 _ROW = 4096
-_AT_ONCE = {"cuda": 1 << 25}
-"""Words that are multiplied at once; elsewhere what a CPU's cache takes, 1 << 17."""
+_CHUNK = {"cuda": 1 << 25}
+"""Numbers that are multiplied at once; on other devices 1 << 17, which fits a CPU's cache."""
 
 
-def _words(x: Tensor) -> Tensor:
-    """The bits of a tensor as int64, zeros behind the last ones."""
+def _as_int64(x: Tensor) -> Tensor:
+    """Return a tensor's memory as int64, filled up with zeros at the end."""
     data = x.detach().contiguous().flatten().view(torch.uint8)
-    return (F.pad(data, (0, -len(data) % 8)) if len(data) % 8 or data.storage_offset() % 8 else data).view(torch.int64)
+    # A view as int64 needs an aligned start; padding makes a copy that has one.
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = F.pad(data, (0, -len(data) % 8))
+    return data.view(torch.int64)
 
 
 def _folded(words: Tensor) -> Tensor:
-    """One int64 of all words: each times an odd number of its own, summed by rows; the same of the sums.
+    """Return one int64 that depends on all numbers.
 
-    What is summed has its upper bits in the lower ones too: two flipped signs would cancel else.
+    Each number of a row is multiplied by an odd number of its own, and rows are summed. The sums
+    are folded in the same way, until one is left.
     """
     while len(words) > 1:
         rows = []
-        for part in torch.split(words, _AT_ONCE.get(words.device.type, 1 << 17)):
-            whole = (F.pad(part, (0, -len(part) % _ROW)) if len(part) % _ROW else part).view(-1, _ROW)
-            mixed = whole * _odd(words.device)
+        for part in torch.split(words, _CHUNK.get(words.device.type, 1 << 17)):
+            if len(part) % _ROW:
+                part = F.pad(part, (0, -len(part) % _ROW))
+            mixed = part.view(-1, _ROW) * _odd(words.device)
+            # Upper bits are mixed into lower ones: two flipped signs would cancel otherwise.
             rows.append(mixed.bitwise_xor_(mixed >> 31).sum(1))
         words = torch.cat(rows)
     return words.sum()
@@ -113,5 +147,7 @@ def _folded(words: Tensor) -> Tensor:
 
 @cache
 def _odd(device: torch.device) -> Tensor:
-    drawn = torch.randint(-(2**62), 2**62, (_ROW,), generator=torch.Generator().manual_seed(0))
+    """Return [_ROW] odd numbers, equal on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (_ROW,), generator=generator)
     return (2 * drawn + 1).to(device)

@@ -46,9 +46,10 @@ def test_the_memory_of_communicators_stands_beside_the_plans():
     pp = Axis(3, 4, (0, 2, 4, 6), links[0], links=tuple(links[1:]))
     mesh = ProcessMesh(tp=two[0], dp=two[1], pp=pp, world=Axis(6, 8, tuple(range(8)), everyone))
     beside = 9408 * 1024 * (32 * (1 + 1 + 2 + 2) + 2 * 2)
-    said = f"rank 6: 7 communicators of NCCL, 3 of them links, take up to {beside / GIB:.1f} GiB of its GPU's 80 beside"
-    assert fits(70 * GIB, mesh, 80 * GIB) == f" > {said} the plan's 70"
-    assert fits(79 * GIB, mesh, 80 * GIB).startswith(f"WARNING: {said} the plan's 79, more than there is: it may run")
+    said = f"rank 6: 7 communicators of NCCL, 3 of them links, take up to {beside / GIB:.1f} GiB of its GPU's 80"
+    assert fits(70 * GIB, mesh, 80 * GIB) == f" > {said} in addition to the plan's 70"
+    too_much = f"WARNING: {said} in addition to the plan's 79, more than there is: it may run"
+    assert fits(79 * GIB, mesh, 80 * GIB).startswith(too_much)
 
 
 def test_messages_of_a_shared_vocabulary_need_few_buffers_from_every_rank():
