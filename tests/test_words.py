@@ -32,6 +32,8 @@ ROOMS = [
     "megapipe/optim/sharded",
     "megapipe/partition",
     "megapipe/kernels",
+    "megapipe/plan/families",
+    "megapipe/plan/shapes",
     "megapipe/schedule",
     "megapipe/schedule/families",
     "megapipe/schedule/families/offload",

@@ -1,4 +1,7 @@
-"""Activations that leave the device, to the host or to be computed again: as flags ask, or for --memory-limit-gib."""
+"""Activations that leave the device: copied to the host (O, L) or computed again (R).
+
+Flags ask for copies, or --memory-limit-gib leaves no room for all activations.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ class Copies(OfPlan):
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
-        return cls.of(config, "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading")
+        flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
+        return cls.of(config, flag)
 
     @classmethod
     def of(cls, config: Config, flag: str) -> Copies:
@@ -92,7 +96,7 @@ class Copies(OfPlan):
         return replace(costs, o=took, l=took)
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines on what the table moves and why, what each rank saves by it, and what it takes."""
+        """Return lines on what the table moves and why, and on what each rank saves and pays."""
         if not plan.schedule.kinds & MOVES:
             return []
         step = plan.timeline.makespan
@@ -140,7 +144,7 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
         return asked
     if made is not None and not made.kinds & MOVES:
         return None
-    # While a table is made, the limit may ask for copies. Only a file's table has them from the start.
+    # While a table is made, the limit may ask for copies. Only a file's table begins with them.
     return Copies.of(config, "--pipeline-schedule" if plain.kinds & MOVES else LIMIT)
 
 
@@ -154,7 +158,8 @@ def _check(config: Config, table: Schedule, terms: Terms) -> None:
     if isinstance(saved, tuple) and not any(saved):
         raise ConfigError(
             f"--offload-modules {names}: nothing of what a forward keeps is theirs, so "
-            f"{asked.flag} has nothing to copy. Name others, or leave --offload-modules out, so that all may go."
+            f"{asked.flag} has nothing to copy. Name others, or leave --offload-modules out, so "
+            "that all may go."
         )
     if table.cuts and "core_attn" not in asked.modules:
         raise ConfigError(
@@ -170,9 +175,9 @@ def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
     if asked and everything and not table.kinds & MOVES:
         raise NothingToDo(
             "offload",
-            f"{asked.flag}: under {table.name} no activation stays long enough to be copied to the host and back "
-            "before its backward. Leave the flag out, say with --offload-time 0.1 that copies are fast, or take a "
-            "schedule of more microbatches in flight.",
+            f"{asked.flag}: under {table.name} no activation stays long enough to be copied to the "
+            "host and back before its backward. Leave the flag out, say with --offload-time 0.1 "
+            "that copies are fast, or take a schedule of more microbatches in flight.",
         )
 
 
@@ -181,5 +186,7 @@ OFFLOAD = Part(
     of=_of,
     check=_check,
     check_made=_check_made,
-    without=lambda config: config.with_fields(fine_grained_activation_offloading=False, cpu_offload=False),
+    without=lambda config: config.with_fields(
+        fine_grained_activation_offloading=False, cpu_offload=False
+    ),
 )

@@ -1,4 +1,7 @@
-"""Gradients, or weights too, that data-parallel ranks shard: --use-megatron-fsdp, --use-torch-fsdp2."""
+"""Gradients, or weights too, that data-parallel ranks shard (AF, AB, RS).
+
+--use-megatron-fsdp or --use-torch-fsdp2 asks for them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class Sharding(OfPlan):
     Attributes:
         weights: weights too, not gradients alone.
         replicas: ranks with the same dense weights; same: ranks with the same experts.
-        link: FLOPs of a device while a byte comes over data parallel, where --pipeline-costs do not say.
+        link: FLOPs of a device while a byte comes over data parallel, unless --pipeline-costs say
+            what a gather takes.
     """
 
     weights: bool
@@ -32,7 +36,7 @@ class Sharding(OfPlan):
     same: int
     link: float
 
-    holds = "weights and gradients that are whole for a while"
+    holds = "gathered weights and gradients"
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
         """Return the bytes of a parameter's shard."""
@@ -41,7 +45,7 @@ class Sharding(OfPlan):
         return Stored(weight, whole.gradient / ranks)
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with those of gathers and reductions, and with what is gathered."""
+        """Return the costs with gathers, reductions, and the memory that gathered tensors take."""
         own = _own_stages(plan)
         element, gradient = plan.whole
         size = [sum(both) for both in zip(own.dense, own.experts, strict=True)]
@@ -55,24 +59,27 @@ class Sharding(OfPlan):
             if own.borrows:
                 came[own.borrows] += sent[0]
             sends = (self.replicas - 1) / self.replicas
-            costs = replace(
-                costs,
-                a=tuple(unit * (element * x - less * sends) for x, less in zip(came, own.lighter, strict=True)),
-                g=tuple(unit * gradient * x for x in sent),
-            )
-        gathered = [(element * x - less) * self.weights for x, less in zip(size, own.lighter, strict=True)]
-        lent = [0.0] * len(gathered)
+            bytes_in = [
+                element * x - less * sends for x, less in zip(came, own.lighter, strict=True)
+            ]
+            gathers = tuple(unit * x for x in bytes_in)
+            sums = tuple(unit * gradient * x for x in sent)
+            costs = replace(costs, a=gathers, g=sums)
+        gathered = [0.0] * len(size)
+        if self.weights:
+            gathered = [element * x - less for x, less in zip(size, own.lighter, strict=True)]
+        tied = [0.0] * len(size)
         if own.borrows:
-            lent[own.borrows] = gathered[0]
+            tied[own.borrows] = gathered[0]
         whole = tuple(gradient * x for x in size)
-        return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(lent))
+        return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(tied))
 
     def least(self, plan: Plan) -> Sequence[float]:
         """Return the bytes that are gathered on each rank however shortly they live."""
         return whole_at_most(plan.schedule, plan.costs, Living(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
-        """Return a line on how long weights live; empty for a table whose weights are never shards."""
+        """Return a line on collectives and gathered bytes; empty for a table without them."""
         table = plan.schedule
         if table.kinds.isdisjoint(SHARDS):
             return ""
@@ -80,18 +87,21 @@ class Sharding(OfPlan):
         gathers = _most_of_a_rank(table, GATHERS)
         alone = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
         whole = max(simulate(table, alone).peak)
-        longer = simulate(table, costs).makespan / simulate(table.without(SHARDS), costs).makespan - 1
+        plain = simulate(table.without(SHARDS), costs).makespan
+        longer = simulate(table, costs).makespan / plain - 1
         assumed = f", where a byte takes as long as {self.link:g} FLOPs"
         if plan.given and (plan.given.a or plan.given.g):
             assumed = ""
         gathered = f"{gathers} gathers of weights and " if gathers else ""
+        sums = _most_of_a_rank(table, REDUCES)
         return (
-            f"sharded: a rank makes up to {gathered}{_most_of_a_rank(table, REDUCES)} reductions of gradients a step, "
-            f"and has up to {whole / 2**30:.3g} GiB of them whole at a time; {longer:.1%} of the step shows{assumed}"
+            f"sharded: a rank makes up to {gathered}{sums} reductions of "
+            f"gradients a step, and has up to {whole / 2**30:.3g} GiB of them whole at a time; "
+            f"{longer:.1%} of the step shows{assumed}"
         )
 
     def _time_of_a_byte(self, plan: Plan, costs: Costs, counted: Costs) -> float:
-        # Ranks share FLOPs over tensor parallelism, and not what is gathered.
+        # Tensor-parallel ranks share FLOPs; each gathers its own part of a weight.
         unit = self.link * plan.tp
         work = sum(counted.f) if isinstance(counted.f, tuple) else counted.f
         if isinstance(costs.f, tuple) and work:
@@ -103,8 +113,8 @@ class _Own(NamedTuple):
     """Parameters that a rank has of the stage at each position of the chain, of its own.
 
     Attributes:
-        lighter: bytes by which weights that are gathered in eight bits are fewer.
-        borrows: the stage that reads its head's weight from the first one's, with which it is gathered; 0: none.
+        lighter: bytes that are saved where weights are gathered in eight bits.
+        borrows: the stage whose head reads the first stage's embedding; 0: none.
     """
 
     dense: list[float]
@@ -114,7 +124,11 @@ class _Own(NamedTuple):
 
 
 def _own_stages(plan: Plan) -> _Own:
-    """Return what gathers bring: no rows of a shared vocabulary, and a tied weight once where both uses are."""
+    """Return the parameters that gathers bring.
+
+    Rows of a shared vocabulary are never sharded.
+    A tied weight counts once on a rank with both uses.
+    """
     place = plan.schedule.placement
     works: list[Work] = list(plan.works[: place.chain])
     borrows = 0

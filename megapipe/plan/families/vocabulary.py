@@ -1,4 +1,4 @@
-"""Embedding and head shared by all ranks (E, S, C, T, EW), where an automatic layout may leave them whole."""
+"""Embedding and head that all ranks share (E, S, C, T, EW), if an automatic layout shares them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.plan.plan import Plan
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the better of a shared vocabulary with even stages and of the best split of whole layers."""
+    """Return the faster of two plans: a shared vocabulary, or the best split of whole layers."""
     par = config.parallel
     if not par.vocab_parallel_pipeline or par.pipeline_model_parallel_layout != AUTO:
         return None

@@ -14,9 +14,10 @@ def _refused(config: Config, _: Refused) -> NothingToDo:
         within = " within --memory-limit-gib, which may be raised"
     return NothingToDo(
         "pairs",
-        f"--overlap-moe-expert-parallel-comm: no two passes run together make {schedule_name(config)} with "
-        f"{config.num_microbatches} microbatches shorter{within}. Leave the flag out, or give a step more "
-        "microbatches: a larger --global-batch-size or a smaller --micro-batch-size.",
+        f"--overlap-moe-expert-parallel-comm: no two passes run together make "
+        f"{schedule_name(config)} with {config.num_microbatches} microbatches shorter{within}. "
+        "Leave the flag out, or give a step more microbatches: a larger --global-batch-size or a "
+        "smaller --micro-batch-size.",
     )
 
 
