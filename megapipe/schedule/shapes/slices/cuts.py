@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
 
-CUTS, DOCUMENTS = ("equal", "work"), "documents"
+CUTS = ("equal", "work")
 """Ways to cut. Runs also have "documents": cut by work, then move cuts to borders of documents."""
 
 
