@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import groupby
 from math import inf
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapipe.schedule.costs import Costs, PerStage
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Placement
 
 
@@ -61,7 +61,7 @@ def spent(row: Sequence[Ran]) -> Spent:
     groups = list(in_turn(row))
     first = groups[0][0]
     end = max(x.end for x in row)
-    validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind is Kind.V)
+    validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind.traits.border)
     busy = sum(x.end - x.begin for x, *_ in groups) - validated
     waited = sum(max(x.waited for x in group) for group in groups[1:]) + validated
     return Spent(end - first.begin + first.waited, end - first.begin, busy, waited)
@@ -137,14 +137,20 @@ def measured_costs(
     f, b, w = zip(*_stages(known, place, counted), strict=True)
     comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
     fb = median(pairs) * place.chain / place.num_ranks if pairs else None
-    s, t, e = (_shares(known, kinds) for kinds in ((Kind.S,), (Kind.T,), (Kind.E, Kind.C, Kind.EW)))
-    timed = replace(
-        counted, f=f, b=b, w=w, s=s, t=t, e=e, fb=fb, comm=comm or 0.0, overhead=overhead
-    )
     of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
     unit = sum((*f, *b, *w)) / (of_passes or 1.0)
-    o, l = (_copies(took, kind, work[None][kind][: place.chain], unit) for kind in (Kind.O, Kind.L))
-    return replace(timed, a=_scaled(counted.a, unit), g=_scaled(counted.g, unit), o=o, l=l)
+    of_families = dict[str, Any]()
+    for kind in Kind:
+        name = kind.traits.costs
+        if kind.traits.lane is Lane.DP:
+            of_families[name] = _scaled(getattr(counted, name), unit)
+        elif kind.traits.lane in COPIES:
+            of_families[name] = _copies(took, kind, work[None][kind][: place.chain], unit)
+        elif kind.traits.at:  # a share of what all ranks compute together
+            of_families[name] = _shares(known, name)
+    return replace(
+        counted, f=f, b=b, w=w, fb=fb, comm=comm or 0.0, overhead=overhead, **of_families
+    )
 
 
 def _scaled(cost: PerStage, unit: float) -> PerStage:
@@ -173,9 +179,9 @@ def _copies(
     return tuple(timed.get(at, x * unit) for at, x in enumerate(counted))
 
 
-def _shares(took: Mapping[_At, list[float]], kinds: Sequence[Kind]) -> float:
-    """Return the time of a rank's share of the vocabulary; 0 if the vocabulary is not shared."""
-    times = [seconds for (kind, _), row in took.items() if kind in kinds for seconds in row]
+def _shares(took: Mapping[_At, list[float]], name: str) -> float:
+    """Return the time of a rank's share under this field of the costs; 0 if nothing is shared."""
+    times = [x for (kind, _), row in took.items() if kind.traits.costs == name for x in row]
     return median(times) if times else 0.0
 
 
