@@ -18,6 +18,7 @@ ROOMS = [
     "megapipe/commands/chaos",
     "megapipe/commands/gpu",
     "megapipe/commands/plan",
+    "megapipe/commands/plan/search",
     "megapipe/commands/start",
     "megapipe/checks",
     "megapipe/config",

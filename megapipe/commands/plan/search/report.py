@@ -1,4 +1,4 @@
-"""The report of a search of layouts: its best plans, each with the flags to paste, and what became of the rest."""
+"""Print the report of a search: the best plans with the flags to paste, and why others are out."""
 
 from __future__ import annotations
 
@@ -19,56 +19,71 @@ _ALWAYS = (
     "pipeline_schedule",
     "micro_batch_size",
 )
-"""Fields of a layout that are printed at their defaults too; see flags_of."""
+"""Fields that are printed even at their defaults; see flags_of."""
 
 
 def best_of(found: Search) -> list[Timed]:
-    """The ten best plans that were found."""
+    """Return the ten best plans, fastest first."""
     return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
 
 
 def report(found: Search, memory: float) -> str:
-    """The best plans, each with the flags to paste, and what became of the rest."""
+    """Return the best plans with the flags to paste, and why the others are out.
+
+    Args:
+        memory: bytes of a device.
+    """
     best = best_of(found)
     if not best:
         return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
     first = best[0]
     lines = []
     for n, x in enumerate(best, 1):
-        tp, cp, pp, micro, ep, etp = x.layout
-        experts = f"experts {ep} x {etp}, " * x.config.model.has_experts
-        tokens = x.config.global_batch_size * x.config.batch.sequence / x.step
-        shares = ", sharded," * ("sharding" in x.plan.own)
-        worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
-        more = (x.parts[worst] - first.parts[worst]) / first.step
-        lines += [
-            f"{n:2}. {x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB, bubble "
-            f"{x.parts['bubble'] / x.step:z.1%}: {x.config.data_parallel_size} data{shares} x {pp} pipeline "
-            f"x {cp} context x {tp} tensor, {experts}micro batch {micro}, {x.schedule}, "
-            f"recomputes {x.config.model.recompute_granularity or 'nothing'}{_moved(x)}",
-            f"      {x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step" * (n > 1),
-            f"      {' '.join(flags_of(x.config))}",
-        ]
+        lines.append(f"{n:2}. {_summary(x)}")
+        if n > 1:
+            worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
+            more = (x.parts[worst] - first.parts[worst]) / first.step
+            slower = f"{x.step / first.step - 1:.1%} slower than the first"
+            lines.append(f"      {slower}, {worst} {more:+.1%} of its step")
+        lines.append(f"      {' '.join(flags_of(x.config))}")
     if first.moves:
         lines.append(_without(found, first))
-    return "\n".join([*filter(None, lines), f"the other plans: {_lost(found)}"])
+    return "\n".join([*lines, f"the other plans: {_lost(found)}"])
 
 
-def _moved(x: Timed) -> str:
-    """Words on what its table moves."""
+def _summary(x: Timed) -> str:
+    """Return times, memory, layout, schedule and recomputation of a plan in a line."""
+    config = x.config
+    tp, cp, pp, micro, ep, etp = x.layout
+    tokens = config.global_batch_size * config.batch.sequence / x.step
+    text = f"{x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB"
+    text += f", bubble {x.parts['bubble'] / x.step:z.1%}: {config.data_parallel_size} data"
+    if "sharding" in x.plan.own:
+        text += ", sharded,"
+    text += f" x {pp} pipeline x {cp} context x {tp} tensor, "
+    if config.model.has_experts:
+        text += f"experts {ep} x {etp}, "
+    text += f"micro batch {micro}, {x.schedule}, "
+    text += f"recomputes {config.model.recompute_granularity or 'nothing'}"
+    if not x.moves:
+        return text
     count = Counter(item.kind for item in x.plan.schedule.passes())
-    told = (f"{count[kind]} {what}" for kind, what in ((Kind.O, "copied"), (Kind.R, "computed again")) if count[kind])
-    return f"; of {count[Kind.F]} activations {' and '.join(told)}" if x.moves else ""
+    moved = []
+    if count[Kind.O]:
+        moved.append(f"{count[Kind.O]} copied")
+    if count[Kind.R]:
+        moved.append(f"{count[Kind.R]} computed again")
+    return f"{text}; of {count[Kind.F]} activations {' and '.join(moved)}"
 
 
 def _without(found: Search, first: Timed) -> str:
-    """A line on the best plan of those that move nothing."""
-    if (x := found.plain) is None:
-        return "without copies to the host and second forwards of single activations no plan fits"
-    return (
-        f"without copies to the host and second forwards of single activations: {x.step:.4g} s, "
-        f"{x.step / first.step - 1:.1%} slower than the first, {x.schedule}, {' '.join(flags_of(x.config))}"
-    )
+    """Return a line on the best plan that neither offloads nor recomputes single activations."""
+    without = "without copies to the host and second forwards of single activations"
+    x = found.plain
+    if x is None:
+        return f"{without} no plan fits"
+    slower = f"{x.step / first.step - 1:.1%} slower than the first"
+    return f"{without}: {x.step:.4g} s, {slower}, {x.schedule}, {' '.join(flags_of(x.config))}"
 
 
 def _lost(found: Search) -> str:
@@ -76,9 +91,10 @@ def _lost(found: Search) -> str:
 
 
 def flags_of(config: Config) -> list[str]:
-    """Return the choice of the search as flags; pasted after others they win, so those at their defaults are there too.
+    """Return the choices of the search as flags.
 
-    A switch that is off, and a value that is not given, have no spelling.
+    They win if they are pasted after other flags, so some are given at their defaults too. A switch
+    that is off has no flag, nor has a value of None.
     """
     chosen = {
         "model": {"recompute_granularity", "sequence_parallel"},
@@ -95,6 +111,11 @@ def flags_of(config: Config) -> list[str]:
             continue
         value = config.value(flag.field)
         if value != flag.default or (value is not None and flag.field in always):
-            values = value if flag.count == "many" else () if flag.count == "none" else (value,)
+            if flag.count == "many":
+                values = value
+            elif flag.count == "none":
+                values = ()
+            else:
+                values = (value,)
             tokens += flag.spell([str(v) for v in values])
     return tokens

@@ -1,9 +1,10 @@
-"""The best plans of a model on so many devices: layouts, micro batches, recomputation, schedules, by the simulator.
+"""Search the best plans of a model on a number of devices, with the simulator.
 
-A cell is a layout (tp, cp, pp, micro batch, ep, etp) with its recomputation. Its plans are tried in the order of what
-work and filling the pipeline take, and not where that is more than known ones take in all. Steps are timed under two
-shorter batches, which tell the time of a microbatch more, and the best once more as they are. Plans that do not fit are
-looked at last, with what has to leave copied to the host or computed again: by then little is faster than what fits.
+A cell is a layout (tp, cp, pp, micro batch, ep, etp) with its recomputation. The search orders all
+plans by a lower bound of their step, and skips a plan whose bound exceeds the steps already found.
+A step is extrapolated from two shorter batches, and the best plans are simulated once more with
+their own batch. Plans that do not fit come last, with activations offloaded or recomputed: by then
+only few of them can be faster than a plan that fits.
 """
 
 from __future__ import annotations
@@ -41,20 +42,22 @@ from megapipe.schedule.catalogue import PLAIN
 
 BEST = 10
 SEARCHED = 512
-"""Microbatches times ranks of a table that is searched at most."""
+"""The largest microbatches times ranks of a table that zb-auto searches."""
 MICRO = 16
-"""Sequences of a micro batch at most."""
+"""The largest micro batch, in sequences."""
 SLOWER = "slower than another of the same layout or ten others"
 
 
 @dataclass
 class Search:
-    """A search: what was tried.
+    """The state of a search.
 
     Attributes:
-        best: of each layout; first: as it was at first; plain: the best that moves no activations.
-        tight: least steps of plans that hold too much, and the plans.
-        lost: how many plans, by why.
+        best: the best plan of each layout.
+        first: the best plans by their extrapolated steps.
+        plain: the best plan that neither offloads nor recomputes single activations.
+        tight: plans that need too much memory, each after a lower bound of its step.
+        lost: the number of plans that are out, by reason.
     """
 
     best: dict[Layout, Timed] = field(default_factory=dict)
@@ -64,13 +67,15 @@ class Search:
     lost: Counter[str] = field(default_factory=Counter)
 
     def limit(self, layout: Layout) -> float:
-        """A step of this layout that is no longer of interest."""
-        steps = sorted(x.step for x in self.best.values())
+        """Return the seconds that a step of this layout must not exceed to be of interest."""
+        limit = inf
+        if len(self.best) >= BEST:
+            limit = sorted(x.step for x in self.best.values())[BEST - 1]
         known = self.best.get(layout)
-        return min(steps[BEST - 1] if len(steps) >= BEST else inf, known.step if known else inf)
+        return min(limit, known.step) if known else limit
 
     def take(self, timed: Timed, memory: float) -> None:
-        """Keep it if it fits and is its layout's best."""
+        """Keep the plan if it fits in `memory` bytes and is the best of its layout."""
         if timed.peak > memory:
             self.lost["out of memory"] += 1
             return
@@ -80,9 +85,10 @@ class Search:
         self.lost[SLOWER] += other is not None
 
     def take_whole(self, timed: Timed, memory: float) -> None:
-        """Take one that is timed under its own batch."""
+        """Keep a plan that was simulated with its own batch."""
         self.take(timed, memory)
-        if timed.peak <= memory and not timed.moves and (self.plain is None or timed.step < self.plain.step):
+        plain = timed.peak <= memory and not timed.moves
+        if plain and (self.plain is None or timed.step < self.plain.step):
             self.plain = timed
 
 
@@ -94,7 +100,15 @@ def search(
     vocab: int,
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> Search:
-    """The best plans. memory: bytes of a device; vocab: ids of the tokenizer; progress: the share done, and of what."""
+    """Search the best plans.
+
+    Args:
+        config: the model, its data and its batch; the layout is ignored.
+        gpus: the number of devices.
+        memory: bytes of a device.
+        vocab: the size of the tokenizer.
+        progress: called with the part that is done and a text.
+    """
     found = Search()
     candidates = sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0))
     for n, (bound, one, plan) in enumerate(candidates):
@@ -110,18 +124,27 @@ def search(
     plain = dict(found.best)
     _tight(found, device, memory, progress)
     progress(1.0, "")
-    found.first, found.best = sorted(found.best.values(), key=lambda x: x.step), {}
+    # From here on only plans count that were simulated with their own batch.
+    found.first = sorted(found.best.values(), key=lambda x: x.step)
+    found.best = {}
     some = found.first[: BEST + 2]
-    held = sorted(plain.values(), key=lambda x: x.step)[:3] + [plain[x.layout] for x in some if x.layout in plain]
+    # The best plans without offloading too, as an extrapolation may prefer the wrong one.
+    held = sorted(plain.values(), key=lambda x: x.step)[:3]
+    held += [plain[x.layout] for x in some if x.layout in plain]
     for x in {id(x): x for x in (*some, *held)}.values():
         with suppress(ConfigError, ScheduleError):
             found.take_whole(_as_run(x, device, memory), memory)
-    any_order = (x for x in found.first[:BEST] if 1 < x.layout[2] <= SEARCHED / x.config.num_microbatches)
-    for x in [x for x in any_order if "sharding" not in x.plan.own][:2]:
+    small = [x for x in found.first[:BEST] if x.layout[2] > 1 and _is_small(x)]
+    for x in [x for x in small if "sharding" not in x.plan.own][:2]:
         _any_order(found, x, device, memory)
     found.best = {layout: _with_limit(x, device, memory) for layout, x in found.best.items()}
     found.plain = found.plain and _with_limit(found.plain, device, memory)
     return found
+
+
+def _is_small(x: Timed) -> bool:
+    """Return whether zb-auto can search the table of a layout in seconds."""
+    return x.layout[2] <= SEARCHED / x.config.num_microbatches
 
 
 def _with_limit(x: Timed, device: Device, memory: float) -> Timed:
@@ -133,12 +156,19 @@ def _with_limit(x: Timed, device: Device, memory: float) -> Timed:
         return x
     link = device.flops / device.speed(replicas(x.plan, x.config))
     limit = x.config.parallel.memory_limit_gib or memory / GIB
-    parallel = replace(x.config.parallel, memory_limit_gib=limit, data_parallel_flops_per_byte=round(link))
+    parallel = replace(
+        x.config.parallel, memory_limit_gib=limit, data_parallel_flops_per_byte=round(link)
+    )
     return replace(x, config=replace(x.config, parallel=parallel))
 
 
-def _tight(found: Search, device: Device, memory: float, progress: Callable[[float, str], None]) -> None:
-    """Take the plans that hold too much, with their activations moved where that may be faster than what fits."""
+def _tight(
+    found: Search, device: Device, memory: float, progress: Callable[[float, str], None]
+) -> None:
+    """Take the plans that need too much memory, if they may still be the fastest.
+
+    Their activations are offloaded or recomputed.
+    """
     found.tight.sort(key=itemgetter(0))
     for n, (least, config, plan) in enumerate(found.tight):
         if n % (len(found.tight) // 50 + 1) == 0:
@@ -153,11 +183,13 @@ def _tight(found: Search, device: Device, memory: float, progress: Callable[[flo
 
 
 def _as_run(x: Timed, device: Device, memory: float) -> Timed:
-    """A plan under its own batch, with what a run with its flags moves for the limit."""
+    """Return a plan with its own batch, and offloading as a run with its flags chooses it."""
     if not x.moves:
         return under(x.plan, x.config, x.config, device)
     limit = memory
-    while True:  # by the clock of a run, which knows no messages, it may hold less
+    # A run chooses without the times of messages. With them the plan may hold more than the limit,
+    # which is then lowered.
+    while True:
         config = _limited(x.config, limit)
         if "sharding" in x.plan.own:
             made = under(x.plan, config, config, device, Room(limit, as_run=True))
@@ -169,7 +201,7 @@ def _as_run(x: Timed, device: Device, memory: float) -> Timed:
 
 
 def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
-    """Take a layout's plans under a table that is searched, as a run with these flags searches it."""
+    """Take a layout's plans under zb-auto, as a run with these flags searches the table."""
     name = next(name for name, entry in SCHEDULES.items() if entry.searched)
     config = _limited(cells.under(x.config, name, None), memory)
     with suppress(ConfigError, ScheduleError):
@@ -179,7 +211,7 @@ def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
 
 
 def _moved_within(plan: Plan, config: Config) -> Plan:
-    """Return the plan with what has to leave for it to fit its limit, or what makes it faster in another order."""
+    """Return the plan as a run makes it: offloading that fits its limit, or a faster order."""
     recipe = recipe_of(config)
     if recipe.offload is None or recipe.sharding is not None:
         return plan
@@ -196,7 +228,10 @@ def _limited(config: Config, memory: float) -> Config:
 def _candidates(
     config: Config, gpus: int, vocab: int, memory: float, device: Device, found: Search
 ) -> Iterator[tuple[float, Config, Plan]]:
-    """(least step, configuration, plan of its layout) of all that the model allows and the state of which fits."""
+    """Yield (lower bound of the step, configuration, plan of the cell) for each plan to try.
+
+    Cells whose weights and optimizer state alone do not fit are counted in `found`.
+    """
     batch = config.global_batch_size
     for pp, cp, tp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
@@ -206,46 +241,71 @@ def _candidates(
             if is_refused(cell_of(config, gpus, (tp, cp, pp, micro, 1, tp), None, vocab), vocab):
                 found.lost["refused by the checks of a run"] += 1
                 continue
-            shares = (False, True) if gpus > tp * pp else (False,)
-            for recompute, (ep, etp), shards in product(RECOMPUTE, expert_grids(config, tp, gpus // pp), shares):
-                cell = cell_of(config, gpus, (tp, cp, pp, micro, ep, etp), recompute, vocab, shards=shards)
+            # Weights can be sharded where they have several replicas.
+            choices = (False, True) if gpus > tp * pp else (False,)
+            grids = expert_grids(config, tp, gpus // pp)
+            for recompute, (ep, etp), shards in product(RECOMPUTE, grids, choices):
+                layout = (tp, cp, pp, micro, ep, etp)
+                cell = cell_of(config, gpus, layout, recompute, vocab, shards=shards)
                 plan = plan_of(short(cell, 1), pieces_of(cell, cell.model))
                 if sum(plan.state_bytes) > memory * pp:
                     found.lost["out of memory"] += len(schedules_of(cell))
                     continue
                 costs = with_messages(in_seconds(plan, cell, device), plan, cell, device)
-                work = work_of(costs) / pp + 2 * device.overhead  # of F and BW at least
+                # Each microbatch has at least two passes, F and BW, on each rank.
+                work = work_of(costs) / pp + 2 * device.overhead
                 least = work * cell.num_microbatches + sums(plan, cell, device)
-                yield from ((least + _fill(one, costs), one, plan) for one in schedules_of(cell))
+                for one in schedules_of(cell):
+                    yield least + _fill(one, costs), one, plan
 
 
 def _fill(config: Config, costs: Costs) -> float:
-    """Time in which the last rank waits for its first microbatch, and the others for its last gradient."""
+    """Return the seconds in which a rank waits while the pipeline fills and drains.
+
+    The last rank waits for its first microbatch, the first ranks for their last gradient.
+    """
     par = config.parallel
-    pp, entry = par.pipeline_model_parallel_size, SCHEDULES[par.pipeline_schedule or PLAIN]
-    before = (
-        (pp - 1) // 2
-        if entry.copies > 1
-        else (pp - 1) / (par.num_virtual_stages_per_pipeline_rank or entry.chunks or 1)
+    pp = par.pipeline_model_parallel_size
+    entry = SCHEDULES[par.pipeline_schedule or PLAIN]
+    if entry.copies > 1:
+        # Two copies of the model fill the pipeline from both ends.
+        before: float = (pp - 1) // 2
+    else:
+        before = (pp - 1) / (par.num_virtual_stages_per_pipeline_rank or entry.chunks or 1)
+    forward, backward, weights = (
+        sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)
     )
-    forth, back, weights = (sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
-    return before / pp * (forth if entry.split else forth + back + weights)
+    waited = forward if entry.split else forward + backward + weights
+    return before / pp * waited
 
 
 def screen(
-    found: Search, plan: Plan, config: Config, device: Device, memory: float, bound: float, *, moves: bool = False
+    found: Search,
+    plan: Plan,
+    config: Config,
+    device: Device,
+    memory: float,
+    bound: float,
+    *,
+    moves: bool = False,
 ) -> None:
-    """Take a layout's plan under the schedule of a configuration, its step from those of two shorter batches.
+    """Take a layout's plan under the schedule of `config`.
 
+    Its step is extrapolated from two shorter batches.
     Args:
-        bound: the least step of the layout.
-        moves: move activations that have no room; else such a plan is kept for later.
+        bound: a lower bound of the step.
+        moves: offload or recompute activations that do not fit. If False, keep the plan for later.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """
-    m, near, far = config.num_microbatches, short(config, 1), short(config, 2)
+    m = config.num_microbatches
+    near = short(config, 1)
+    far = short(config, 2)
     left = m - near.num_microbatches
     rest = bound * left / m
-    one = under(plan, config, near, device, Room(memory, found.limit(layout_of(config)) - rest) if moves else None)
+    room = None
+    if moves:
+        room = Room(memory, found.limit(layout_of(config)) - rest)
+    one = under(plan, config, near, device, room)
     if one.peak > memory and not moves and is_movable(config):
         found.tight.append((one.step + rest, config, plan))
         return None
@@ -254,11 +314,16 @@ def screen(
     if one.passes + rest > found.limit(one.layout):
         found.lost[SLOWER] += 1
         return None
-    other = under(plan, config, far, device, Room(memory) if moves else None)
+    if moves:
+        room = Room(memory)
+    other = under(plan, config, far, device, room)
     turns = left / (far.num_microbatches - near.num_microbatches)
-    parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items() if name != SUMS}
-    parts[SUMS] = other.parts[SUMS]  # what shows of gathers is no more under a longer batch
+    parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
+    # Gradient sums and gathers that are visible do not grow with the batch.
+    parts[SUMS] = other.parts[SUMS]
     step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
-    # A chunk's microbatches are all held where it has its weights for all of them, but for those that leave.
-    peak = one.peak + turns * (other.peak - one.peak) if "sharding" in plan.own and not moves else one.peak
+    peak = one.peak
+    # A chunk that gathers its weights once for all microbatches holds the activations of all.
+    if "sharding" in plan.own and not moves:
+        peak += turns * (other.peak - one.peak)
     return found.take(replace(one, step=step, peak=peak, parts=parts), memory)

@@ -1,4 +1,4 @@
-"""Slices of a sequence in a search for plans: each layout that fits once more, in so many slices as flags ask for."""
+"""Try each layout that fits with microbatches cut into slices along the sequence."""
 
 from __future__ import annotations
 
@@ -14,29 +14,39 @@ from megapipe.plan import pieces_of, plan_of
 from megapipe.plan.shapes.slices import AUTO, CHOICES, chosen
 from megapipe.schedule.catalogue import PLAIN
 
-MADE_OF = (PLAIN, None), ("zb-h1", None), ("interleaved-zb", 2)
-"""Schedules, and their chunks, that are cut beside a layout's own: ramps of slices are short, memory is the choice."""
+MADE_OF = ((PLAIN, None), ("zb-h1", None), ("interleaved-zb", 2))
+"""Schedules and their chunks that are cut in addition to the schedule of the layout.
+
+With slices the pipeline fills quickly under any schedule, so memory decides.
+"""
 CELLS = 4096
-"""Forwards of a table at most: their number, that of ranks and of slices grow together."""
+"""The largest number of forwards of a table, as slices multiply it."""
 
 
 def try_slices(found: Search, asked: str, memory: float, device: Device) -> None:
-    """Take the plans in slices that are faster than the layouts' own, from the fastest of these on.
+    """Take the plans in slices that are faster than the plans of whole microbatches.
 
-    asked: as --pipeline-slices. A layout that fits in no table of whole microbatches is not looked at.
+    The fastest layouts come first. A layout that does not fit with whole microbatches is left out.
+    Args:
+        asked: the value of --pipeline-slices.
     """
     counts = CHOICES[1:] if asked == AUTO else (int(asked),)
     for x in found.first:
-        own = x.config.parallel.pipeline_schedule or PLAIN, x.config.parallel.num_virtual_stages_per_pipeline_rank
+        if x.layout[2] == 1 or "sharding" in x.plan.own:
+            continue
+        par = x.config.parallel
+        own = (par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank)
         for count, (name, chunks) in product(counts, dict.fromkeys((own, *MADE_OF))):
-            # Slices shorten what ranks wait for alone.
-            if x.layout[2] > 1 and "sharding" not in x.plan.own and x.step - x.parts["bubble"] < found.limit(x.layout):
-                _take(found, chosen(under(x.config, name, chunks), count, always=True), memory, device)
+            # Slices can shorten the bubble and nothing else.
+            if x.step - x.parts["bubble"] < found.limit(x.layout):
+                config = chosen(under(x.config, name, chunks), count, always=True)
+                _take(found, config, memory, device)
 
 
 def _take(found: Search, config: Config, memory: float, device: Device) -> None:
     par = config.parallel
-    chunks, count = par.num_virtual_stages_per_pipeline_rank or 1, int(par.pipeline_slices or 1)
+    chunks = par.num_virtual_stages_per_pipeline_rank or 1
+    count = int(par.pipeline_slices or 1)
     if par.pipeline_model_parallel_size * chunks * config.num_microbatches * count > CELLS:
         found.lost["of too many slices to look at"] += 1
         return

@@ -1,4 +1,4 @@
-"""Plans and their steps under the speeds of a device: seconds of each part, by the simulator."""
+"""Predict the seconds of a plan's step on a device, part by part, with the simulator."""
 
 from __future__ import annotations
 
@@ -28,14 +28,25 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock
 
-SUMS, MOVED = "gradient sums", "activations out of the way"
+SUMS = "gradient sums"
+MOVED = "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
-"""How long weights live in a search: the stage at work and the next one's; a run chooses by its own table."""
+"""How long a search keeps gathered weights: for the present stage and the next one.
+
+A run chooses by its own table.
+"""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan and its step. parts: seconds of it by what for; the rest is computed once on every plan."""
+    """A plan and the times of its step.
+
+    Attributes:
+        schedule: the name of its schedule.
+        step: seconds of a step.
+        peak: bytes of the rank that needs most.
+        parts: seconds of a step by cause. The rest of the step is the same for every plan.
+    """
 
     config: Config
     plan: Plan
@@ -46,31 +57,34 @@ class Timed:
 
     @property
     def layout(self) -> Layout:
+        """Return tp, cp, pp, micro batch, ep and etp."""
         return layout_of(self.config)
 
     @property
     def moves(self) -> bool:
-        """Does its table copy activations to the host, or compute them again, one by one?"""
+        """Return whether its table offloads or recomputes single activations."""
         return not self.plan.schedule.kinds.isdisjoint(MOVES)
 
     @property
     def passes(self) -> float:
-        """The step without what shows of gradients and weights on their way over data parallel."""
+        """Return the seconds of the step without the visible part of gradient sums and gathers."""
         return self.step - self.parts[SUMS]
 
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A table of the catalogue, which needs no proof here."""
-    return SCHEDULES[name].generate(ranks, microbatches, **({} if chunks is None else {"chunks": chunks}))
+    """Return a table of the catalogue. Tests verify these tables, so the search does not."""
+    given = {} if chunks is None else {"chunks": chunks}
+    return SCHEDULES[name].generate(ranks, microbatches, **given)
 
 
 class Room(NamedTuple):
-    """Memory of a device that a plan must fit by moving activations.
+    """The memory that a plan must fit by offloading or recomputing activations.
 
     Attributes:
-        most: seconds of its passes that are too many.
-        as_run: choose by what a run knows, which is no time of messages.
+        memory: bytes of a device.
+        most: give up if the passes take this many seconds.
+        as_run: choose activations by what a run knows; it does not know the times of messages.
     """
 
     memory: float
@@ -78,18 +92,28 @@ class Room(NamedTuple):
     as_run: bool = False
 
 
-def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None) -> Timed:
-    """A layout's plan under the schedule of a configuration and the batch of another.
+def under(
+    plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
+) -> Timed:
+    """Return a layout's plan under the schedule of `config` and the batch of `batch`, with times.
 
-    room: move what has none there. Raises: ConfigError, ScheduleError if there is no such plan.
+    Args:
+        room: offload or recompute activations that do not fit; None to leave them.
+    Raises: ConfigError, ScheduleError if there is no such plan.
     """
     par = config.parallel
-    name, chunks = par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank
+    name = par.pipeline_schedule or PLAIN
+    chunks = par.num_virtual_stages_per_pipeline_rank
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
     if depths := plan.pieces.depths:
-        draft = Draft(config, replace(there, pieces=plan.pieces.without_depths), depths, there.counts)
-        recipe = Recipe(name, depths=ranks_of_depths(config, schedule.placement)[0], vocabulary=plan.pieces.shares > 1)
+        bare = replace(there, pieces=plan.pieces.without_depths)
+        draft = Draft(config, bare, depths, there.counts)
+        recipe = Recipe(
+            name,
+            depths=ranks_of_depths(config, schedule.placement)[0],
+            vocabulary=plan.pieces.shares > 1,
+        )
         there = draft.plan(recipe.with_ends(schedule, draft))
     if room is not None:
         there = _within(replace(there, own=own_parts(config, schedule)), batch, device, room)
@@ -97,13 +121,24 @@ def under(plan: Plan, config: Config, batch: Config, device: Device, room: Room 
 
 
 def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
-    """The plan with the activations moved that have no room; errors as above."""
-    schedule, costs = plan.schedule, plan.costs
+    """Return the plan with activations offloaded or recomputed until it fits.
+
+    Raises: ScheduleError if it cannot fit.
+    """
+    schedule = plan.schedule
+    costs = plan.costs
     if not room.as_run:
         costs = with_messages(in_seconds(plan, config, device), plan, config, device)
-    living = whole_at_most(schedule, costs, AHEAD) if "sharding" in plan.own else [0.0] * len(schedule.ranks)
-    rooms = tuple(room.memory / HAIR - state - whole for state, whole in zip(plan.state_bytes, living, strict=True))
-    held, place = costs.memory(schedule.placement).b, schedule.placement
+    living = [0.0] * len(schedule.ranks)
+    if "sharding" in plan.own:
+        living = whole_at_most(schedule, costs, AHEAD)
+    # A hair less than the memory, as sums of floats differ by their order.
+    rooms = tuple(
+        room.memory / HAIR - state - whole
+        for state, whole in zip(plan.state_bytes, living, strict=True)
+    )
+    place = schedule.placement
+    held = costs.memory(place).b
     if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
         raise ScheduleError("a rank has no room for one microbatch of a stage")
     recipe = Recipe(schedule.name, offload=Offload("fits", tries=0, most=room.most))
@@ -111,33 +146,42 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
 
 
 def timed(plan: Plan, config: Config, device: Device) -> Timed:
-    """A plan's step under its own batch."""
-    whole, alone = unpaired(plan.schedule), in_seconds(plan, config, device)
+    """Return a plan with the times of its step under its own batch."""
+    whole = unpaired(plan.schedule)
+    alone = in_seconds(plan, config, device)
     costs = with_messages(alone, plan, config, device)
-    schedule = whole.without(SHARDS) if "sharding" in plan.own else whole
-    held = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
+    sharded = "sharding" in plan.own
+    # The same table without sharding, and without offloading too: what each of them costs is the
+    # difference of two simulations.
+    schedule = whole.without(SHARDS) if sharded else whole
+    plain = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
     clock = run_clock(schedule, costs)
-    ranks, makespan, shows = len(schedule.ranks), _end(clock), sums(plan, config, device)
-    moves = 0.0 if held is schedule else makespan - _end(run_clock(held, costs))
-    if "sharding" in plan.own:
+    makespan = _end(clock)
+    moves = 0.0 if plain is schedule else makespan - _end(run_clock(plain, costs))
+    at_end = sums(plan, config, device)
+    if sharded:
         if schedule.kinds == whole.kinds:
-            schedule = Recipe(schedule.name, sharding=Sharding(living=AHEAD)).finish(schedule, Fixed(costs)).table
+            recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
+            schedule = recipe.finish(schedule, Fixed(costs)).table
         else:
             schedule = whole
         clock = run_clock(schedule, costs)
-        shows += _end(clock) - makespan
-    most = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
-    share = config.num_microbatches / ranks  # on a rank of each chain, in the mean
-    passes = sum(map(len, held.ranks)) / ranks * costs.overhead
+        at_end += _end(clock) - makespan
+    ranks = len(schedule.ranks)
+    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
+    # Microbatches of a rank, in the mean: with two copies of the model each has half of them.
+    share = config.num_microbatches / ranks
+    passes = sum(map(len, plain.ranks)) / ranks * costs.overhead
     parts = {
         "recomputation": share * (work_of(alone) - _least(config, plan, device)),
         "tp and cp messages": share * (work_of(costs) - work_of(alone)),
         "small passes": passes,
         "bubble": makespan - moves - share * work_of(costs) - passes,
         MOVED: moves,
-        SUMS: shows,
+        SUMS: at_end,
     }
-    return Timed(config, plan, schedule.name, makespan + shows, max(map(add, most, plan.state_bytes)), parts)
+    peak = max(map(add, held, plan.state_bytes))
+    return Timed(config, plan, schedule.name, makespan + at_end, peak, parts)
 
 
 def _end(clock: Clock) -> float:
@@ -145,22 +189,25 @@ def _end(clock: Clock) -> float:
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
-    """The work of a microbatch without recomputation."""
+    """Return the seconds of a microbatch's work without recomputation."""
     model = replace(config.model, recompute_granularity=None)
     pieces = plan.pieces if model == config.model else pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
 
 
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
-    """The seconds that the stages compute."""
-    costs, rate = plan.costs, 1 / (config.parallel.tensor_model_parallel_size * device.flops)
+    """Return the costs of a plan in seconds, without communication."""
+    costs = plan.costs
+    rate = 1 / (config.parallel.tensor_model_parallel_size * device.flops)
     named = {name: getattr(costs, name) for name in "fbwol"}
     scaled: dict[str, Any] = {
-        name: tuple(x * rate for x in column) for name, column in named.items() if isinstance(column, tuple)
+        name: tuple(x * rate for x in column)
+        for name, column in named.items()
+        if isinstance(column, tuple)
     }
     return replace(costs, **scaled, overhead=device.overhead)
 
 
 def work_of(costs: Costs) -> float:
-    """The work of a microbatch through the whole model."""
+    """Return the seconds of a microbatch's work in the whole model."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
