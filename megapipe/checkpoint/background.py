@@ -1,7 +1,8 @@
-"""--async-save: a rank copies its part of a checkpoint into memory that it shares with its writer, and trains on.
+"""--async-save: copy a rank's part of a checkpoint into memory that a writer shares, and train on.
 
-A later checkpoint is the first one with other numbers: the same files, the same headers, the same places of tensors. So
-the first save of a run is written as without this flag; from its files a rank learns what the following ones look like.
+All checkpoints of a run have equal files, headers and positions of tensors; only the numbers
+differ. The first save of a run is therefore written in the foreground. From its files a rank learns
+the form of the following ones.
 """
 
 from __future__ import annotations
@@ -29,17 +30,28 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
 
 _PAGE = 4096
-# The writer runs this very package, which need not be installed nor lie in the current folder.
+# The writer runs this package, which need not be installed or lie in the current folder.
 _WRITER = (
     f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
     "runpy.run_module('megapipe.checkpoint.writer', run_name='__main__', alter_sys=True)"
 )
 SILENT_S = 600.0
-"""Seconds that a writer may give no sign of life where no --distributed-timeout-* says it."""
+"""Seconds without a sign of life after which a writer counts as stopped, by default.
+
+A --distributed-timeout-* flag has precedence.
+"""
 
 
 class Background:
-    """The saves of one rank that its writer makes, one at a time. keep: what the first rank's then removes."""
+    """The saves of one rank by its writer, one at a time.
+
+    `learn` takes over the form of the first checkpoint. `fits` returns whether a checkpoint has
+    that form, and `start` begins to save it. `poll` and `news` return how a save has ended, and
+    `finish` waits for it on all ranks. `close` ends the writer.
+
+    Attributes:
+        keep: which checkpoints the first rank's writer keeps after a save.
+    """
 
     keep: Keep = None, None, ()
 
@@ -58,16 +70,24 @@ class Background:
 
     @property
     def under_way(self) -> int | None:
-        """The iteration that is being saved."""
+        """Return the iteration that is being saved, or None."""
         return None if self._job is None else self._job["iteration"]
 
     def learn(self, folder: Path, names: Iterable[str]) -> None:
-        """Take over the form of the first checkpoint, just written; names: of this rank's files of tensors."""
+        """Learn the form of checkpoints from the first one, and start the writer.
+
+        Args:
+            folder: the first checkpoint, complete.
+            names: this rank's files with tensors.
+        """
         if self._buffer is not None:
             return
-        at, headers = 0, []
-        # Later checkpoints have these very files but for their bytes: headers and places are kept, and a save copies
-        # tensors into the picture of the files.
+        at = 0
+        headers = []
+        # The memory is an image of this rank's files, one after the other. A save copies tensors to
+        # their positions; lengths and headers stay.
+        #
+        #   | length | header | tensor | tensor | pad to a page | length | header | ...
         for name in names:
             with (folder / name).open("rb") as file:
                 length = file.read(8)
@@ -81,11 +101,12 @@ class Background:
                     self._places[key] = begin + first, last - first
             headers.append((at, length + header))
             at += -(-size // _PAGE) * _PAGE
-        # Memory that both processes map: the writer needs no copy of its own, and no disk stands between.
+        # Both processes map this memory, so the writer needs no copy and no disk is involved.
         memory = os.memfd_create("checkpoint")
         os.ftruncate(memory, max(at, 1))
         self._buffer = torch.frombuffer(mmap.mmap(memory, max(at, 1)), dtype=torch.uint8)
-        self._buffer.zero_()  # pages are made now, not while the next save blocks a step
+        # Allocates the pages now, and not while the next save blocks a step.
+        self._buffer.zero_()
         for at, text in headers:
             self._buffer[at : at + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._memory = memory
@@ -93,7 +114,8 @@ class Background:
 
     def _start_writer(self) -> None:
         self._heard = b""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a process inherits it, until it ignores them
+        # The new process inherits the mask, which protects it until it ignores the signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._writer = subprocess.Popen(
                 [sys.executable, "-c", _WRITER, str(self._memory), str(os.getpid())],
@@ -106,16 +128,18 @@ class Background:
 
     def _end_writer(self) -> None:
         if self._writer is not None:
-            self._writer.kill()  # it writes nothing, or never will
+            # It is idle, or will never complete a save.
+            self._writer.kill()
             with suppress(subprocess.TimeoutExpired):
                 self._writer.communicate(timeout=10)
             self._writer = None
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Do all ranks know the form of this checkpoint? Collective."""
-        mine = self._buffer is not None and all(
-            key in tensors and _local(tensors[key]).nbytes == size for key, (_, size) in self._places.items()
-        )
+        """Return whether all ranks know the form of this checkpoint. Collective over the world."""
+        mine = self._buffer is not None
+        for key, (_, size) in self._places.items():
+            if key not in tensors or _local(tensors[key]).nbytes != size:
+                mine = False
         return all(self._mesh.world.gather_json(mine))
 
     def start(
@@ -125,11 +149,13 @@ class Background:
         tensors: Mapping[str, Tensor],
         texts: Mapping[str, str],
     ) -> None:
-        """Copy and let write. Tensors may change after it.
+        """Copy the tensors and let the writer save them. They may change after this call.
 
         Args:
-            folder: as `commit.begin` has made it.
-            texts: what the first rank writes beside tensors.
+            folder: made by `commit.begin`.
+            iteration: the checkpoint's iteration.
+            tensors: this rank's tensors by global name.
+            texts: name -> content of further files, which the first rank writes.
         """
         assert self._buffer is not None, "a save has been learned from"
         if self._writer is None or self._writer.poll() is not None:
@@ -150,22 +176,29 @@ class Background:
             texts=dict(texts) if world.rank == 0 else {},
             keep=self.keep,
         )
-        self._answer, self._removed = None, ()
-        try:
+        self._answer = None
+        self._removed = ()
+        # `poll` reports a writer that has ended.
+        with suppress(OSError):
             self._writer.stdin.write(json.dumps(self._job).encode() + b"\n")
             self._writer.stdin.flush()
-        except OSError:
-            pass  # it is gone: `poll` says so
 
     def poll(self, *, wait: bool = False) -> str | None:
-        """The end of the save under way, on this rank: empty if it is complete, a problem, None if it goes on."""
+        """Return how the current save has ended on this rank.
+
+        Args:
+            wait: wait for the end.
+        Returns: an empty text if it is complete, a problem, or None while it goes on.
+        """
         if self._job is None or self._answer is not None:
             return self._answer
-        rank, folder = self._mesh.world.rank, Path(self._job["folder"])
+        rank = self._mesh.world.rank
+        folder = Path(self._job["folder"])
         self._answer, became = self._hear(wait)
         if became:
             self._answer = f"the process that writes rank {rank}'s part {became}"
-            with suppress(OSError):  # a quota, a folder that is gone: the other ranks see the silence
+            # Without the marker, as with a full quota, the other ranks wait for their timeout.
+            with suppress(OSError):
                 marker(folder).touch()
             self._end_writer()
         if self._answer is not None:
@@ -173,14 +206,18 @@ class Background:
         return self._answer
 
     def _hear(self, wait: bool) -> tuple[str | None, str]:
-        """The writer's answer, if it has one, and what has become of a writer that will never have one."""
+        """Return the writer's answer, and the fate of a writer that cannot answer.
+
+        The answer is None and the fate is empty while a save goes on.
+        """
         assert self._writer is not None, "a job has a writer"
         assert self._writer.stdout is not None, "a pipe"
         limit = self._mesh.position.limit_s or SILENT_S
         while select.select([self._writer.stdout], [], [], limit if wait else 0)[0]:
             self._heard += (heard := os.read(self._writer.stdout.fileno(), 1 << 16))
             *lines, self._heard = self._heard.split(b"\n")
-            if answers := [line for line in lines if line]:  # an empty one says that it lives
+            # Empty lines are signs of life.
+            if answers := [line for line in lines if line]:
                 problem, self._removed = json.loads(answers[-1])
                 return str(problem), ""
             if not heard:
@@ -188,34 +225,42 @@ class Background:
         return None, f"has not moved for {limit:g} s: it is stopped" if wait else ""
 
     def news(self) -> tuple[int, str, Sequence[int]] | None:
-        """(iteration, problem, iterations removed) of a save that has come to its end on this rank; told once."""
+        """Return (iteration, problem, removed iterations) of a save that has ended on this rank.
+
+        Each save is returned once; None if there is no news.
+        """
         self.poll()
-        news, self._news = self._news, None
+        news = self._news
+        self._news = None
         return news
 
     def finish(self) -> int | None:
-        """Wait for the save under way; its iteration. Collective.
+        """Wait for the current save on all ranks. Collective over the world.
 
-        Raises: CheckpointError on all ranks if any could not write; previous checkpoints are as they were.
+        Returns: its iteration, or None if there is none.
+        Raises: CheckpointError on all ranks if any of them could not write. Earlier checkpoints
+            are unchanged.
         """
-        if (job := self._job) is None:
+        job = self._job
+        if job is None:
             return None
-        problem, folder = self.poll(wait=True), Path(job["folder"])
+        problem = self.poll(wait=True)
+        folder = Path(job["folder"])
         self._job = None
 
-        def told() -> None:
+        def report() -> None:
             if problem:
                 raise CheckpointError(f"iteration {job['iteration']}: {problem}")
 
         try:
-            together(self._mesh, told)
+            together(self._mesh, report)
         except CheckpointError:
             on_first(self._mesh, lambda: _remove(folder))
             raise
         return job["iteration"]
 
     def close(self) -> None:
-        """Wait for this rank's part and end the writer."""
+        """Wait for this rank's part of a save, and end the writer."""
         self.poll(wait=True)
         self._end_writer()
         if self._memory >= 0:
@@ -224,7 +269,8 @@ class Background:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, whose import takes a second
+    # A DTensor has it. Importing the class takes a second.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _remove(folder: Path) -> None:

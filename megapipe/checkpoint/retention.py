@@ -1,4 +1,7 @@
-"""Retention of a run's checkpoints: all, unless it is told otherwise; always the newest, and those of other runs."""
+"""Decide which checkpoints of a run are kept: all of them, unless flags say otherwise.
+
+The newest checkpoint, and checkpoints of other runs, always stay by default.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,37 @@ if TYPE_CHECKING:
     from megapipe.config import CheckpointConfig
 
 Keep = tuple[int | None, int | None, Sequence[int] | None]
-"""--save-retain-interval, --save-keep-last, and the iterations that may be removed; None: all."""
+"""--save-retain-interval, --save-keep-last, and iterations that may be removed; None for all."""
 
 
 def surplus(iterations: Sequence[int], every: int | None, last: int | None) -> list[int]:
-    """Iterations, of ascending ones, that are let go: neither a multiple of `every` nor among the newest `last` (1)."""
+    """Return the iterations to remove.
+
+    Multiples of `every` stay, and so do the newest `last`; the newest one always stays.
+
+    Args:
+        iterations: the iterations of all checkpoints in ascending order.
+        every: --save-retain-interval.
+        last: --save-keep-last.
+    """
+    if not every and not last:
+        return []
     older = iterations[: -(last or 1)]
-    return [n for n in older if every is None or n % every] if every or last else []
+    return [n for n in older if every is None or n % every]
 
 
 def retain(newest: Path, keep: Keep) -> list[int]:
-    """Remove what is not kept, once the newest checkpoint's files are all there; none that is newer, or set aside.
+    """Remove surplus checkpoints, if all files of the newest one are there.
 
-    Returns: the iterations that were removed. What cannot be removed stays.
+    Checkpoints that are newer, or were renamed, stay. A checkpoint that cannot be removed stays.
+
+    Args:
+        newest: the folder of the newest checkpoint.
+        keep: see Keep.
+    Returns: the iterations that were removed.
     """
-    root, removed = newest.parent, []
+    root = newest.parent
+    removed: list[int] = []
     every, last, own = keep
     with suppress(OSError, CheckpointError):
         sizes = {name: entry["bytes"] for name, entry in commit.read_manifest(newest).items()}
@@ -38,33 +57,52 @@ def retain(newest: Path, keep: Keep) -> list[int]:
             return []
         there = [n for n in commit.iterations_in(root) if n <= commit.iteration_of(newest)]
         for n in surplus(there, every, last):
-            if own is None or n in own:
-                folder = commit.folder_of(root, n)
-                gone = commit.aside(folder, "tmp")  # killed in between, it is no checkpoint and the next run clears it
-                os.rename(folder, gone)
-                removed.append(n)
-                shutil.rmtree(gone, ignore_errors=True)
+            if own is not None and n not in own:
+                continue
+            folder = commit.folder_of(root, n)
+            # Renamed first: if the process is killed meanwhile, the rest is no checkpoint, and the
+            # next run removes it.
+            gone = commit.aside(folder, "tmp")
+            os.rename(folder, gone)
+            removed.append(n)
+            shutil.rmtree(gone, ignore_errors=True)
     return removed
 
 
 def others(config: CheckpointConfig, own: Sequence[int]) -> str:
-    """A line on another run's checkpoints in --save; empty where there are none, or nothing is ever removed."""
-    there = [n for n in commit.iterations_in(Path(config.save)) if n not in own] if config.save else []
-    if not there or not _flags(config):
+    """Return a line on checkpoints of earlier runs in --save.
+
+    The text is empty if there are none, or if no flag removes any checkpoint.
+
+    Args:
+        config: the checkpoint flags.
+        own: iterations that this run has saved or loaded.
+    """
+    flags = _flags(config)
+    if not config.save or not flags:
         return ""
-    named = (
-        f"--save {config.save} has {len(there)} checkpoint(s) of earlier runs, iterations {', '.join(map(str, there))}"
+    there = [n for n in commit.iterations_in(Path(config.save)) if n not in own]
+    if not there:
+        return ""
+    listed = ", ".join(map(str, there))
+    head = (
+        f"--save {config.save} has {len(there)} checkpoint(s) of earlier runs, iterations {listed}"
     )
     if config.save_remove_earlier:
-        return f"{named}: those that {_flags(config)} does not keep will be removed (--save-remove-earlier)"
-    return f"{named}: they stay. To let {_flags(config)} remove them too add --save-remove-earlier"
+        return f"{head}: all that {flags} does not keep will be removed (--save-remove-earlier)"
+    return f"{head}: they stay. To let {flags} remove them too add --save-remove-earlier"
 
 
-def told(removed: Sequence[int], config: CheckpointConfig) -> str:
-    """A line for each."""
-    return "".join(f"  removed checkpoint of iteration {n:7d} from {config.save} ({_flags(config)})\n" for n in removed)
+def removed_lines(removed: Sequence[int], config: CheckpointConfig) -> str:
+    """Return a line for each removed iteration."""
+    end = f"from {config.save} ({_flags(config)})\n"
+    return "".join(f"  removed checkpoint of iteration {n:7d} {end}" for n in removed)
 
 
 def _flags(config: CheckpointConfig) -> str:
-    given = {"--save-retain-interval": config.save_retain_interval, "--save-keep-last": config.save_keep_last}
+    """Return the flags that limit the number of checkpoints, as typed."""
+    given = {
+        "--save-retain-interval": config.save_retain_interval,
+        "--save-keep-last": config.save_keep_last,
+    }
     return " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)

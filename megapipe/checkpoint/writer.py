@@ -1,9 +1,11 @@
-"""The process beside a rank that writes its part of checkpoints out of shared memory, while the rank trains.
+"""A process that writes a rank's part of checkpoints from shared memory, while the rank trains.
 
-It lives as long as the rank, is told of a save by a line and answers by one when the checkpoint is complete, with empty
-ones until then. It knows neither torch nor groups: the writers of all ranks meet in the folder. Each leaves the digests
-of its files there; the first rank's waits for all of them and commits as a save without it does; the others wait for
-that. A file FOLDER.failed ends everyone's waiting.
+It lives as long as the rank. One line on its input begins a save. One line on its output answers
+when the checkpoint is complete; empty lines before that are signs of life.
+
+It uses neither torch nor process groups: the writers of all ranks meet in the folder. Each leaves
+the digests of its files there. The first rank's writer waits for all digests and commits, as a save
+in the foreground does. All others wait for that. A file FOLDER.failed ends all waits.
 """
 
 from __future__ import annotations
@@ -23,19 +25,25 @@ from typing import TypedDict
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.retention import Keep, retain
 
-_AT_ONCE = 1 << 24
+_CHUNK = 1 << 24
+"""Bytes that are written at once."""
 BEAT_S = 0.5
+"""Seconds between two signs of life."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that a scheduler sends to every process of a step, and a terminal to all of its group."""
+"""Signals that a scheduler sends to every process of a step, and a terminal to its group."""
 
 
 class Job(TypedDict):
     """One save of one rank.
 
     Attributes:
-        files: name -> where it begins in the shared memory, and its size.
-        texts: name -> content of other files.
-        keep: as `retention.retain` takes it.
+        folder: the folder to write, which is renamed at the commit.
+        iteration: the checkpoint's iteration.
+        rank: the global rank.
+        ranks: number of ranks.
+        files: name -> (position in the shared memory, size).
+        texts: name -> content of further files.
+        keep: see `retention.retain`.
     """
 
     folder: str
@@ -48,46 +56,55 @@ class Job(TypedDict):
 
 
 class Failed(Exception):
-    """Another rank's part has failed."""
+    """Raised if another rank's part has failed."""
 
 
 def marker(folder: Path) -> Path:
-    """The file that says a save has failed."""
+    """Return the path of the file that marks a failed save."""
     return folder.with_name(f"{folder.name}.failed")
 
 
 def write(job: Job, memory: int) -> list[int]:
-    """Write this rank's part, until the checkpoint is complete. memory: a file descriptor.
+    """Write this rank's part, and wait until the checkpoint is complete.
 
-    Returns: the iterations whose checkpoints were removed then, on the first rank.
+    Args:
+        job: the save.
+        memory: file descriptor of the shared memory.
+    Returns: on the first rank, the iterations whose checkpoints were removed; else none.
+    Raises: Failed if another rank cannot write; OSError.
     """
     folder = Path(job["folder"])
     for name, (offset, size) in job["files"].items():
         with (folder / name).open("wb") as file:
             done = 0
             while done < size:
-                done += os.sendfile(file.fileno(), memory, offset + done, min(size - done, _AT_ONCE))
+                count = min(size - done, _CHUNK)
+                # The kernel copies; the bytes do not pass through this process.
+                done += os.sendfile(file.fileno(), memory, offset + done, count)
     for name, text in job["texts"].items():
         commit.write_durably(folder / name, text)
     digests = commit.digest(folder, [*job["files"], *job["texts"]])
     part = folder / f"rank-{job['rank']}.digests"
     commit.write_durably(part.with_suffix(".tmp"), json.dumps(digests))
-    # Under its name only when it is whole: the first rank reads it as soon as it is there.
+    # The first rank reads the file as soon as it exists, so it must be complete then.
     os.replace(part.with_suffix(".tmp"), part)
-    # Every rank waits for the whole, so that each of them can say what is complete.
+    # Every rank waits for the commit, so that each of them can report it.
     if job["rank"]:
         final = commit.folder_of(folder.parent, job["iteration"])
         _wait(folder, lambda: (final / commit.MANIFEST).exists())
         return []
     parts = [folder / f"rank-{rank}.digests" for rank in range(job["ranks"])]
     _wait(folder, lambda: all(part.exists() for part in parts))
-    files = {name: entry for part in parts for name, entry in json.loads(part.read_text()).items()}
+    files = {}
+    for part in parts:
+        files.update(json.loads(part.read_text()))
     for part in parts:
         part.unlink()
     return retain(commit.commit(folder, job["iteration"], files), job["keep"])
 
 
 def _wait(folder: Path, done: Callable[[], bool]) -> None:
+    """Wait until `done` returns True. Raises: Failed if another rank fails first."""
     while not done():
         if marker(folder).exists():
             raise Failed("another rank could not write its part")
@@ -96,7 +113,7 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """An empty line now and then. A process that is stopped gives none; one whose disk is slow does."""
+    """Write an empty line every BEAT_S. A slow disk does not stop them, a stopped process does."""
     over = threading.Event()
 
     def beat() -> None:
@@ -113,22 +130,31 @@ def _signs_of_life() -> Iterator[None]:
 
 
 def _main(memory: int, rank: int) -> None:
-    # Signals are for the rank, which waits for this process before it leaves; its end, however it comes, is the end.
+    """Serve one save after the other.
+
+    Args:
+        memory: file descriptor of the shared memory.
+        rank: process id of the rank.
+    """
+    # The rank handles signals, and waits for this process before it ends.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    # PR_SET_PDEATHSIG: the kernel kills this process when the rank ends, however it ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != rank:
         return
     for line in sys.stdin:
         job: Job = json.loads(line)
-        problem, removed = "", list[int]()
+        problem = ""
+        removed: list[int] = []
         try:
             with _signs_of_life():
                 removed = write(job, memory)
         except Failed as error:
             problem = str(error)
         except Exception as error:
-            problem = f"{job['folder']}: {error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            place = job["folder"] if isinstance(error, OSError) else type(error).__name__
+            problem = f"{place}: {error}"
             with suppress(OSError):
                 marker(Path(job["folder"])).touch()
         print(json.dumps([problem, removed]), flush=True)

@@ -187,7 +187,7 @@ class Saving:
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
         # Only the first rank knows what its writer has removed.
         if self._run.mesh.world.rank == 0:
-            print(retention.told(removed, flags), end="", flush=True)
+            print(retention.removed_lines(removed, flags), end="", flush=True)
 
     def _complete(self, n: int) -> None:
         """Note that the checkpoint of iteration n is complete, and call the callbacks."""

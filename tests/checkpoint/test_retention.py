@@ -93,7 +93,7 @@ def test_a_run_removes_its_own_and_says_so_and_what_becomes_of_others(tmp_path, 
     assert [said.count(line.format(n, tmp_path)) for n in range(1, 5)] == [0, 1, 1, 0]  # 2 is what it went on from
     assert commit.iterations_in(tmp_path) == [1, 4]
     said = trained(tmp_path, capsys, 5, save_keep_last=1, save_remove_earlier=True, async_save=asynchronous)
-    assert "iterations 1: those that --save-keep-last 1 does not keep will be removed (--save-remove-earlier)\n" in said
+    assert "iterations 1: all that --save-keep-last 1 does not keep will be removed (--save-remove-earlier)\n" in said
     assert [said.count(line.format(n, tmp_path)) for n in range(1, 6)] == [1, 0, 0, 1, 0]
     assert commit.iterations_in(tmp_path) == [5]
 
