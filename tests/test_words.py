@@ -25,6 +25,7 @@ ROOMS = [
     "megapipe/config/model",
     "megapipe/config/parallel",
     "megapipe/flags",
+    "megapipe/convert",
     "megapipe/data",
     "megapipe/data/tokenizers",
     "megapipe/distributed",

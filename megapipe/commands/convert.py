@@ -149,7 +149,7 @@ def _convert(flags: Flags) -> None:
             _found(flags),
             theirs,
             vocab_size=flags.vocab_size,
-            beside=Path(flags.huggingface_config) if flags.huggingface_config else None,
+            companion=Path(flags.huggingface_config) if flags.huggingface_config else None,
             dtype=dtype,
             progress=_bar(),
         )

@@ -1,4 +1,4 @@
-"""Hugging Face models and checkpoints of Megatron-LM to ours and back, of any size."""
+"""Convert Hugging Face models and Megatron-LM checkpoints to megapipe's and back, of any size."""
 
 from megapipe.convert.checkpoints import Converted, export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.checks import compare_logits

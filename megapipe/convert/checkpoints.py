@@ -1,4 +1,7 @@
-"""Import and export of whole checkpoints: everything is checked by name and shape before the first tensor is moved."""
+"""Import and export whole checkpoints of Hugging Face models.
+
+Names and shapes of all tensors are checked before the first one is read.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 
-BESIDE = "huggingface"
-"""Folder beside our checkpoints that keeps config.json and the tokenizer for the way back."""
+COMPANION = "huggingface"
+"""Folder next to the checkpoints that keeps config.json and the tokenizer for a later export."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        folder: the checkpoint's own folder, or the Hugging Face model's.
-        config: model, data and precision as flags of a run that takes it.
-        notes: what means something else on the other side, a line each.
-        vocab_size: rows of the embedding without padding; of Megatron-LM's, with it.
-        steps: of the optimizer, if its state is there.
-        dtype: of the weights written for or from Hugging Face, which may have rounded them.
+        folder: the folder of the checkpoint, or of the Hugging Face model.
+        config: model, data and precision of a run that loads it.
+        notes: a line about each difference in meaning between both sides.
+        vocab_size: rows of the embedding without padding; for Megatron-LM's, with padding.
+        steps: steps of the optimizer, None without its state.
+        dtype: type of the weights that were written, to which they may have been rounded.
     """
 
     folder: Path
@@ -64,13 +67,17 @@ def import_checkpoint(
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
-    """A Hugging Face folder -> TARGET/iter_0000000, for --load TARGET --finetune at any tp, pp and schedule.
+    """Convert a Hugging Face folder to TARGET/iter_0000000, for --load TARGET --finetune.
+
+    The checkpoint suits any tensor- and pipeline-parallel size and any schedule.
 
     Args:
         divisible_by: the vocabulary is padded to a multiple of this.
-        dtype: of the weights; default bfloat16 if theirs is, else float32.
-    Raises: CheckpointError with every tensor that is missing, left over or of another shape, or for a model that no run
-        takes. Nothing is written then.
+        dtype: type of the weights. Default: bfloat16 if the source has any such tensor, else
+            float32.
+
+    Raises: CheckpointError with every tensor that is missing, left over or of another shape, or for
+        a model that no run accepts. Nothing is written then.
     """
     content = _read_json(source / "config.json")
     model = from_huggingface(content)
@@ -82,7 +89,8 @@ def import_checkpoint(
     model = replace(model, mtp_num_layers=depths_in(saved.shapes, model.layers) or None)
     if model.layers > len(saved.shapes):
         raise CheckpointError(
-            f"config.json means {model.layers} layers, but {source} holds {len(saved.shapes)} tensors"
+            f"config.json means {model.layers} layers, "
+            f"but {source} holds {len(saved.shapes)} tensors"
         )
     if problems := model_problems(model):
         raise CheckpointError([f"config.json, as flags: {problem}" for problem in problems])
@@ -97,16 +105,18 @@ def import_checkpoint(
         return rule.ours, joined.to(dtype if is_trained(rule.ours) else torch.float32)
 
     tensors = map(tensor, counted(table, progress))
-    beside = target / BESIDE
-    new = beside if target.exists() else target
+    companion = target / COMPANION
+    new = companion if target.exists() else target
     with nullcontext() if new.exists() else _scratch(new):
-        _copy_others(source, beside)
-        commit.write_durably(beside / "config.json", json.dumps(content, indent=2) + "\n")
-        data, why = _data(beside, vocab_size, model.padded_vocab_size or vocab_size)
-        config = Config(model=model, precision=PrecisionConfig(bf16=dtype == torch.bfloat16), data=data)
+        _copy_others(source, companion)
+        _write_json(companion / "config.json", content)
+        data, why = _data(companion, vocab_size, model.padded_vocab_size or vocab_size)
+        config = Config(
+            model=model, precision=PrecisionConfig(bf16=dtype == torch.bfloat16), data=data
+        )
         final = write_checkpoint(target, config, tensors)
-    said = *notes(content, model, vocab_size), *other_copies(saved, model), *why
-    return Converted(final, config, said, vocab_size, dtype=dtype)
+    lines = (*notes(content, model, vocab_size), *other_copies(saved, model), *why)
+    return Converted(final, config, lines, vocab_size, dtype=dtype)
 
 
 def write_checkpoint(
@@ -116,13 +126,12 @@ def write_checkpoint(
     state: Mapping[str, Any] | None = None,
     steps: int | None = None,
 ) -> Path:
-    """TARGET/iter_NNNNNNN, complete or not there.
+    """Write TARGET/iter_NNNNNNN and return it. After a crash it is complete or not there.
 
     Args:
-        tensors: by our names, each whole and in its saved shape, made when its turn comes.
-        state: where the run is. Default: at its begin.
-        steps: of the optimizer whose state is among the tensors.
-    Returns: its folder.
+        tensors: (name in megapipe, whole tensor in its saved shape). They are made one at a time.
+        state: the progress of the run. Default: its beginning.
+        steps: steps of the optimizer, if its state is among the tensors.
     """
     start = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
     state = start | dict(state or {})
@@ -149,44 +158,53 @@ def export_checkpoint(
     target: Path,
     *,
     vocab_size: int | None = None,
-    beside: Path | None = None,
+    companion: Path | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
-    """One of our checkpoints -> a folder that AutoModelForCausalLM.from_pretrained opens.
+    """Convert a checkpoint to a folder that AutoModelForCausalLM.from_pretrained opens.
 
     Args:
         folder: iter_NNNNNNN.
-        vocab_size: ids without padding. Default: that of config.json, or of the tokenizer of the training.
-        beside: a Hugging Face folder whose config.json and tokenizer come along. Default: the one an import has left
-            beside the checkpoints, if any; otherwise config.json is made from the checkpoint.
-        dtype: of the weights; default as in the checkpoint.
-    Raises: CheckpointError for damage, a model that no family can express, or a config.json of another model.
+        vocab_size: number of ids without padding. Default: from config.json, or from the tokenizer
+            of the training.
+        companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the one
+            that an import left next to the checkpoints. Without one, config.json is made from the
+            checkpoint.
+        dtype: type of the weights. Default: as in the checkpoint.
+
+    Raises: CheckpointError for damage, a model that no family can express, or a config.json of
+        another model.
     """
     config = exportable(folder, target)
-    model, saved = config.model, SavedTensors(folder)
-    if beside is None and (folder.parent / BESIDE / "config.json").exists():
-        beside = folder.parent / BESIDE
-    if beside is not None:
-        content = _read_json(beside / "config.json")
+    model = config.model
+    saved = SavedTensors(folder)
+    if companion is None and (folder.parent / COMPANION / "config.json").exists():
+        companion = folder.parent / COMPANION
+    if companion is not None:
+        content = _read_json(companion / "config.json")
         if problems := differing(model, content, folder.name):
-            raise CheckpointError([f"{beside}/config.json is of another model than {folder.name}:", *problems])
+            head = f"{companion}/config.json is of another model than {folder.name}:"
+            raise CheckpointError([head, *problems])
         vocab_size = vocab_size or content["vocab_size"]
     vocab_size = vocab_size or _vocab_size(config)
     check_ours(saved, model, folder.name)
     rows, *_ = saved.shapes[WORD_EMBEDDINGS]
     if vocab_size > rows:
         raise CheckpointError(
-            f"{vocab_size} ids (--vocab-size, config.json or the tokenizer) are more than the {rows} rows of the "
-            f"embedding of {folder.name}. Use --vocab-size {rows}, or fewer."
+            f"{vocab_size} ids (--vocab-size, config.json or the tokenizer) are more than the "
+            f"{rows} rows of the embedding of {folder.name}. Use --vocab-size {rows}, or fewer."
         )
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
-    if beside is None:
+    if companion is None:
         content = to_huggingface(model, vocab_size) | token_ids(config)
     content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
-    content.pop("dtype", None)  # the newer name of torch_dtype; all versions of transformers read the older
+    # The newer name of torch_dtype; all versions of transformers read the older one.
+    content.pop("dtype", None)
     if model.depths and content["model_type"] == "gpt2":
-        raise CheckpointError(f"{folder.name}: --mtp-num-layers {model.depths}: a gpt2 has no names for depths")
+        raise CheckpointError(
+            f"{folder.name}: --mtp-num-layers {model.depths}: a gpt2 has no names for depths"
+        )
     table = rules(model, content["model_type"], vocab_size)
     further = copies(model)
 
@@ -194,49 +212,71 @@ def export_checkpoint(
         writer = ShardWriter(out)
         for rule in counted(table, progress):
             kind = dtype if is_trained(rule.ours) else torch.float32
-            for name, tensor in zip(rule.theirs, rule.split(saved.read(rule.ours)), strict=True):
-                for its in (name, *(copy for copy, of in further.items() if of == name)):
-                    writer.add(its, tensor.to(kind))
+            tensors = rule.split(saved.read(rule.ours))
+            for name, tensor in zip(rule.theirs, tensors, strict=True):
+                writer.add(name, tensor.to(kind))
+                for copy, of in further.items():
+                    if of == name:
+                        writer.add(copy, tensor.to(kind))
         writer.close()
         missing = None
-        if beside is not None:
-            _copy_others(beside, out)
+        if companion is not None:
+            _copy_others(companion, out)
         else:
             settings = {"do_sample": False, **token_ids(config)}
-            commit.write_durably(out / "generation_config.json", json.dumps(settings, indent=2) + "\n")
+            _write_json(out / "generation_config.json", settings)
             missing = write_tokenizer(config, out)
-        commit.write_durably(out / "config.json", json.dumps(content, indent=2) + "\n")
-    without = [f"no tokenizer is written: {missing}"] if missing else []
-    return Converted(target, config, (*notes(content, model, vocab_size), *without), vocab_size, dtype=dtype)
+        _write_json(out / "config.json", content)
+    lines = [*notes(content, model, vocab_size)]
+    if missing:
+        lines.append(f"no tokenizer is written: {missing}")
+    return Converted(target, config, tuple(lines), vocab_size, dtype=dtype)
 
 
 def exportable(folder: Path, target: Path) -> Config:
-    """The configuration of a checkpoint that is sound, of our own GPT, and has an empty place to go to."""
+    """Return the configuration of a checkpoint that can be exported.
+
+    Raises: CheckpointError if it is damaged or not of megapipe's own GPT, or if the target is not
+        empty.
+    """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; give another folder")
     files = commit.read_manifest(folder)
     commit.verify(folder, files, files)
     if (provider := saved_provider(folder)) is not None:
         raise CheckpointError(
-            f"{folder.name} was made with --model-provider {provider}, and only megapipe's own GPT can be exported: "
-            "a family of Hugging Face says nothing of what another program computes"
+            f"{folder.name} was made with --model-provider {provider}, and only megapipe's own GPT "
+            "can be exported: a family of Hugging Face says nothing of what another program "
+            "computes"
         )
     return saved_config(folder)
 
 
-def _data(beside: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[str]]:
-    """The folder's tokenizer, if it is one of ours, and why others of its files are not taken."""
-    vocab, merges, notes = str(beside / "vocab.json"), str(beside / "merges.txt"), []
+def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[str]]:
+    """Return the flags of a folder's tokenizer, and why other files are not used.
+
+    Without a tokenizer that megapipe can read, the flags are the NullTokenizer's.
+
+    Args:
+        vocab_size: ids of the NullTokenizer.
+        rows: rows of the embedding, at least as many as ids.
+    """
+    notes = []
+    gpt2 = DataConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(folder / "vocab.json"),
+        merge_file=str(folder / "merges.txt"),
+    )
     kinds = {
         "tokenizer.model": DataConfig(tokenizer_type="SentencePieceTokenizer"),
         "tokenizer.json": DataConfig(tokenizer_type="HuggingFaceTokenizer"),
-        "vocab.json": DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges),
+        "vocab.json": gpt2,
     }
     for name, data in kinds.items():
-        if not (beside / name).exists():
+        if not (folder / name).exists():
             continue
         if name != "vocab.json":
-            data = replace(data, tokenizer_model=str(beside / name))
+            data = replace(data, tokenizer_model=str(folder / name))
         try:
             ids = build_tokenizer(data).vocab_size
         except DataError as error:
@@ -252,21 +292,31 @@ def _vocab_size(config: Config) -> int:
     try:
         return build_tokenizer(config.data).vocab_size
     except DataError as error:
-        raise CheckpointError(f"give the number of ids without padding with --vocab-size ({error})") from None
+        raise CheckpointError(
+            f"give the number of ids without padding with --vocab-size ({error})"
+        ) from None
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    """Tokenizer, generation settings: small text files of the folder but config.json and the index of the weights."""
+    """Copy the tokenizer and generation settings: small text files, without config.json.
+
+    The index of the weights is left out too.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
-        named = path.suffix in (".json", ".txt", ".model", ".jinja")
-        if named and path.is_file() and not path.name.endswith(".index.json") and path.name != "config.json":
+        if path.suffix not in (".json", ".txt", ".model", ".jinja") or not path.is_file():
+            continue
+        if path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, target / path.name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    commit.write_durably(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the target's place when all went well; an empty one gives way."""
+    """Yield a folder to write to, which replaces an empty or missing target if all goes well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     fresh.mkdir()
@@ -277,7 +327,7 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """A folder that is removed if it is not finished."""
+    """Remove a folder if an error ends its block."""
     try:
         yield folder
     except BaseException:

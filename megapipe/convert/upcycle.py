@@ -1,7 +1,10 @@
-"""Experts of a dense model's MLPs (Komatsuzaki et al. 2023; in slices, He et al. 2024), which begin as that model.
+"""Turn the MLPs of a dense model into experts, so that the new model begins as the dense one.
 
-Of G slices of an MLP, each E/G times, a token takes k. Slices of one copy have one row of the router, so that they are
-chosen together; their weights add up to 1 over all k. So the sum is the MLP's if fc2 counts G times.
+Sparse upcycling: Komatsuzaki et al. 2023; with slices of the MLP, He et al. 2024.
+
+An MLP is cut in G slices, and each slice is copied E/G times. A token takes k experts. The slices
+of one copy have equal rows of the router, so that they are chosen together. The weights of the k
+experts add up to 1, and a copy has G experts. So their sum is the MLP if fc2 is multiplied by G.
 """
 
 from __future__ import annotations
@@ -25,35 +28,46 @@ from megapipe.tensor_parallel.rng import initial
 
 
 def dense_model(config: Config) -> ModelConfig:
-    """The model whose checkpoint is to be there."""
+    """Return the dense model whose checkpoint a run with experts expects."""
     model = config.model
-    return replace(model, num_experts=None, ffn_hidden_size=model.ffn * config.checkpoint.moe_upcycling_granularity)
+    width = model.ffn * config.checkpoint.moe_upcycling_granularity
+    return replace(model, num_experts=None, ffn_hidden_size=width)
 
 
 def refuse_upcycling(folder: Path, config: Config) -> None:
-    """Raises: CheckpointError if a checkpoint is not of that model."""
+    """Check that a checkpoint is the expected dense model's.
+
+    Raises: CheckpointError if it is not.
+    """
     saved = saved_config(folder)
     if saved.model.has_experts:
         raise CheckpointError(f"{folder} has experts already. Leave out --moe-use-upcycling.")
     if (provider := saved_provider(folder)) is not None:
         raise CheckpointError(
-            f"{folder} was made with --model-provider {provider}: which of its tensors are MLPs is not known. "
-            "Leave out --moe-use-upcycling."
+            f"{folder} was made with --model-provider {provider}, and nothing says which tensors "
+            "are MLPs. Leave out --moe-use-upcycling."
         )
-    if problems := resume_problems(vars(saved.model), None, replace(config, model=dense_model(config)), folder.name):
-        width = f"--ffn-hidden-size {config.model.ffn} x --moe-upcycling-granularity "
-        made = f"experts are to be made of MLPs of {width}{config.checkpoint.moe_upcycling_granularity}"
-        raise CheckpointError([f"{problem} ({made})" if "ffn" in problem else problem for problem in problems])
+    expected = replace(config, model=dense_model(config))
+    problems = resume_problems(vars(saved.model), None, expected, folder.name)
+    if not problems:
+        return
+    pieces = config.checkpoint.moe_upcycling_granularity
+    width = f"--ffn-hidden-size {config.model.ffn} x --moe-upcycling-granularity {pieces}"
+    why = f"(experts are to be made of MLPs of {width})"
+    raise CheckpointError([f"{line} {why}" if "ffn" in line else line for line in problems])
 
 
 @torch.no_grad()
 def upcycle(folder: Path, target: Path, config: Config) -> Path:
-    """The weights of a dense checkpoint as those of a model with experts, in TARGET/iter_0000000.
+    """Write a dense checkpoint's weights as a model with experts to TARGET/iter_0000000.
 
     Args:
-        folder: iter_NNNNNNN of our own GPT.
-        config: of the run that begins: its model, granularity and seed, by which routers are drawn.
-    Raises: CheckpointError if the checkpoint is of another model.
+        folder: iter_NNNNNNN of megapipe's own GPT.
+        config: of the run that begins. Its seed draws the routers.
+
+    Returns: the new checkpoint's folder.
+
+    Raises: CheckpointError if the checkpoint is another model's.
     """
     refuse_upcycling(folder, config)
     saved = SavedTensors(folder)
@@ -62,27 +76,32 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, layout in our_layouts(config.model).items():
             if layout.tied_to is None:
-                yield name, _made(name, layout, saved.read, config).to(dtype if is_trained(name) else torch.float32)
+                tensor = _made(name, layout, saved.read, config)
+                yield name, tensor.to(dtype if is_trained(name) else torch.float32)
 
     return write_checkpoint(target, config, tensors())
 
 
 def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Config) -> Tensor:
-    """A whole tensor of the model with experts."""
-    before, sparse, inner = name.partition(".mlp.experts.")
+    """Return a whole tensor of the model with experts. read: the dense tensor of a name."""
     model = config.model
     slices = dense_model(config).ffn // model.expert_ffn
+    copies = model.experts // slices
+    before, sparse, inner = name.partition(".mlp.experts.")
     if name.endswith("router.weight"):
-        return initial(name, layout, config.batch.seed)[: model.experts // slices].repeat_interleave(slices, 0)
+        rows = initial(name, layout, config.batch.seed)[:copies]
+        return rows.repeat_interleave(slices, 0)
     if ".mlp.router." in name:
         return torch.zeros(layout.full)
     if not sparse:
         return read(name)
     x = read(f"{before}.mlp.{inner}")
-    copies = model.experts // slices
     scale = 1 / (model.moe_router_topk_scaling_factor or 1.0)
-    if inner == "linear_fc2.bias":  # it counts as much as its expert, and so once in all
+    if inner == "linear_fc2.bias":
+        # Each expert adds it with the expert's weight, and the weights add up to 1.
         return (x * scale).expand(model.experts, -1)
     second = inner == "linear_fc2.weight"
     parts = torch.stack(x.chunk(slices, 1 if second else int(model.gated)))
-    return (parts * (slices * scale) if second else parts).repeat(copies, *[1] * x.ndim)
+    if second:
+        parts = parts * (slices * scale)
+    return parts.repeat(copies, *[1] * x.ndim)

@@ -96,7 +96,7 @@ def test_a_trained_model_goes_back_and_transformers_reproduces_our_logits(family
     before = saved(family, seed, tmp_path / "hf")
     done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
     trained = train(tmp_path / "ours", done.config.model, tmp_path / "run")
-    back = export_checkpoint(trained, tmp_path / "back", vocab_size=101, beside=tmp_path / "hf")
+    back = export_checkpoint(trained, tmp_path / "back", vocab_size=101, companion=tmp_path / "hf")
     own = export_checkpoint(trained, tmp_path / "own", vocab_size=101)  # config.json made from our flags
     assert back.vocab_size == own.vocab_size == 101
     want = ours(trained, done.config.model)

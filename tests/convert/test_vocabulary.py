@@ -133,7 +133,7 @@ def test_an_export_says_its_type_and_as_many_ids_as_asked_for(tmp_path, asked, i
     """Without --vocab-size as many as the config.json that it stands next to."""
     saved("llama", 0, tmp_path / "hf")
     done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
-    back = export_checkpoint(done.folder, tmp_path / "back", vocab_size=asked, beside=tmp_path / "hf")
+    back = export_checkpoint(done.folder, tmp_path / "back", vocab_size=asked, companion=tmp_path / "hf")
     content = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back.vocab_size, content["vocab_size"], content["torch_dtype"]) == (ids, ids, "float32")
     assert "dtype" not in content
