@@ -1,10 +1,10 @@
 """Simulated annealing of a schedule's orders, with two moves.
 
-*Push* looks at one chain of passes that makes the schedule as long as it is, and moves a pass of it, or one that stands
-in its way, by a few places. *Shift* moves a pattern in time: one kind of pass, of a range of ranks and microbatches,
-starts sooner or later, and every rank runs its passes in the order of their new times. A push cannot leave a valley
-that several ranks must cross together; a shift can. `moves.c` makes the same moves from the same draws, some fifty
-times as fast.
+*Push* takes a critical path of the schedule, and moves a pass of it, or a pass that delays it, by a
+few places. *Shift* moves a pattern in time: some kinds of pass, of a range of ranks and
+microbatches, start sooner or later. Every rank then runs its passes in the order of their new
+times. A push cannot leave a local minimum that several ranks must leave together, but a shift can.
+`moves.c` makes the same moves from the same random draws, some fifty times as fast.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megapipe.schedule.generators.orders import (
 )
 
 KIND_SETS = ((0,), (1,), (1, 2), (2,), (0, 1))
-PATIENCE = (0.0, 0.3, 0.6, 1.0)
+OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 QUANTILES = [(i + 0.5) / 1024 for i in range(1024)]
-# Rounded: the same on every machine, whatever its logarithm does with the last bit.
+# Rounded, so that all machines have equal values even if the last bits of their logarithms differ.
 NORMAL = tuple(round(NormalDist().inv_cdf(x), 6) for x in QUANTILES)
 DECAY = tuple(round(-log(x), 6) for x in QUANTILES)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Orders of all ranks, the end of every pass, and the objective."""
+    """A schedule that a search found: orders of all ranks, end of every pass, and the objective."""
 
     orders: Orders
     end: list[float]
@@ -46,13 +46,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Cooling:
-    """The course of an annealing.
+    """The course of an annealing; `factor` returns the ratio of two temperatures in a row.
 
     Attributes:
         steps: moves to try.
         hot, cold: first and last temperature, in units of the longest pass.
-        spread: weight of the mean over ranks beside the objective, which is a maximum over ranks.
-        until: when to stop at the latest, by this process's CPU time.
+        spread: weight of the mean over ranks, added to the objective, a maximum over ranks.
+        until: CPU time of this process at which to stop.
     """
 
     steps: int
@@ -63,39 +63,50 @@ class Cooling:
 
     @property
     def factor(self) -> float:
-        """The heat of a move, in parts of that of the move before it."""
+        """Return the ratio of the temperatures of a move and the move before it."""
         return round(float((self.cold / self.hot) ** (1 / self.steps)), 12)
 
 
 class Draws:
-    """Numbers drawn alike in Python and in C: Knuth's linear congruence, of which the upper 31 bits count."""
+    """Random numbers that are equal in Python and in C.
+
+    They are the upper 31 bits of Knuth's linear congruential generator.
+    """
 
     def __init__(self, seed: int) -> None:
         self.state = seed
 
     def below(self, n: int) -> int:
-        """A number from 0 to n - 1."""
+        """Return a random number from 0 to n - 1."""
         self.state = (self.state * 6364136223846793005 + 1442695040888963407) & (2**64 - 1)
         return (self.state >> 33) * n >> 31
 
 
 def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
-    """The best orders met on the way; stops at the goal. Same inputs, same result."""
-    best, draws = start, Draws(seed)
-    orders, end = start.orders, start.end
+    """Return the best orders that annealing meets. Equal inputs give equal results.
+
+    Args:
+        goal: stop at this objective.
+    """
+    best = start
+    draws = Draws(seed)
+    orders = start.orders
+    end = start.end
     cost = length(problem, orders, end, cooling.spread)
-    heat, factor = problem.unit * cooling.hot, cooling.factor
+    heat = problem.unit * cooling.hot
+    factor = cooling.factor
     path: list[tuple[int, int]] = []
     for _ in range(cooling.steps):
         if best.length <= goal or process_time() > cooling.until:
             break
-        # From hot to cold by equal factors: early on worse orders are taken too, at the end hardly any.
+        # The temperature falls by equal factors. Early moves may make the schedule longer, late
+        # moves hardly.
         limit = cost + heat * DECAY[draws.below(1024)]
         heat *= factor
         if draws.below(10) < 6:
             moved = _shift(problem, orders, end, draws)
         else:
-            # The critical path is walked anew only after a move that was taken: it is as costly as the move itself.
+            # Find the critical path again only after an accepted move: it costs as much as a move.
             path = path or list(_critical(problem, orders, end, draws))
             moved = _push(problem, orders, path, draws)
         if moved is None or (new_cost := length(problem, *moved, cooling.spread)) > limit:
@@ -107,12 +118,19 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
     return best
 
 
-def _critical(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> Iterator[tuple[int, int]]:
-    """(rank, place) of the passes that start the moment the pass before them on the rank ends, back from the last."""
-    duration, source = problem.duration, problem.source
+def _critical(
+    problem: Problem, orders: Orders, end: list[float], draws: Draws
+) -> Iterator[tuple[int, int]]:
+    """Yield (rank, place) along a critical path, from its last pass back.
+
+    The passes on it start when the previous pass of their rank ends.
+    """
+    duration = problem.duration
+    source = problem.source
     rank = draws.below(len(orders))
     if draws.below(10):
-        # Mostly the rank that ends last: moves elsewhere change nothing unless it waits for them.
+        # Mostly start at the rank that ends last. Moves on other ranks help only if it waits for
+        # them.
         rank = max(range(len(orders)), key=lambda r: length(problem, [orders[r]], end))
     i = len(orders[rank]) - 1
     while i >= 0:
@@ -126,7 +144,7 @@ def _critical(problem: Problem, orders: Orders, end: list[float], draws: Draws) 
         if x == problem.nothing:
             return
         rank = problem.rank[x]
-        # Ends rise along a row, so the pass that sent the input is found by when it ended.
+        # Ends rise along a row, so bisection by the end finds the pass that sent the input.
         i = bisect_left(orders[rank], end[x], key=end.__getitem__)
         while orders[rank][i] != x:
             i += 1
@@ -135,29 +153,32 @@ def _critical(problem: Problem, orders: Orders, end: list[float], draws: Draws) 
 def _push(
     problem: Problem, orders: Orders, path: list[tuple[int, int]], draws: Draws
 ) -> tuple[Orders, list[float]] | None:
-    """A pass of the path goes some places forward, or the one before it some places back."""
+    """Return orders in which a pass of the path comes sooner, or the pass before it later."""
     if not path:
         return None
     rank, i = path[draws.below(len(path))]
-    order, m = orders[rank], problem.microbatches
+    order = orders[rank]
+    m = problem.microbatches
     places = 1
     while places < 12 and draws.below(2):
         places += 1
     how = draws.below(100)
     if how < 50:
-        first, last = max(0, i - places), i
+        first = max(0, i - places)
+        last = i
         part = [order[last], *order[first:last]]
     else:
-        # Now and then far: a W that waits can go anywhere.
+        # Sometimes move it far: a pending W may run anywhere.
         first = i - 1
         last = min(len(order) - 1, first + (1 + draws.below(3 * m) if how >= 85 else places))
         part = [*order[first + 1 : last + 1], order[first]]
     part = _in_order(part, m)
     if part == order[first : last + 1]:
         return None
-    inside, before = set(part), set[int]()
+    inside = set(part)
+    before = set[int]()
     for x in part:
-        # A B before its F, or a W before its B.
+        # Refuse a B before its F, or a W before its B.
         if x // m % 3 and x - m in inside and x - m not in before:
             return None
         before.add(x)
@@ -169,9 +190,16 @@ def _push(
     return None if end is None else (result, end)
 
 
-def _shift(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> tuple[Orders, list[float]] | None:
-    """Some kinds of passes, of a range of ranks and microbatches, get other times; W move along or are refilled."""
-    p, m, place = len(orders), problem.microbatches, problem.placement
+def _shift(
+    problem: Problem, orders: Orders, end: list[float], draws: Draws
+) -> tuple[Orders, list[float]] | None:
+    """Return orders in which some passes start at other times; W move with them or are refilled.
+
+    The passes are of some kinds, of a range of ranks and a range of microbatches.
+    """
+    p = len(orders)
+    m = problem.microbatches
+    place = problem.placement
     ranks = _range(p, (0, p - 1), draws)
     batches = _range(m, (0, m - 1, m - 1), draws)
     chunk = draws.below(place.num_stages // p)
@@ -180,7 +208,7 @@ def _shift(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> 
     by = 2.0 * NORMAL[draws.below(1024)] * problem.unit
     chosen = [c % 3 in kinds and chunk in (-1, c // 3 // p) for c in range(3 * place.num_stages)]
     refill = draws.below(10) < 4
-    patience = PATIENCE[draws.below(4)] if refill else 0.0
+    overrun = OVERRUNS[draws.below(4)] if refill else 0.0
     duration = problem.duration
     moved = list(orders)
     for rank in range(ranks[0], ranks[1] + 1):
@@ -189,28 +217,35 @@ def _shift(problem: Problem, orders: Orders, end: list[float], draws: Draws) -> 
             c, i = divmod(x, m)
             if refill and c % 3 == 2:
                 continue
-            times[x] = end[x] - duration[x] + (by if chosen[c] and batches[0] <= i <= batches[1] else 0.0)
+            times[x] = (
+                end[x] - duration[x] + (by if chosen[c] and batches[0] <= i <= batches[1] else 0.0)
+            )
         order = _in_order(sorted(times, key=times.__getitem__), m)
-        fitting = backward_sooner(problem, order, rank) if refill else weights_sooner(problem, order, rank)
+        fitting = (
+            backward_sooner(problem, order, rank)
+            if refill
+            else weights_sooner(problem, order, rank)
+        )
         if fitting is None:
             return None
         moved[rank] = fitting
     if refill:
         for rank in (*range(ranks[0]), *range(ranks[1] + 1, p)):
             moved[rank] = [x for x in orders[rank] if x // m % 3 != 2]
-        return fill_weights(problem, moved, patience)
+        return fill_weights(problem, moved, overrun)
     after = clock(problem, moved)
     return None if after is None else (moved, after)
 
 
 def _range(n: int, ends: tuple[int, ...], draws: Draws) -> list[int]:
-    """A first and a last of n; one of them in most cases at an end, where a step begins or ends."""
-    one, way = draws.below(n), draws.below(len(ends) + 1)
+    """Return a random range within n; in most cases one of its ends is in `ends`."""
+    one = draws.below(n)
+    way = draws.below(len(ends) + 1)
     return sorted((one, ends[way] if way < len(ends) else draws.below(n)))
 
 
 def _in_order(part: list[int], m: int) -> list[int]:
-    """An order with the same classes at the same places, the microbatches of each class in their order."""
+    """Return the order with the microbatches of each class in order; classes keep their places."""
     classes = [x // m for x in part]
     if len(set(classes)) == len(classes):
         return part

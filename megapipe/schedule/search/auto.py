@@ -1,8 +1,8 @@
-"""zb-auto: a schedule searched for the costs, the memory and the placement at hand.
+"""zb-auto: a schedule searched for given costs, memory and placement.
 
-The papers' patterns and building blocks of our own are candidates; annealing improves the best of them until the lower
-bound is met or the effort is spent. `python tools/bench/search.py` shows the gain where a better schedule than any
-fixed pattern is known to exist.
+The papers' patterns and our own building blocks are candidates. Annealing improves the best of them
+until the lower bound is met or the effort is spent. `python tools/bench/search.py` shows the gain
+where a better schedule than any fixed pattern is known.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megapipe.schedule.simulate import Timeline, simulate
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement to search in, what its stages cost, and the most that each rank may hold."""
+    """A placement to search in, the costs of its stages, and the memory limit of each rank."""
 
     placement: Placement
     costs: Costs
@@ -42,7 +42,9 @@ class Report:
     """The result of a search. Times and memory are in the units of the costs.
 
     Attributes:
-        bound: no schedule of this placement, memory and objective can be faster, also with whole backwards or pairs.
+        peak: the most that any rank holds.
+        bound: lower bound of the objective for this placement and memory, also with fused
+            backwards or pairs.
         distance: objective / bound - 1.
     """
 
@@ -56,30 +58,40 @@ class Report:
     def __str__(self) -> str:
         place = self.schedule.placement
         chunks = place.num_stages // place.num_ranks
-        shape = "v" if chunks == 2 and place == vee(place.num_ranks) else f"loop of {chunks} chunk(s)"
+        shape = (
+            "v" if chunks == 2 and place == vee(place.num_ranks) else f"loop of {chunks} chunk(s)"
+        )
         return (
-            f"{shape}: makespan {self.makespan:g}, period {self.period:g}, peak memory {self.peak:g}, "
-            f"lower bound {self.bound:g}, distance {self.distance:.1%}"
+            f"{shape}: makespan {self.makespan:g}, period {self.period:g}, "
+            f"peak memory {self.peak:g}, lower bound {self.bound:g}, distance {self.distance:.1%}"
         )
 
 
 def describe_search(
     table: Schedule, costs: Costs, memory: float | tuple[float, ...] | None, objective: str
 ) -> list[str]:
-    """Return lines on how far the table that a search found is above the lower bound."""
+    """Return lines that compare the table of a search with the lower bound."""
     place = table.placement
     time = simulate(table, costs)
-    bound = bound_of_any(place, table.num_microbatches, costs, limits(place, costs, memory), objective)
+    bound = bound_of_any(
+        place, table.num_microbatches, costs, limits(place, costs, memory), objective
+    )
     took = time.period if objective == "period" else time.makespan
     lines = [f"lower bound: {bound:.5g}; {took / bound - 1 if bound else 0.0:.1%} above it"]
     if library() is None:
-        lines.append("searched in Python: with a C compiler (cc, or $CC) it tries some fifty times as many orders")
+        lines.append(
+            "searched in Python: with a C compiler (cc, or $CC) it tries "
+            "some fifty times as many orders"
+        )
     return lines
 
 
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
-    """The best schedule that the search finds. Never worse than any schedule of the catalogue with one copy of
-    the model that fits the memory and the placement, under the same costs; arguments as in `search`."""
+    """Return the best schedule that the search finds. Arguments are as in `search`.
+
+    Under the same costs no catalogue schedule with one copy of the model is better, if it fits the
+    memory and the placement.
+    """
     return search(ranks, microbatches, **arguments).schedule
 
 
@@ -97,20 +109,25 @@ def search(
     portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Search schedules with a split backward. The same arguments give the same schedule.
+    """Search schedules with a split backward. Equal arguments give equal schedules.
 
     Args:
         placement: "loop", "v", or None for the better.
-        chunks: stages per rank: any number for a loop, 2 for a V; None for the best of 1, 2 and 4.
-        costs: per device share, or by stage; costs by stage leave only placements with as many stages.
-        memory: most activation a rank may hold, in the unit of the costs, for all ranks or for each; None: as 1F1B, p.
-        objective: "makespan" (a barrier ends the iteration) or "period" (longest span of a rank; no barrier).
-        effort: about the seconds to spend on one core; 40 finds what 4 may miss. It buys so many moves, fifty times as
-            many where there is a C compiler.
-        seconds: CPU seconds of this process after which it makes do with what it has; the result is then the machine's.
-        portable: as many moves as without a compiler: the same result on every machine.
+        chunks: stages on each rank: any number for a loop, 2 for a V; None for the best of 1, 2
+            and 4.
+        costs: per device share, or by stage. Costs by stage leave only placements with this number
+            of stages.
+        memory: most activation of all ranks, or of each, in the unit of the costs; None for the
+            memory of 1F1B, p.
+        objective: "makespan" if a barrier ends the step, "period" (longest span of a rank) if not.
+        effort: about the seconds to spend on one core; 40 finds what 4 may miss. It is a number of
+            moves, fifty times as large with a C compiler.
+        seconds: CPU seconds of this process after which the search returns what it has. The result
+            then depends on the machine.
+        portable: make only the moves of a machine without a compiler: equal results everywhere.
         progress: called with the share of the effort spent.
-    Raises: ScheduleError in one line if arguments make no sense or the memory cannot hold one microbatch.
+    Raises: ScheduleError in one line if arguments contradict each other, or the memory does not
+        hold one microbatch.
     """
     check_size("zb-auto", ranks, microbatches, chunks or 1)
     places = placements(ranks, microbatches, placement, chunks, costs, objective)
@@ -136,7 +153,9 @@ def search_among(
     portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """A search where each placement has its own costs, in the same units: the splits of one model.
+    """Search placements that each have their own costs, such as different splits of one model.
+
+    Other arguments are as in `search`. All costs have the same units.
 
     Raises: ScheduleError if no candidate can hold one microbatch.
     """
@@ -144,15 +163,22 @@ def search_among(
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
     spending = Spending(pace_here(portable), process_time() + seconds, Random(0))
     best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
-    schedule, of = decode(best.problem, best.found.orders, "zb-auto"), best.problem
+    schedule = decode(best.problem, best.found.orders, "zb-auto")
+    of = best.problem
     timeline = simulate(schedule, of.costs)
-    for x in problems:  # also of those a search does not make: whole backwards cost one overhead, not two
+    for x in (
+        problems
+    ):  # also of those a search does not make: whole backwards cost one overhead, not two
         least = _worth(timeline, period)[0]
-        if bound_of_any(x.placement, microbatches, x.costs, x.memory, objective) > least * (1 + 1e-9):
+        if bound_of_any(x.placement, microbatches, x.costs, x.memory, objective) > least * (
+            1 + 1e-9
+        ):
             continue
         for made, time in _fitting(x, timeline):
             if _worth(time, period) < _worth(timeline, period):
-                schedule, of, timeline = made, x, time
+                schedule = made
+                of = x
+                timeline = time
     least = timeline.period if period else timeline.makespan
     bound = bound_of_any(of.placement, microbatches, of.costs, of.memory, objective)
     distance = least / bound - 1 if bound else 0.0
@@ -160,8 +186,10 @@ def search_among(
 
 
 def _fitting(of: Problem, best: Timeline) -> Iterator[tuple[Schedule, Timeline]]:
-    """The catalogue's schedules of this placement and memory under these costs, and how long they take. Of large tables
-    those that may be better than the best."""
+    """Yield the catalogue's schedules that fit this placement and memory, with their times.
+
+    A large table is made only if it may be better than the best.
+    """
     place = of.placement
     size = place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs
     for made in _promising(of, best) if is_large(of) else fixed(*size, place):
@@ -173,10 +201,14 @@ def _fitting(of: Problem, best: Timeline) -> Iterator[tuple[Schedule, Timeline]]
 def _promising(of: Problem, best: Timeline) -> Iterator[Schedule]:
     """Yield the catalogue's schedules that may be better than the best.
 
-    Those of few microbatches would be, if each further one took only the work of the busiest rank.
+    A schedule is made for few microbatches first. It is left out if it is worse even when each
+    further microbatch takes only the work of the busiest rank.
     """
-    place, ranks, m = of.placement, of.placement.num_ranks, of.microbatches
-    chunks, n = place.num_stages // ranks, 2 * ranks + m % ranks
+    place = of.placement
+    ranks = of.placement.num_ranks
+    m = of.microbatches
+    chunks = place.num_stages // ranks
+    n = 2 * ranks + m % ranks
     least, least_held = _worth(best, of.period)
     for small in fixed(ranks, n, chunks, of.costs, place):
         time = simulate(small, of.costs)
@@ -191,46 +223,73 @@ def _fits(of: Problem, time: Timeline) -> bool:
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
-    """Its time and, of equal ones, what ranks hold; less is better, by more than a hair."""
+    """Return (time, memory of all ranks), rounded; less is better."""
     return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
 
 
 def placements(
-    ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs, objective: str
+    ranks: int,
+    microbatches: int,
+    placement: str | None,
+    chunks: int | None,
+    costs: Costs,
+    objective: str,
 ) -> list[Placement]:
-    """Placements to try. Raises: ScheduleError if arguments make no sense."""
+    """Return the placements to try. Raises: ScheduleError if arguments contradict each other."""
     if ranks < 1 or microbatches < 1:
-        raise ScheduleError(f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}.")
+        raise ScheduleError(
+            f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}."
+        )
     if placement not in (None, "loop", "v"):
         raise ScheduleError(f'zb-auto has the placements "loop" and "v", not "{placement}".')
     if objective not in ("makespan", "period"):
-        raise ScheduleError(f'zb-auto has the objectives "makespan" and "period", not "{objective}".')
+        raise ScheduleError(
+            f'zb-auto has the objectives "makespan" and "period", not "{objective}".'
+        )
     if chunks is not None and (chunks < 1 or (placement == "v" and chunks != 2)):
-        raise ScheduleError(f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2.")
+        raise ScheduleError(
+            f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2."
+        )
     places = [vee(ranks)] if placement != "loop" and chunks in (None, 2) else []
     if placement != "v":
         places += [loop(ranks, v) for v in ((1, 2, 4) if chunks is None else (chunks,))]
-    by_stage = [x for x in (costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w) if isinstance(x, tuple)]
+    by_stage = [
+        x for x in (costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w) if isinstance(x, tuple)
+    ]
     return [p for p in places if all(len(x) == p.chain for x in by_stage)] or places
 
 
-def limits(place: Placement, costs: Costs, memory: float | tuple[float, ...] | None) -> tuple[float, ...]:
-    """The limit of each rank; without one that of 1F1B, p microbatches of the rank with the largest."""
+def limits(
+    place: Placement, costs: Costs, memory: float | tuple[float, ...] | None
+) -> tuple[float, ...]:
+    """Return the limit of each rank.
+
+    Without a limit it is the memory of 1F1B: p microbatches of the rank that holds most.
+
+    Raises: ScheduleError if the number of limits is not the number of ranks.
+    """
     if isinstance(memory, tuple):
         if len(memory) != place.num_ranks:
             raise ScheduleError(
-                f"zb-auto takes one memory limit or one for each of {place.num_ranks} ranks, not {len(memory)}."
+                f"zb-auto takes one memory limit or one for each of {place.num_ranks} ranks, "
+                f"not {len(memory)}."
             )
         return memory
     if memory is None:
         mem_b = costs.memory(place).b
-        memory = place.num_ranks * max(sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks))
+        memory = place.num_ranks * max(
+            sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks)
+        )
     return (memory,) * place.num_ranks
 
 
 def _possible(problems: list[Problem]) -> list[Problem]:
-    """Problems whose ranks can hold one microbatch."""
-    found, lacking = [], []
+    """Return the problems whose ranks can hold one microbatch.
+
+    Raises: ScheduleError if there are none, with the memory that one needs.
+    """
+    found = []
+    lacking = []
     for x in problems:
         least = [max(accumulate(x.holds[y] for y in order)) for order in one_by_one(x)]
         short = [r for r, need in enumerate(least) if need > x.memory[r] * (1 + 1e-9)]

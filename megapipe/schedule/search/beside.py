@@ -1,7 +1,7 @@
-"""A search beside a run, in a process of its own: a better table for stages that stay where they are.
+"""A search during a run, in a process of its own: a better table for the same placement.
 
-Pure Python, so that the process starts at once and needs no torch. JSON in, JSON out, both by files: a pipe that nobody
-reads yet would stop it. It ends with its caller's.
+It is pure Python, so that the process starts at once and needs no torch. Input and output are JSON
+in files, because a full pipe without a reader would stop it. It ends with its caller's process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megapipe.schedule.text import from_json, to_json
 
 
 class Better(NamedTuple):
-    """A table and its makespan beside that of the table before, under the same costs."""
+    """A table with its makespan (`after`) and the makespan of the old table (`before`)."""
 
     table: str
     before: float
@@ -34,22 +34,28 @@ class Better(NamedTuple):
 
 
 class Beside:
-    """A search that runs while its caller goes on.
+    """A search that runs while its caller continues. `result` returns the table when it is done.
 
     Args:
-        memory: most that each rank may hold, in the unit of the costs.
-        effort: as in `search`.
+        memory: limit of each rank, in the unit of the costs.
+        effort: as in `search.auto`.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float
+    ) -> None:
         self.costs, self._out = costs, TemporaryFile()  # noqa: SIM115  closed with this object
         with TemporaryFile() as given:
-            given.write(json.dumps([to_json(schedule), dump_costs(costs), memory, effort, os.getpid()]).encode())
+            given.write(
+                json.dumps(
+                    [to_json(schedule), dump_costs(costs), memory, effort, os.getpid()]
+                ).encode()
+            )
             given.seek(0)
             paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megapipe.schedule.search.beside"],
-                # From a file, not a pipe: a large table would fill a pipe before the child has loaded what reads it.
+                # A file, not a pipe: a large table fills a pipe before the child can read it.
                 stdin=given,
                 stdout=self._out,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -57,25 +63,36 @@ class Beside:
         finalize(self, self._process.kill)  # at the exit of this process at the latest
 
     def result(self) -> Better | None:
-        """The table it found; None while it searches. Raises: ScheduleError if it failed; its error is on stderr."""
-        if (status := self._process.poll()) is None:
+        """Return the table it found; None while it searches.
+
+        Raises: ScheduleError if it failed; its own error is on stderr.
+        """
+        status = self._process.poll()
+        if status is None:
             return None
         if status:
-            raise ScheduleError(f"a search beside the run ended with status {status}, without a result.")
+            raise ScheduleError(
+                f"a search during the run ended with status {status}, without a result."
+            )
         self._out.seek(0)
         return Better(*json.loads(self._out.read()))
 
 
-def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0) -> Better:
-    """The best table for this placement, and the same cuts; the same one if none is shorter. caller: ends when this
-    process has.
+def better(
+    schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0
+) -> Better:
+    """Return the best table with the same placement and slices; the old one if none is faster.
 
-    Depths of multi-token prediction come into what is found for the model's own chain. A rank that has nothing else
-    leaves the table as it is.
+    Depths of multi-token prediction are added to a table for the model's own chain. If a rank has
+    nothing but depths, the old table is returned.
+
+    Args:
+        memory: limit of each rank, in the unit of the costs.
+        caller: id of the process whose end stops the search; 0 for none.
     """
 
     def stop_alone(share: float) -> None:
-        # A caller that was killed could not end it.
+        # A caller that was killed cannot stop the search itself.
         if caller and os.getppid() != caller:
             sys.exit(1)
 
@@ -83,7 +100,9 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
     before = simulate(schedule, costs).makespan
     best = Better(to_json(schedule), before, before)
     own = place.own_chain
-    if set(own.rank_of) != set(place.rank_of):  # a rank has depths alone, and a search none to give it
+    if set(own.rank_of) != set(
+        place.rank_of
+    ):  # a rank has depths alone, and a search none to give it
         return best
     held = costs.memory(place)[0]
     tries = 2 + place.depths if place.depths else 1
@@ -114,4 +133,10 @@ def better(schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: 
 if __name__ == "__main__":
     os.nice(10)  # the run comes first
     table, costs_text, limits, seconds, parent = json.load(sys.stdin)
-    print(json.dumps(better(from_json(table), read_costs(json.loads(costs_text)), tuple(limits), seconds, parent)))
+    print(
+        json.dumps(
+            better(
+                from_json(table), read_costs(json.loads(costs_text)), tuple(limits), seconds, parent
+            )
+        )
+    )

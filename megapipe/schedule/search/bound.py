@@ -1,7 +1,8 @@
-"""A lower bound: no schedule can be faster than what chains of passes, memory and work on one rank force.
+"""A lower bound of the makespan, from chains of passes, the memory limit and the work of a rank.
 
-Two ideas, for any costs by stage. Before its first B a rank can only run F, no more than its memory holds; after its
-last B only W, no more than its memory holds. And every microbatch occupies memory from its F to its W (Little's law).
+It has two ideas, for any costs by stage. Before its first B a rank can only run F, as many as fit
+its memory. After its last B it can only run W, as many as its memory has deferred. And every
+microbatch occupies memory from its F to its W, so memory times time is bounded (Little's law).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megapipe.schedule.passes import Kind, Placement
 
 
 class Overheads(NamedTuple):
-    """The least number of `Costs.overhead` that an F, a B and a W pay each."""
+    """The least number of `Costs.overhead` that each F, B and W costs."""
 
     f: float
     b: float
@@ -23,8 +24,8 @@ class Overheads(NamedTuple):
 
 
 SPLIT = Overheads(1.0, 1.0, 1.0)
-WHOLE = Overheads(1.0, 1.0, 0.0)  # a BW pays one for its B and its W together
-PAIRED = Overheads(0.5, 0.5, 0.0)  # a pair pays one for both of its passes
+WHOLE = Overheads(1.0, 1.0, 0.0)  # a BW costs one for its B and its W together
+PAIRED = Overheads(0.5, 0.5, 0.0)  # a pair costs one for both of its passes
 
 
 def lower_bound(
@@ -35,46 +36,57 @@ def lower_bound(
     objective: str,
     overheads: Overheads = SPLIT,
 ) -> float:
-    """Least makespan or period of any schedule on one chain, without pairs that hide communication.
+    """Return a lower bound of the makespan or period of any schedule on one chain.
 
-    With uniform stages, no latency, memory p and m >= 2p it is m(F+B+W) + (p-1) max(B, F + max(0, B-W)) for one chunk
-    and m(F+B+W) + (p-1) max(F, B)/2 for two.
+    It is for schedules without pairs that hide communication. Let stages be uniform, messages take
+    no time, memory be p and m >= 2p. With one chunk on each rank the bound is then
+
+        m(F+B+W) + (p-1) max(B, F + max(0, B-W)),
+
+    and with two chunks m(F+B+W) + (p-1) max(F, B)/2.
 
     Args:
-        memory: limit of every rank or of each, in the unit of the costs.
+        memory: limit of all ranks, or one for each, in the unit of the costs.
         objective: "makespan" or "period" (longest time from a rank's first start to its last end).
-        overheads: SPLIT: of tables with a split backward alone; WHOLE: of those with whole backwards too.
+        overheads: SPLIT for tables with split backwards only, WHOLE if some are fused.
     Returns: a time in the unit of the costs.
     """
-    ranks, m, rank_of = placement.num_ranks, microbatches, placement.rank_of
+    ranks = placement.num_ranks
+    m = microbatches
+    rank_of = placement.rank_of
     limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     work = replace(costs, overhead=0.0).durations(placement)
     each = zip((Kind.F, Kind.B, Kind.W), overheads, strict=True)
     f, b, w = ([time + count * costs.overhead for time in work[kind]] for kind, count in each)
     mem_b, mem_w, *_ = costs.memory(placement)
     lag = [costs.lag(one, two, ranks) for one, two in pairwise(rank_of)] + [0.0]
-    # When F of stage s can start, and how long after the start of B at the last stage B of stage s can start.
+    # down: when F of stage s can start. up: how long after the start of the last stage's B the B of
+    # stage s can start.
     down = [0.0, *accumulate(x + y for x, y in zip(f, lag, strict=True))]
-    up = [0.0, *accumulate(b[s] + lag[s - 1] for s in reversed(range(1, placement.num_stages)))][::-1]
+    up = [0.0, *accumulate(b[s] + lag[s - 1] for s in reversed(range(1, placement.num_stages)))][
+        ::-1
+    ]
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """(from first start to last B end, from first start to last end) of a rank by itself."""
-        stages, limit = placement.stages_on(rank), limits[rank] * (1 + 1e-9)
-        first, deepest = stages[0], stages[-1]
+        """Return a rank's time from first start to last B end, and to last end, by itself."""
+        stages = placement.stages_on(rank)
+        limit = limits[rank] * (1 + 1e-9)
+        first = stages[0]
+        deepest = stages[-1]
         busy = m * sum(f[s] + b[s] + w[s] for s in stages)
-        # From a rank's first F to its first B it has only forwards to do, as many as its memory holds: the rest is
-        # waiting.
+        # From its first F to its first B a rank runs only forwards, as many as its memory holds. In
+        # the rest of this time it waits.
         wait = max(0.0, turn + up[deepest] - down[first] - _most(limit, m, stages, f, mem_b))
         lives = [mem_b[s] * (turn + up[s] + b[s] - down[s]) for s in stages]
         owed = [mem_w[s] * w[s] for s in stages]
-        # Memory times time is an area: m microbatches that live so long do not fit in less time under the limit.
+        # Memory times time is an area. So m such lifespans need at least this time under the limit.
         share = m / limit if limit else 0.0
         to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), sum(lives) * share)
         return to_last_b, max(busy + wait, (sum(lives) + sum(owed)) * share)
 
-    # Two chains of reasoning meet below: what a rank needs by itself, and the way of a microbatch to the loss and
-    # back.
+    # The bound of a rank q follows from a rank r below it: the first microbatch goes from q to r,
+    # r does its own work, and the last gradient returns to q.
     alone = [at_rest(rank) for rank in range(ranks)]
     entry = [placement.stages_on(rank)[0] for rank in range(ranks)]
     best = 0.0
@@ -89,11 +101,15 @@ def lower_bound(
 
 
 def bound_of_any(
-    placement: Placement, microbatches: int, costs: Costs, memory: float | tuple[float, ...], objective: str
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    memory: float | tuple[float, ...],
+    objective: str,
 ) -> float:
-    """Least makespan or period of any schedule on one chain, be its backwards split, whole or in pairs.
+    """Return a lower bound for schedules with split or fused backwards and overlapped pairs.
 
-    Arguments and result as of `lower_bound`.
+    Arguments and result are as in `lower_bound`.
     """
     size = placement, microbatches
     beside = _beside_backwards(costs)
@@ -101,15 +117,18 @@ def bound_of_any(
         # Without fb a pair takes the time of both of its passes.
         overheads = WHOLE if costs.fb is None else PAIRED
         return lower_bound(*size, beside, memory, objective, overheads)
-    # A pair takes no less than the arithmetic of both passes, nor than the communication of both. With either alone as
-    # their time, one after the other, it is two steps of a table without pairs that holds no more.
+    # A pair takes at least the arithmetic of both passes, and at least their communication. With
+    # either one as the time of passes, a pair becomes two steps of a table without pairs, which
+    # holds no more memory.
     links = [getattr(costs, name) for name in SHARES]
     lanes = [1 - share for share in links], links
-    return max(lower_bound(*size, _scaled(beside, shares), memory, objective, PAIRED) for shares in lanes)
+    return max(
+        lower_bound(*size, _scaled(beside, shares), memory, objective, PAIRED) for shares in lanes
+    )
 
 
 def _beside_backwards(costs: Costs) -> Costs:
-    """The costs whose forwards take no more than `fb` leaves them beside a whole backward."""
+    """Return costs in which a forward takes only what `fb` adds to a fused backward."""
     if costs.fb is None:
         return costs
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
@@ -123,12 +142,16 @@ def _scaled(costs: Costs, shares: list[float]) -> Costs:
     def part(time: PerStage, share: float) -> PerStage:
         return tuple(share * x for x in time) if isinstance(time, tuple) else share * time
 
-    f, b, w = (part(time, share) for time, share in zip((costs.f, costs.b, costs.w), shares, strict=True))
+    f, b, w = (
+        part(time, share) for time, share in zip((costs.f, costs.b, costs.w), shares, strict=True)
+    )
     return replace(costs, f=f, b=b, w=w)
 
 
-def _most(limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]) -> float:
-    """Most time of passes that each hold `memory` at once within the limit."""
+def _most(
+    limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]
+) -> float:
+    """Return the longest time of passes that hold `memory` each and together fit the limit."""
     everything = microbatches * sum(time[s] for s in stages)
     sizes = {memory[s] for s in stages}
     if min(sizes) <= 0.0 or limit == float("inf"):

@@ -1,6 +1,6 @@
-"""Searches in machine code, where the machine has a C compiler: the same orders from the same draws, sooner.
+"""Annealing in C: the same orders from the same random draws as in Python, but faster.
 
-Without a compiler (megapipe/compiled.py) a search goes on in Python.
+Without a C compiler (megapipe/compiled.py) a search runs in Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
 FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
 _PASSES_AT_ONCE = 4_000_000  # before the time is looked at
 
-Ints, Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+Ints = ctypes.POINTER(ctypes.c_int)
+Doubles = ctypes.POINTER(ctypes.c_double)
 
 
 class _Problem(ctypes.Structure):
@@ -46,19 +47,21 @@ class _State(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled code; None where it cannot be made."""
+    """Return the compiled code; None without a compiler."""
     return compiled("moves", SOURCES, FLAGS)
 
 
 def anneal_fast(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
-    """The result of `anneal`, from the compiled moves where there are any."""
+    """Return the result of `anneal`, computed by the C code if there is a compiler."""
     moves = library()
     if moves is None:
         return anneal(problem, start, cooling, seed, goal)
     rows = [0, *accumulate(map(len, start.orders))]
     given = _problem(problem, rows)
-    orders, ends = [x for order in start.orders for x in order], start.end
-    best_orders, best_end = ints(orders), doubles(ends)
+    orders = [x for order in start.orders for x in order]
+    ends = start.end
+    best_orders = ints(orders)
+    best_end = doubles(ends)
     state = _State(
         *(ints(orders), best_orders, ints(orders)),
         *(doubles(ends), best_end),
@@ -80,7 +83,14 @@ def anneal_fast(problem: Problem, start: Found, cooling: Cooling, seed: int, goa
 def _problem(of: Problem, rows: Sequence[int]) -> _Problem:
     limits = [limit * (1 + 1e-9) for limit in of.memory]
     return _Problem(
-        *(of.num_passes, of.microbatches, len(rows) - 1, of.placement.num_stages, of.period, of.unit),
+        *(
+            of.num_passes,
+            of.microbatches,
+            len(rows) - 1,
+            of.placement.num_stages,
+            of.period,
+            of.unit,
+        ),
         *map(doubles, (of.duration, of.lag, of.holds, limits)),
         *map(ints, (of.source, of.target, of.rank, rows)),
         *map(doubles, (NORMAL, DECAY)),
@@ -88,10 +98,10 @@ def _problem(of: Problem, rows: Sequence[int]) -> _Problem:
 
 
 def ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
-    """Whole numbers as C has them."""
+    """Return a C array of integers."""
     return (ctypes.c_int * len(values))(*values)
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    """Numbers as C has them."""
+    """Return a C array of doubles."""
     return (ctypes.c_double * len(values))(*values)

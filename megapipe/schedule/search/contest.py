@@ -1,4 +1,4 @@
-"""The contest of a search: many starts are annealed for a short time, the best longer, the very best longest."""
+"""The contest of a search: many starts are annealed shortly, the best ones longer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.compiled import anneal_fast, library
 from megapipe.schedule.search.seeds import blocks, deals, few, is_large, pattern, patterns, unroll
 
-# Passes that a second of effort may place in the search of a start, and what a move costs beside its own. Counted, not
-# timed: machines that are faster or busier find the same. Measured on a core that is shared, so that 60 is a minute.
-_PASSES_PER_SECOND, _PER_MOVE = 1_600_000, 32
+# Effort is counted in passes and not in time, so that faster or busier machines find the same
+# schedule. Measured on a shared core: an effort of 60 is about a minute.
+_PASSES_PER_SECOND = 1_600_000  # passes that a second of effort may place to find starts
+_PER_MOVE = 32  # cost of a move in passes, in addition to the passes of the table
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of annealing.
+    """The pace of annealing on a machine.
 
     Attributes:
-        passes: that a second of effort may place.
-        long: moves of one annealing; more are better spent on heating again.
-        heats: of each heating again, in turns. Which heat frees a schedule is not known before.
-        spreads: `Cooling.spread` of each in turns, of a loop of several chunks; else _SPREADS.
+        passes: passes that a second of effort may place.
+        long: moves of one annealing; further moves are better spent on heating again.
+        heats: temperature factor of each heating, in turns. Which one frees a schedule is not
+            known in advance.
+        spreads: `Cooling.spread` of each heating, in turns, for a loop of several chunks. Other
+            placements use _SPREADS.
     """
 
     passes: int
@@ -37,25 +40,28 @@ class Pace:
     spreads: tuple[float, ...]
 
 
-# In Python few moves are made, and the ranks of a loop must gain together for any to be seen.
+# Python makes few moves. In a loop a gain shows only if several ranks gain together, so the mean
+# over ranks has a larger weight.
 PYTHON = Pace(_PASSES_PER_SECOND, 16_000, (1.0, 0.5, 2.0, 4.0), (4.0, 1.0, 4.0, 0.3))
 COMPILED = Pace(90_000_000, 200_000, (1.0, 0.5, 1.5, 2.0), (0.3, 0.3, 1.0, 0.1))
 
-# How many go on, their share of the effort after the starts are found, and the temperature at the start.
+# Rounds of (entrants that continue, share of the effort after the starts, first temperature).
 _ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
-# The share that finds starts: more where few microbatches stand for many, as all of them are slow to anneal.
-_START, _LONG_START = 0.2, 0.5
+# Share of the effort that finds starts. It is larger if few microbatches stand for many, because
+# annealing the full table is slow.
+_START = 0.2
+_LONG_START = 0.5
 _SPREADS = (0.3, 4.0, 0.05, 1.0)
 
 
 def pace_here(portable: bool) -> Pace:
-    """The pace of this machine; portable: of any."""
+    """Return the pace of this machine; if portable, the pace of a machine without a compiler."""
     return PYTHON if portable or library() is None else COMPILED
 
 
 @dataclass(frozen=True)
 class Spending:
-    """The pace of a search, when it must end by the process's CPU time, and its random numbers."""
+    """The pace of a search, its last CPU time of the process, and its random numbers."""
 
     pace: Pace
     until: float
@@ -64,7 +70,12 @@ class Spending:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A schedule in the contest, the bound of its placement, and `spread` of the annealings to come, in turns."""
+    """A schedule in the contest; `improved` anneals it.
+
+    Attributes:
+        bound: lower bound of its placement.
+        spreads: `Cooling.spread` of the annealings to come, in turns.
+    """
 
     problem: Problem
     bound: float
@@ -72,15 +83,24 @@ class Entrant:
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
-        """Annealed, and reheated from the best if there is time."""
+        """Return it annealed, and reheated from the best schedule if there is effort left.
+
+        Args:
+            seconds: effort.
+            hot: first temperature, in units of the longest pass.
+        """
         pace = of.pace
         steps = int(seconds * pace.passes / (self.problem.num_passes + _PER_MOVE))
         rounds = max(1, steps // pace.long)
         found = self.found
         for i in range(rounds if steps else 0):
             heat = hot * pace.heats[i % len(pace.heats)] * min(1.0, steps / 5000)
-            cooling = Cooling(steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], of.until)
-            found = anneal_fast(self.problem, found, cooling, of.random.getrandbits(64), self.bound * (1 + 1e-9))
+            cooling = Cooling(
+                steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], of.until
+            )
+            found = anneal_fast(
+                self.problem, found, cooling, of.random.getrandbits(64), self.bound * (1 + 1e-9)
+            )
         return replace(self, found=found)
 
 
@@ -91,17 +111,21 @@ def contest(
     progress: Callable[[float], None],
     known: Found | None = None,
 ) -> Entrant:
-    """Anneal many starts for a short time, the best of them longer, the very best longest.
+    """Return the best schedule after annealing many starts shortly and the best ones longer.
 
     Args:
-        known: the best pattern, of one problem, where the caller has it.
+        problems: one for each placement.
+        seconds: effort.
+        of: pace and random numbers.
+        progress: called with the share of the effort spent.
+        known: the best pattern, if there is one problem and the caller has it.
     """
     spent = starts = _LONG_START if problems[0].microbatches >= 2 * few(problems[0]) else _START
     entrants = _entrants(problems, starts * seconds, of, known)
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
-        # A placement whose bound is no better than what another has found cannot win.
+        # A placement whose bound is no better than another's schedule cannot win.
         entrants = [x for x in entrants if x.bound < best * (1 - 1e-9) or x.found.length == best]
         entrants = sorted(entrants, key=lambda x: x.found.length)[:keep]
         each = part * (1.0 - starts) / len(entrants)
@@ -113,14 +137,19 @@ def contest(
     return min(entrants, key=lambda x: x.found.length)
 
 
-def _entrants(problems: list[Problem], seconds: float, of: Spending, known: Found | None) -> list[Entrant]:
-    """The best pattern of each placement and, if that is not optimal, other starts."""
+def _entrants(
+    problems: list[Problem], seconds: float, of: Spending, known: Found | None
+) -> list[Entrant]:
+    """Return the best pattern of each placement and, if that is not optimal, other starts."""
     result: list[Entrant] = []
     bounds = [(_bound(x), i) for i, x in enumerate(problems)]
     some_large = any(map(is_large, problems))
     for bound, i in sorted(bounds) if some_large else bounds:
-        x, each = problems[i], seconds / len(problems)
-        if some_large and result:  # what takes long to make is not made where it cannot win, or time is up
+        x = problems[i]
+        each = seconds / len(problems)
+        if (
+            some_large and result
+        ):  # what takes long to make is not made where it cannot win, or time is up
             least = min(one.found.length for one in result)
             if bound >= least * (1 - 1e-9) or process_time() > of.until:
                 continue
@@ -131,27 +160,38 @@ def _entrants(problems: list[Problem], seconds: float, of: Spending, known: Foun
             if starts[0].length > bound * (1 + 1e-9):
                 starts += _starts(x, each, of)
         spreads = of.pace.spreads if _is_dealt(x.placement) else _SPREADS
-        turns = [spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))]
-        result += [Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)]
+        turns = [
+            spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))
+        ]
+        result += [
+            Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)
+        ]
     return result
 
 
 def _bound(x: Problem) -> float:
-    return lower_bound(x.placement, x.microbatches, x.costs, x.memory, "period" if x.period else "makespan")
+    return lower_bound(
+        x.placement, x.microbatches, x.costs, x.memory, "period" if x.period else "makespan"
+    )
 
 
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
-    """The result of a contest for few microbatches unrolled, and the pattern that is best for these."""
+    """Return starts for a large table, from a contest with few microbatches.
+
+    These are its result, unrolled, and the pattern that is best for few microbatches.
+    """
     small = problem(full.placement, few(full), full.costs, full.memory, full.period)
     ranked = patterns(small)
-    best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None, ranked[0][0])
+    best = contest(
+        [small], seconds, replace(of, random=Random(0)), lambda share: None, ranked[0][0]
+    )
     name = next((name for _, name in ranked if name), "")
     found = unroll(full, small, best.found)[:2] + (pattern(full, name)[:1] if name else [])
     return sorted(found, key=lambda x: x.length) or [patterns(full)[0][0]]
 
 
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
-    """Building blocks; for many microbatches the result of a smaller contest, unrolled."""
+    """Return building blocks, or for many microbatches a smaller contest's result, unrolled."""
     if full.microbatches >= 2 * few(full):
         small = problem(full.placement, few(full), full.costs, full.memory, full.period)
         best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None)
@@ -159,10 +199,14 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
     tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
     dealt = deals(full, tries // 6, of.until, of.random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
-    return dealt + [found for _ in range(islands) for found in blocks(full, tries // islands, of.until, of.random)[:1]]
+    return dealt + [
+        found
+        for _ in range(islands)
+        for found in blocks(full, tries // islands, of.until, of.random)[:1]
+    ]
 
 
 def _is_dealt(place: Placement) -> bool:
-    """Is it a loop of several chunks?"""
+    """Return whether a placement is a loop of several chunks."""
     chunks = place.num_stages // place.num_ranks
     return chunks > 1 and place == loop(place.num_ranks, chunks)

@@ -1,7 +1,8 @@
-"""zb-auto with pairs: the best table with pairs over the catalogue's orders, at a memory limit.
+"""zb-auto with pairs: the best table with overlapped pairs, at a memory limit.
 
-Pairs are found by plays of a table's orders (`transforms.together`), so what is searched is which orders, in how many
-chunks, and in which manner ranks choose. All orders have a few plays, the best of them what is left of the effort.
+Pairs come from simulations of a table's orders (`shapes.pairs.together`). The search chooses the
+order of the catalogue, the number of chunks, and the policy by which ranks choose passes. Every
+order is simulated a few times, and the best orders with the rest of the effort.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.verify import verify
 
 CHUNKS = (1, 2, 4, 8)
-_FIRST, _FINALISTS = 8, 3
-# Passes that a second of effort may place in plays, in Python and compiled. Counted, not timed: a faster or a busier
-# machine finds the same.
-_PYTHON, _COMPILED = 180_000, 2_000_000
+_FIRST = 8
+_FINALISTS = 3
+# Passes that a second of effort may place, in Python and in C. They are counted and not timed, so
+# that a faster or busier machine finds the same table.
+_PYTHON = 180_000
+_COMPILED = 2_000_000
 
 
 def search_pairs(
@@ -38,21 +41,26 @@ def search_pairs(
     effort: float = 4.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Schedule:
-    """The best table with pairs that is found. The same arguments give the same schedule.
+    """Return the best table with pairs that the search finds. Equal arguments give equal tables.
 
     Args:
-        placement: "loop" or "v"; chunks: stages per rank; None: whichever is best.
-        memory: most activation of a rank; None: what pairs of each table ask for.
-        effort: about the seconds to spend on one core, beyond a first look at every table.
-    Raises: ScheduleError where there is no such table, or none can be run within the memory.
+        placement: "loop" or "v"; None for the better.
+        chunks: stages on each rank; None for the best of CHUNKS.
+        memory: most activation of a rank; None for what pairs of each table need.
+        effort: about the seconds to spend on one core, after a first simulation of every table.
+        progress: called with the share of the effort spent.
+    Raises: ScheduleError if there is no such table, or none fits the memory.
     """
     if objective != "makespan":
         raise ScheduleError(
-            f"zb-auto with pairs is searched for the makespan, not the {objective}. Leave out --objective."
+            f"zb-auto with pairs is searched for the makespan, not the {objective}. "
+            "Leave out --objective."
         )
     tables = list(_tables(ranks, microbatches, placement, chunks, costs))
     if not tables:
-        raise ScheduleError(f"zb-auto: no {placement or 'table'} of {chunks} chunk(s) on {ranks} ranks has pairs.")
+        raise ScheduleError(
+            f"zb-auto: no {placement or 'table'} of {chunks} chunk(s) on {ranks} ranks has pairs."
+        )
     refuse_unpairable(tables[0], costs)
     limits = [limits_in_pairs(table, costs, memory) for table in tables]
     found = []
@@ -64,12 +72,14 @@ def search_pairs(
     pace = _PYTHON if library() is None else _COMPILED
     for place, (_, n, _) in enumerate(found[:_FINALISTS]):
         progress((1 + place / _FINALISTS) / 2)
-        tries = int(effort / _FINALISTS * pace / (3 * tables[n].placement.num_stages * microbatches))
+        tries = int(
+            effort / _FINALISTS * pace / (3 * tables[n].placement.num_stages * microbatches)
+        )
         best = best_play(tables[n], costs, limits[n], _FIRST + tries)
         assert best is not None
         found.append((best[0], n, best[1]))
     if not found:
-        pairs(tables[0], costs, memory=memory)  # says what it would need
+        pairs(tables[0], costs, memory=memory)  # raises with the memory that pairs need
     made = replace(min(found, key=lambda entry: entry[0])[2], name="zb-auto")
     verify(made, memory=memory, costs=costs)
     return made
@@ -78,16 +88,25 @@ def search_pairs(
 def _tables(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs
 ) -> Iterator[Schedule]:
-    """Tables of the catalogue with one copy of the model, each order once."""
+    """Yield the catalogue's tables with one copy of the model, each order once."""
     seen = set[str]()
     for v in CHUNKS if chunks is None else (chunks,):
         for table in fixed(ranks, microbatches, v, costs):
-            shape = "v" if table.placement == vee(ranks) else "loop" if table.placement == loop(ranks, v) else None
+            shape = (
+                "v"
+                if table.placement == vee(ranks)
+                else "loop"
+                if table.placement == loop(ranks, v)
+                else None
+            )
             if placement not in (None, shape):
                 continue
             passes = [[x for step in row for x in step] for row in table.ranks]
             orders = str(
-                [[x for x in row if x.kind.is_forward] + [x for x in row if x.kind.is_backward] for row in passes]
+                [
+                    [x for x in row if x.kind.is_forward] + [x for x in row if x.kind.is_backward]
+                    for row in passes
+                ]
             )
             if orders not in seen:
                 seen.add(orders)

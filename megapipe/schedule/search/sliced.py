@@ -1,4 +1,8 @@
-"""An order for microbatches in slices: the best one found for as many more of them that are shorter, read as slices."""
+"""Search of an order for microbatches in slices.
+
+It searches an order for n times as many microbatches of 1/n of the length, and reads these as
+slices.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,17 @@ def searched_slices(
     portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule | None:
-    """The fastest table of these stages and cuts that is found within the memory of each rank, if any is; none of the
-    catalogue is faster.
+    """Return the fastest table found for these stages and slices; None if none fits the memory.
 
-    The search knows slices of the mean length that wait for none of their own microbatch. What ranks then hold more,
-    as slices differ and forwards come sooner, it has less room for the next time.
+    No table of the catalogue is faster. The search assumes slices of the mean length that do not
+    wait for other slices of their microbatch. The resulting table may hold more, because slices
+    differ and forwards come sooner. The next search then has less memory by this excess.
+
+    Args:
+        cuts: lengths of the slices.
+        memory: limit of each rank, in the unit of the costs.
+        documents: as in `Schedule.documents`.
+        effort, portable, progress: as in `search.auto`.
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
@@ -45,7 +55,10 @@ def searched_slices(
     best: tuple[float, Schedule] | None = None
 
     def over(order: Schedule) -> list[float]:
-        """The excess that each rank holds under it, once it is cut; the best without any is kept."""
+        """Return each rank's excess over its limit with this order in slices.
+
+        The best table without excess is kept.
+        """
         nonlocal best
         table = slices(partial(_given, order), microbatches, cuts, costs, documents=documents)
         time = simulate(table, costs)
@@ -54,13 +67,21 @@ def searched_slices(
             best = time.makespan, replace(table, name="zb-auto")
         return more
 
-    with suppress(ScheduleError):  # no room for a slice, or backwards that wait for slices behind them
+    # A slice may not fit the memory, or backwards may wait for later slices.
+    with suppress(ScheduleError):
         for _ in range(_TRIES):
-            asked, part = [Candidate(place, mean, room)], effort / _TRIES
-            found = search_among(asked, n * microbatches, effort=part, portable=portable, progress=progress)
+            asked = [Candidate(place, mean, room)]
+            part = effort / _TRIES
+            found = search_among(
+                asked, n * microbatches, effort=part, portable=portable, progress=progress
+            )
             more = over(found.schedule)
-            room = tuple(most - x for most, x in zip(room, more, strict=True)) if any(more) else memory
-    for order in fixed(place.num_ranks, n * microbatches, place.num_stages // place.num_ranks, mean, place):
+            room = (
+                tuple(most - x for most, x in zip(room, more, strict=True)) if any(more) else memory
+            )
+    for order in fixed(
+        place.num_ranks, n * microbatches, place.num_stages // place.num_ranks, mean, place
+    ):
         with suppress(ScheduleError):
             over(order)
     return best and best[1]
@@ -76,16 +97,23 @@ def fastest_slices(
     portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
-    """The fastest table for any of these placements. Raises: ScheduleError if none is found within their memory."""
+    """Return the fastest table for any of these placements. Arguments are as in `searched_slices`.
+
+    Raises: ScheduleError if none is found within the memory.
+    """
     found: list[tuple[float, int, Schedule]] = []
     for i, one in enumerate(candidates):
-        size, part = (one.placement, microbatches, cuts, one.costs, one.memory), effort / len(candidates)
-        made = searched_slices(*size, documents=documents, effort=part, portable=portable, progress=progress)
+        size = (one.placement, microbatches, cuts, one.costs, one.memory)
+        part = effort / len(candidates)
+        made = searched_slices(
+            *size, documents=documents, effort=part, portable=portable, progress=progress
+        )
         found += [] if made is None else [(simulate(made, one.costs).makespan, i, made)]
     if not found:
         most = max(max(one.memory) for one in candidates)
         raise ScheduleError(
-            f"zb-auto finds no order of {len(cuts)} slices in memory {most:g}. Allow more, or take fewer slices."
+            f"zb-auto finds no order of {len(cuts)} slices in memory {most:g}. "
+            "Allow more, or take fewer slices."
         )
     return min(found)[2]
 

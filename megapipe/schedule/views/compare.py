@@ -1,4 +1,4 @@
-"""All schedules side by side for given ranks, microbatches, costs and memory, and which of them to take."""
+"""Compare all schedules for given ranks, microbatches, costs and memory, and advise one."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ from megapipe.schedule.views.scene import short
 from megapipe.schedule.views.sliced import in_slices
 
 _SEARCH = 50
-"""Times that a search takes as long as a fixed schedule, for the progress bar."""
+"""Time of a search in times of a fixed schedule, for the progress bar."""
 
 _Make = Callable[[Callable[[float], None]], Schedule]
-"""Makes a schedule, given whom to tell the share of the work that is done."""
+"""Makes a schedule, given the function to call with the share of the work done."""
 
-_TIE, _WORTH = 0.005, 0.02
+_TIE = 0.005
+_WORTH = 0.02
 """Makespans this close count as equal; a saving below this is not worth another schedule."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one schedule. Times in the unit of the costs, memory and parameters in device shares.
+    """The row of one schedule: times in the unit of the costs, memory in device shares.
 
     Attributes:
-        makespan: from the first start to the last end on any rank: an iteration with a barrier at the optimizer.
-        period: longest span of one rank: an iteration without one.
-        bubble: most a rank waits within its span, the papers' bubble.
-        busiest: time the rank with the most work computes. No order of the same stages can be shorter.
+        makespan: from the first start to the last end on any rank: a step with a barrier at the
+            optimizer.
+        period: longest span of one rank: a step without a barrier.
+        bubble: longest wait of a rank within its span, the papers' bubble.
+        busiest: time that the rank with the most work computes. No order of the same stages is
+            faster.
         idle: share of all ranks' time until the makespan in which they do not compute.
-        peak: most activation any rank holds; parameters: most of any rank; sent: most tensors any rank sends.
-        fits: is the peak within the memory limit?
+        peak: most activation of any rank.
+        parameters: most parameters of any rank, in device shares.
+        sent: most tensors that any rank sends.
+        fits: the peak is within the memory limit.
     """
 
     label: str
@@ -54,13 +59,13 @@ class Row:
 
     @property
     def bubble_share(self) -> float:
-        """The bubble's share of the period: (p-1)/(m+p-1) for 1F1B, as the papers state it."""
+        """Return the bubble's share of the period, as in the papers: (p-1)/(m+p-1) for 1F1B."""
         return self.bubble / self.period if self.period else 0.0
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A schedule that these numbers do not allow, and why."""
+    """A schedule that does not exist for these numbers, and the reason."""
 
     label: str
     reason: str
@@ -78,18 +83,19 @@ def compare(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Row | Refusal]:
-    """One row for each schedule, several for those that leave a choice; 1f1b, the measure of the others, always.
+    """Return a row for each schedule, and several for a schedule that leaves a choice.
 
-    Fixed schedules over the memory limit get a row that does not fit; zb-auto keeps to the limit, or to
-    p if there is none.
+    1f1b always has a row, because others are compared with it. A fixed schedule over the memory
+    limit has a row that does not fit. zb-auto keeps to the limit, or to p if there is none.
 
     Args:
-        names: as `build` takes them: entries of the catalogue, files, functions FILE.py:NAME.
-        effort: about the seconds to spend on each of the two searches, for the makespan and for the period.
-        progress: called with the share that is done and what is next.
-        slices: each that is not searched also with its microbatches cut so.
-        parts: a recipe whose parts, such as copies and shards, every schedule gets; its order is not looked at.
-    Raises: ScheduleError for a name that is none.
+        names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME.
+        effort: about the seconds to spend on each of the two searches, for makespan and period.
+        progress: called with the share of the work done and the next schedule.
+        slices: adds each schedule that is not searched with its microbatches cut in this way.
+        parts: a recipe whose parts, such as copies and shards, every schedule gets. Its order is
+            ignored.
+    Raises: ScheduleError for an unknown name.
     """
     makers, searches = _makers(
         dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort
@@ -118,7 +124,7 @@ def compare(
 
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
-    """Return a schedule's table with the parts of a recipe; where they do not fit the one that needs least."""
+    """Return a table with the parts of a recipe; if they do not fit, the one that needs least."""
     recipe = replace(parts, order=table.name, table=table, lenient=True)
     built = recipe.build(Fixed(costs, memory, len(parts.depths)))
     return recipe.step.around(built.table, costs)
@@ -127,7 +133,7 @@ def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | No
 def measure(
     schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None
 ) -> Row:
-    """Simulate one schedule and take down its numbers."""
+    """Return the row of a schedule under these costs."""
     time = simulate(schedule, costs)
     total = time.makespan * len(schedule.ranks)
     return Row(
@@ -145,10 +151,11 @@ def measure(
 
 
 def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UNIT) -> list[str]:
-    """Advice which schedule to take and why, in sentences; also when none of them helps.
+    """Return sentences on which schedule to take and why, or that none helps.
 
     Args:
-        rows: those of `compare`. The measure is 1f1b, or the first that fits where costs have other stages.
+        rows: the result of `compare`. Schedules are compared with 1f1b, or with the first one that
+            fits if the costs have other stages.
     """
     if not rows:
         return ["No schedule takes these numbers; the reasons are above."]
@@ -156,7 +163,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     if not fitting:
         least = min(rows, key=lambda row: row.peak)
         return [
-            f"No schedule fits: {least.label} needs least, {short(least.peak)}. Make a microbatch leave less behind: a "
+            f"No schedule fits: {least.label} needs least, {short(least.peak)}. "
+            "Make a microbatch hold less: a "
             "smaller --micro-batch-size, recomputation, more tensor parallelism."
         ]
     best = _best(fitting, "makespan")
@@ -170,7 +178,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             else ""
         )
         advice = [
-            f"Stay with {plain.label} (makespan {short(plain.makespan)}): none that fits saves {_WORTH:.0%} of "
+            f"Stay with {plain.label} (makespan {short(plain.makespan)}): "
+            f"none that fits saves {_WORTH:.0%} of "
             f"it{closest}."
         ]
         best = plain
@@ -179,7 +188,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
         than = f"{short(best.peak / plain.peak)} x that" if plain.peak else "against none"
         more = f" ({than} of {plain.label})" if best.peak > plain.peak else ""
         advice = [
-            f"Take {best.label}: makespan {short(best.makespan)}, {_change(best.makespan, plain.makespan)} than "
+            f"Take {best.label}: makespan {short(best.makespan)}, "
+            f"{_change(best.makespan, plain.makespan)} than "
             f"{plain.label} ({short(plain.makespan)}{over}); peak {short(best.peak)}{more}, "
             f"{short(best.parameters)} x the parameters, {best.sent} tensors sent per rank."
         ]
@@ -187,19 +197,21 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     steady = _best(fitting, "period")
     if steady.period < best.period * (1 - _WORTH):
         advice.append(
-            f"Where iterations follow each other without a barrier (post-validation), take {steady.label}: period "
+            "Where iterations follow each other without a barrier (post-validation), "
+            f"take {steady.label}: period "
             f"{short(steady.period)} against {short(best.period)} of {best.label}."
         )
     if not costs.comm and best.sent > plain.sent > 0:
         advice.append(
-            f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many as {plain.label}: "
+            f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many "
+            f"as {plain.label}: "
             "compare again with your latency as the fourth number of --costs."
         )
     return advice + _pairs(rows, best, ranks, microbatches, costs)
 
 
 def to_table(rows: Sequence[Row | Refusal]) -> str:
-    """Rows as text, those that fit first, the shortest makespan on top."""
+    """Return the rows as text: rows that fit first, the shortest makespan on top."""
     measured = sorted(
         (row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan)
     )
@@ -249,7 +261,7 @@ def _makers(
     memory: float | None,
     effort: float,
 ) -> tuple[dict[str, _Make], dict[str, _Make]]:
-    """Makers of the schedules of the comparison, by label."""
+    """Return the functions that make the schedules, by label: fixed ones and searched ones."""
 
     def fixed(name: str, chunks: int | None = None) -> _Make:
         return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
@@ -265,7 +277,8 @@ def _makers(
             progress=report,
         )
 
-    makers, searches = dict[str, _Make](), dict[str, _Make]()
+    makers = dict[str, _Make]()
+    searches = dict[str, _Make]()
     for name in names:
         if not is_file(name) and entry_of(name).searched:
             searches |= {
@@ -283,7 +296,7 @@ def _makers(
 def _cut(
     names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutting: Cutting
 ) -> dict[str, _Make]:
-    """Makers of the schedules in slices, by label."""
+    """Return the functions that make the schedules in slices, by label."""
 
     def made(name: str, chunks: int | None) -> _Make:
         recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
@@ -305,7 +318,11 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _best(rows: Sequence[Row], what: str) -> Row:
-    """The shortest; of those as good as equal the one with the fewest parameters, then memory, then messages."""
+    """Return the row with the shortest time `what`.
+
+    Among nearly equal ones it is the row with the fewest parameters, then least memory, then
+    fewest messages.
+    """
     least = min(getattr(row, what) for row in rows)
     close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]
     return min(close, key=lambda row: (row.parameters, row.peak, row.sent, row.makespan))
@@ -316,12 +333,13 @@ def _change(value: float, reference: float) -> str:
 
 
 def _uneven(best: Row) -> list[str]:
-    """Does one rank have so much work that no order of the passes helps?"""
+    """Return a sentence if one rank has too much work for any order of the passes to help."""
     mean = best.makespan * (1 - best.idle)
     if best.busiest <= 1.05 * mean:
         return []
     return [
-        f"The stages are uneven: the busiest rank works {short(best.busiest)}, the mean rank {short(mean)}. No "
+        f"The stages are uneven: the busiest rank works {short(best.busiest)}, "
+        f"the mean rank {short(mean)}. No "
         "schedule changes that; another split of the layers does."
     ]
 
@@ -329,8 +347,10 @@ def _uneven(best: Row) -> list[str]:
 def _pairs(
     rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs
 ) -> list[str]:
-    """The share of their passes apart that the overlapped pairs of DualPipeV, with one copy of the model, may take to
-    reach the best row, in percent."""
+    """Return a sentence on how short DualPipeV's overlapped pairs must be to reach the best row.
+
+    The time of a pair is in percent of its two passes in sequence.
+    """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)
     known = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
@@ -343,7 +363,9 @@ def _pairs(
         cheaper = replace(costs, fb=(costs.f + costs.b + costs.w) * percent / 100)
         if simulate(schedule, cheaper).makespan <= best.makespan:
             return [
-                f"{row.label} is as fast as {best.label} only if a forward and a backward run together take at most "
-                f"{percent} % of their time apart, which depends on your kernels; the table counts 100 %."
+                f"{row.label} is as fast as {best.label} only if a forward and a backward "
+                f"run together take at most {percent} % of their time in sequence, "
+                "which depends on your kernels; "
+                "the table counts 100 %."
             ]
     return []

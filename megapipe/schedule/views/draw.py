@@ -1,4 +1,4 @@
-"""A schedule as an SVG picture: one row of boxes per rank, the activation it holds below, on one time axis."""
+"""A schedule as an SVG picture: a row of boxes for each rank, and its activation over time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ from megapipe.schedule.views.scene import Box, Scene, Track, is_dark, lighter, s
 _Names = dict[tuple[Kind, int], str]
 """The style class of each kind and stage."""
 
-_LEFT, _RIGHT, _TOP = 56, 76, 56
-_ROW, _GAP, _CURVE, _CURVE_GAP = 24, 4, 24, 7
-_LANE, _LANE_GAP = 7, 2
+_LEFT = 56
+_RIGHT = 76
+_TOP = 56
+_ROW = 24
+_GAP = 4
+_CURVE = 24
+_CURVE_GAP = 7
+_LANE = 7
+_LANE_GAP = 2
 _STYLE = (
-    "text{font:11px sans-serif;fill:#222}.n text{font-size:10px;text-anchor:middle}.h{font-weight:bold}"
-    ".r{text-anchor:end}.m{text-anchor:middle}.idle{fill:#e4e4e4}.pair{fill:none;stroke:#111;stroke-width:1.2}"
+    "text{font:11px sans-serif;fill:#222}.n text{font-size:10px;text-anchor:middle}"
+    ".h{font-weight:bold}"
+    ".r{text-anchor:end}.m{text-anchor:middle}.idle{fill:#e4e4e4}"
+    ".pair{fill:none;stroke:#111;stroke-width:1.2}"
     ".n rect{stroke:#fff;stroke-width:.6}.n .pair{stroke:#111;stroke-width:1.2}"
     ".axis{stroke:#888;fill:none}.held{fill:#8c7bb5;fill-opacity:.45;stroke:#5b4a8a}"
     ".limit{stroke:#c2185b;stroke-dasharray:5 3}"
@@ -27,18 +35,20 @@ _STYLE = (
 
 
 def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str:
-    """Draw a schedule.
+    """Return a schedule as an SVG document without scripts or fonts of its own.
 
-    Boxes are passes, grey is bubble; an overlapped pair is one box split in two. Where costs say that passes have
-    communication each row has two lanes below, of its passes' arithmetic and of their communication, which in a pair
-    lie beside each other. Under the rows, the activation each rank holds over time with its peak and, if given, the
-    limit `memory` (in the unit of costs.mem_b).
+    Boxes are passes, grey is bubble, and an overlapped pair is one box split in two. If passes have
+    communication, two lines below each row show arithmetic and communication of its passes. Below
+    the rows is the activation of each rank over time, with its peak.
 
-    Returns: an XML document without scripts or fonts of its own.
+    Args:
+        memory: a limit to draw, in the unit of costs.mem_b.
     Raises: ScheduleError if the schedule cannot proceed.
     """
     scene = scene_of(schedule, costs)
-    time, plot, ranks = scene.time, _plot_width(scene.time), len(schedule.ranks)
+    time = scene.time
+    plot = _plot_width(scene.time)
+    ranks = len(schedule.ranks)
     curves_top = _TOP + sum(sum(_size(track)) for track in scene.tracks) + 44
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
@@ -57,7 +67,8 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
         )
     )
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">',
         f"<style>{style}</style>",
         f'<rect width="{width}" height="{height}" fill="#fff"/>',
         *_heading(schedule, time, memory),
@@ -71,12 +82,12 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
 
 
 def _size(track: Track) -> tuple[int, int]:
-    """Pixels of a row, and of the gap below it."""
+    """Return the height of a row and of the gap below it, in pixels."""
     return (_LANE, _LANE_GAP) if track.within else (_ROW, _GAP)
 
 
 def _plot_width(time: Timeline) -> int:
-    """Pixels: enough for a number in the shortest box, within what a screen can show."""
+    """Return the width in pixels: enough for a number in the shortest box, if a screen shows it."""
     lengths = [time.end[item] - time.start[item] for item in time.start]
     shortest = min((length for length in lengths if length > 0), default=1.0)
     return round(min(max(720.0, 13 * time.makespan / shortest), 6000.0))
@@ -85,14 +96,16 @@ def _plot_width(time: Timeline) -> int:
 def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterator[str]:
     limit = "" if memory is None else f" of {short(memory)}"
     facts = (
-        f"{len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: makespan {short(time.makespan)}, "
+        f"{len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: "
+        f"makespan {short(time.makespan)}, "
         f"bubble {short(time.bubble)}, peak activation {short(max(time.peak))}{limit}"
     )
-    yield f'<text x="{_LEFT}" y="18"><tspan class="h">{escape(schedule.name)}</tspan>  {facts}</text>'
+    name = f'<tspan class="h">{escape(schedule.name)}</tspan>'
+    yield f'<text x="{_LEFT}" y="18">{name}  {facts}</text>'
 
 
 def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
-    """Swatches of the kinds this schedule has, one box for each of a rank's chunks."""
+    """Yield the legend: each kind of the schedule, with a box for each chunk of a rank."""
     place = scene.schedule.placement
     own = place.stages_on(0)
     x = float(_LEFT)
@@ -104,13 +117,15 @@ def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
         text = f"{kind.value} {kind.traits.meaning}"
         yield f'<text x="{x + 4:g}" y="40">{text}</text>'
         x += 20 + 5.6 * len(text)
-    yield f'<rect class="idle" x="{x:g}" y="30" width="12" height="12"/><text x="{x + 16:g}" y="40">bubble</text>'
+    idle = f'<rect class="idle" x="{x:g}" y="30" width="12" height="12"/>'
+    yield f'{idle}<text x="{x + 16:g}" y="40">bubble</text>'
     x += 66
     if text := lighter(place):
         yield f'<text x="{x:g}" y="40">{text}</text>'
         x += 14 + 5.6 * len(text)
     if memory is not None:
-        yield f'<path class="limit" d="M{x:g} 36h18"/><text x="{x + 22:g}" y="40">memory limit</text>'
+        line = f'<path class="limit" d="M{x:g} 36h18"/>'
+        yield f'{line}<text x="{x + 22:g}" y="40">memory limit</text>'
 
 
 def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]:
@@ -119,7 +134,8 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
         height, gap = _size(track)
         style = ' class="s"' if track.within else ""
         middle = _LANE if track.within else 16
-        yield f'<g{style} transform="translate({_LEFT} {y})"><text class="r" x="-6" y="{middle}">{track.name}</text>'
+        label = f'<text class="r" x="-6" y="{middle}">{track.name}</text>'
+        yield f'<g{style} transform="translate({_LEFT} {y})">{label}'
         if track.lane == Lane.COMPUTE.value:
             yield f'<text x="{plot + 6}" y="16">idle {short(scene.time.idle[track.rank])}</text>'
         yield f'<rect class="idle" width="{plot}" height="{height}"/>' + (
@@ -132,20 +148,27 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
 
 
 def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """A part of a pass."""
+    """Yield the box of a part of a pass."""
     for box in step:
         rect = f'<rect class="{_name(box, names)}" x="{_px(box.start * scale)}" height="{_LANE}"'
-        yield f'{rect} width="{_px((box.end - box.start) * scale)}"><title>{box.item}</title></rect>'
+        width = _px((box.end - box.start) * scale)
+        yield f'{rect} width="{width}"><title>{box.item}</title></rect>'
 
 
 def _boxes(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """One step; a pair is split across its height, the forward above. A number that does not fit becomes a tooltip."""
-    height, x = _ROW // len(step), step[0].start * scale
-    width = max(step[0].end * scale - x, 1.5)  # of what takes no time too
+    """Yield the boxes of a step. A pair is split across its height, with the forward above.
+
+    A number that does not fit becomes a tooltip.
+    """
+    height = _ROW // len(step)
+    x = step[0].start * scale
+    width = max(step[0].end * scale - x, 1.5)  # a pass of no duration is drawn too
     for i, box in enumerate(step):
-        y, label = i * height, box.item.of
+        y = i * height
+        label = box.item.of
         top = f' y="{y}"' if y else ""
-        rect = f'<rect class="{_name(box, names)}" x="{_px(x)}"{top} width="{_px(width)}" height="{height}"'
+        place = f'x="{_px(x)}"{top} width="{_px(width)}" height="{height}"'
+        rect = f'<rect class="{_name(box, names)}" {place}'
         if width >= 6.2 * len(label) + 1:
             yield f'{rect}/><text x="{_px(x + width / 2)}" y="{y + height // 2 + 4}">{label}</text>'
         else:
@@ -170,7 +193,7 @@ def _axis(time: Timeline, scale: float, plot: int, y: int) -> Iterator[str]:
 
 
 def _tick(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... at or above `least`."""
+    """Return the first of 1, 2, 5, 10, 20, ... that is at least `least`."""
     if least <= 0:
         return 0.0
     power = 1.0
@@ -182,8 +205,9 @@ def _tick(least: float) -> float:
 
 
 def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: int) -> Iterator[str]:
-    """The activation of each rank, all to one scale."""
-    yield f'<text x="{_LEFT}" y="{top - 6}">activation held by each rank, in microbatches of a device share</text>'
+    """Yield the curves of activation of all ranks, on one scale."""
+    caption = "activation held by each rank, in microbatches of a device share"
+    yield f'<text x="{_LEFT}" y="{top - 6}">{caption}</text>'
     most = max(*scene.time.peak, memory or 0.0) or 1.0
     for rank, curve in enumerate(scene.curves):
         y = top + rank * (_CURVE + _CURVE_GAP)
@@ -191,7 +215,8 @@ def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: in
         for at, held in curve.items():
             path.append(f"H{_px(at * scale)}V{_px(_CURVE - held / most * _CURVE)}")
         path.append(f"H{plot}V{_CURVE}z")
-        yield f'<g transform="translate({_LEFT} {y})"><text class="r" x="-6" y="18">rank {rank}</text>'
+        label = f'<text class="r" x="-6" y="18">rank {rank}</text>'
+        yield f'<g transform="translate({_LEFT} {y})">{label}'
         yield f'<path class="axis" d="M0 {_CURVE}H{plot}"/><path class="held" d="{"".join(path)}"/>'
         if memory is not None:
             yield f'<path class="limit" d="M0 {_px(_CURVE - memory / most * _CURVE)}H{plot}"/>'

@@ -1,6 +1,7 @@
 """Figures for paper and screen: SVG, PNG and PDF through matplotlib, at the width of a column.
 
-The only file that knows matplotlib, an extra: whoever wants a figure asks `check` before the work that leads to it.
+Only this file imports matplotlib, which is optional. Callers call `check` before they do the work
+that leads to a figure.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLUMN, PAGE = 3.4, 7.0
+COLUMN = 3.4
+PAGE = 7.0
 """Inches: a column of a paper in two columns, and both."""
 _STYLE = {
     "font.size": 7,
@@ -39,16 +41,19 @@ _STYLE = {
     "ytick.major.width": 0.5,
     "hatch.linewidth": 0.5,
     "savefig.dpi": 300,
-    "text.parse_math": False,  # a dollar in the name of a file is one
-    "pdf.fonttype": 42,  # letters that can be searched and that printers take
+    "text.parse_math": False,  # a dollar in the name of a file is no formula
+    "pdf.fonttype": 42,  # text that can be searched and printed
     "svg.fonttype": "none",
-    "svg.hashsalt": "megapipe",  # the same drawing has the same bytes
+    "svg.hashsalt": "megapipe",  # equal drawings have equal bytes
 }
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files that a figure goes to, in one format or several; flags of a command may begin with these."""
+    """The files to which a figure is written. Commands have these fields as flags.
+
+    `check` refuses impossible figures, `draw` returns the bytes of each file.
+    """
 
     svg: str | None = None
     """Draw a figure to this file."""
@@ -57,21 +62,24 @@ class Files:
     pdf: str | None = None
     """A file with the figure as PDF."""
     width: float = COLUMN
-    """The width of the figure in inches; its height follows. A column of a paper has 3.4, a page 7."""
+    """Width of the figure in inches; its height follows. A column of a paper has 3.4, a page 7."""
 
     @property
     def named(self) -> dict[str, Path]:
-        """The files that were asked for, by format."""
+        """Return the requested files by format."""
         paths = {"svg": self.svg, "png": self.png, "pdf": self.pdf}
         return {name: Path(path) for name, path in paths.items() if path is not None}
 
     @property
     def by_flag(self) -> dict[str, Path]:
-        """They, by what asked for each."""
+        """Return the requested files by flag."""
         return {f"--{kind}": path for kind, path in self.named.items()}
 
     def check(self) -> None:
-        """Raises: ScheduleError if a figure is asked for and nothing here can draw it, or it has no room."""
+        """Check that the requested figures can be drawn.
+
+        Raises: ScheduleError if matplotlib is missing, or the width is too small.
+        """
         if self.width != COLUMN and not self.named:
             raise ScheduleError(
                 f"--width {self.width:g} is of a figure, and none is asked for: add --pdf FILE"
@@ -89,11 +97,18 @@ class Files:
     def draw(
         self, height: float, caption: str, paint: Callable[[Figure], object]
     ) -> dict[Path, bytes]:
-        """Draw once, and return what to write into each file. caption: what is seen and of which numbers."""
+        """Draw the figure once, and return the bytes of each file.
+
+        Args:
+            height: inches.
+            caption: describes the figure and its numbers, as metadata of the file.
+            paint: draws into the figure.
+        """
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
-        caption, drawn = plain(caption), dict[Path, bytes]()
+        caption = plain(caption)
+        drawn = dict[Path, bytes]()
         lines = textwrap.wrap(caption.replace(" = ", "\xa0=\xa0"), round(19.5 * self.width))
         with rc_context(_STYLE):
             figure = Figure(figsize=(self.width, height + 0.12 * len(lines)), layout="constrained")
@@ -107,12 +122,12 @@ class Files:
 
 
 def plain(text: str) -> str:
-    """A name as a figure can show it: what no font prints, half a surrogate pair among it, is escaped."""
+    """Return a name with the characters escaped that no font has."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def _about(kind: str, caption: str) -> dict[str, Any]:
-    """The caption for who has the file alone; no date, which would change a file that shows the same."""
+    """Return the metadata of a file: its caption and no date, so that equal files stay equal."""
     if kind == "png":
         return {"Title": caption, "Software": "megapipe"}
     return {
@@ -123,7 +138,7 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
-    """One legend below all axes. letters: of its longest name."""
+    """Put one legend below all axes. letters: length of its longest name."""
     handles, names = axes.get_legend_handles_labels()
     columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
     figure.legend(

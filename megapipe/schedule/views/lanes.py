@@ -1,4 +1,4 @@
-"""Lanes of a step: where its passes compute, where they communicate, and how much of that is left exposed."""
+"""Computation and communication within passes, and how much of the communication is exposed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.simulate import Timeline
 
-ARITHMETIC, LINK = "arithmetic", "link"
+ARITHMETIC = "arithmetic"
+LINK = "link"
 _OF_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 class Stretch(NamedTuple):
-    """A piece of a pass on one of the two lanes within its step."""
+    """A piece of a pass: arithmetic or communication, within its step."""
 
     item: Pass
     lane: str
@@ -26,13 +27,14 @@ class Stretch(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """Time of all passes' communication over all ranks, and the part of it beside which the rank computes nothing."""
+    """The communication of all passes over all ranks, and the part that no computation hides."""
 
     total: float
     exposed: float
 
     def __str__(self) -> str:
-        return f"communication within passes: {self.total:.5g} over all ranks, {self.share:.1%} of it exposed"
+        total = f"communication within passes: {self.total:.5g} over all ranks"
+        return f"{total}, {self.share:.1%} of it exposed"
 
     @property
     def share(self) -> float:
@@ -40,18 +42,19 @@ class Communication(NamedTuple):
 
 
 def communicates(costs: Costs) -> bool:
-    """Do the costs say of any pass that it has communication?"""
+    """Return whether any pass has communication under these costs."""
     return any(getattr(costs, name) for name in SHARES)
 
 
 def communication(schedule: Schedule, costs: Costs) -> Communication:
-    """The communication within the passes of a table under costs.
+    """Return the communication within the passes of a table.
 
-    A step takes its overhead, its arithmetic, and what is exposed of its communication; alone a pass hides nothing.
+    A step takes its overhead, its arithmetic and its exposed communication. A pass alone hides
+    nothing.
     """
     alike = dict[tuple[object, ...], list[Step]]()
     for step in filter(_has_lanes, schedule.steps()):
-        # Microbatches may have documents of their own: slices of one number attend to more in one than in another.
+        # Microbatches may have different documents, so equal slices may differ in attention.
         alike.setdefault(tuple((x.kind, x.stage, schedule.part(x)) for x in step), []).append(step)
     total = exposed = 0.0
     for step, *others in alike.values():
@@ -67,7 +70,7 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
 
 
 class Copied(NamedTuple):
-    """Time of a rank's copies out and back, and the part in which they kept its passes from running."""
+    """The time of a rank's copies out and back, and the part that delayed its passes."""
 
     out: float
     back: float
@@ -75,12 +78,17 @@ class Copied(NamedTuple):
 
 
 def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
-    """The copies of each rank of a table, under costs whose timeline this is."""
-    needs, place, found = Dependencies(schedule), schedule.placement, list[Copied]()
+    """Return the copies of each rank of a table, given its timeline under the costs."""
+    needs = Dependencies(schedule)
+    place = schedule.placement
+    found = list[Copied]()
     for rank, row in enumerate(schedule.ranks):
-        took, exposed, free = Counter[Kind](), 0.0, 0.0
+        took = Counter[Kind]()
+        exposed = 0.0
+        free = 0.0
         for step in row:
-            begin, end = time.start[step[0]], time.end[step[0]]
+            begin = time.start[step[0]]
+            end = time.end[step[0]]
             if (lane := step[0].kind.traits.lane) in COPIES:
                 took[step[0].kind] += end - begin  # type: ignore[assignment]
             if lane is not Lane.COMPUTE:
@@ -99,15 +107,16 @@ def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
 
 
 def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> Iterator[Stretch]:
-    """The pieces of a rank's passes, in the order of its steps; none of costs without communication."""
+    """Yield the pieces of a rank's passes, step by step; none without communication."""
     if not communicates(costs):
         return
     for step in filter(_has_lanes, schedule.ranks[rank]):
-        start, end = time.start[step[0]] + costs.overhead, time.end[step[0]]
+        start = time.start[step[0]] + costs.overhead
+        end = time.end[step[0]]
         owned = _chains(schedule, costs, step)
         chains = [chain for _, chain in owned]
         played = pieces(chains) if len(step) > 1 else [*_alone(chains)]
-        # An fb that was given may leave less than the pieces ask for.
+        # A given fb may be shorter than the pieces need.
         last = max(piece[-1] for piece in played)
         scale = min(1.0, (end - start) / last) if last else 0.0
         for i, link, begin, stop in played:
@@ -134,12 +143,13 @@ def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Ch
 
 
 def _alone(chains: list[Chain]) -> Iterator[tuple[int, bool, float, float]]:
-    """The pieces of one pass, none beside another."""
+    """Yield the pieces of a pass that runs alone: none of them overlap."""
     now = 0.0
     for turn in range(max(chain.turns for chain in chains) or 1):
         for i, chain in enumerate(chains):
             turns = chain.turns or 1
             if turn < turns:
                 for link in (chain.link_first, not chain.link_first):
-                    begin, now = now, now + (chain.link if link else chain.compute) / turns
+                    begin = now
+                    now = now + (chain.link if link else chain.compute) / turns
                     yield i, link, begin, now

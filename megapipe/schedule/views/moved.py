@@ -1,5 +1,4 @@
-"""A table whose activations are moved out of the way, or whose weights are shares between runs of passes, and what is
-said of it: what, what it saves, what it costs."""
+"""Lines on tables with offload, recomputation or sharded weights: what they save and cost."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
 def price_copies(costs: Costs, ratio: float) -> Costs:
-    """The costs, a copy of which takes so much of a forward, out and back each."""
+    """Return costs in which a copy out, and a copy back, each takes `ratio` of a forward."""
 
     def part(f: PerStage) -> PerStage:
         return tuple(ratio * x for x in f) if isinstance(f, tuple) else ratio * f
@@ -30,10 +29,12 @@ def price_copies(costs: Costs, ratio: float) -> Costs:
 
 
 def describe_shards(made: Schedule, costs: Costs) -> list[str]:
-    """Return lines on how often each rank gathers and reduces, what it holds for that, and what it takes."""
-    before, time = simulate(made.without(SHARDS), costs), simulate(made, costs)
+    """Return lines on each rank's gathers and reductions, their memory and their time."""
+    before = simulate(made.without(SHARDS), costs)
+    time = simulate(made, costs)
     own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
-    whole, duration = simulate(made, own).peak, costs.durations(made.placement)
+    whole = simulate(made, own).peak
+    duration = costs.durations(made.placement)
     rows = [_SHARES]
     for rank, row in enumerate(made.ranks):
         beside = [x for step in row for x in step if x.kind in SHARDS]
@@ -42,7 +43,8 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
         shown = map(short, (whole[rank], time.peak[rank], took))
         rows.append((str(rank), str(len(beside) - sums), str(sums), *shown))  # type: ignore[arg-type]
     return [
-        f"weights and gradients are whole for runs of passes: the step takes {short(time.makespan)}, "
+        "weights and gradients are whole for runs of passes: "
+        f"the step takes {short(time.makespan)}, "
         f"where each rank keeps them {short(before.makespan)}",
         *_aligned(rows),
     ]
@@ -61,16 +63,22 @@ def describe_moves(
     takes: Callable[[float], str] = short,
     also: Callable[[Timeline, Timeline], str] | None = None,
 ) -> list[str]:
-    """Lines on what a table moves, what that saves and what it takes, rank by rank.
+    """Return lines on offload and recomputation of each rank: what they save and cost.
 
-    held, takes: how memory and times are said; also: the end of the first line, given both timelines, without and with.
+    Args:
+        held: formats memory.
+        takes: formats times.
+        also: returns the end of the first line, given the timelines without and with the moves.
     """
     plain = made.without(MOVES)
-    before, now, place = simulate(plain, costs), simulate(made, costs), plain.placement
+    before = simulate(plain, costs)
+    now = simulate(made, costs)
+    place = plain.placement
     duration = {
         part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)
     }
-    rows, verbs = [_HEAD], {Kind.O: "copied to the host and back", Kind.R: "computed again"}
+    rows = [_HEAD]
+    verbs = {Kind.O: "copied to the host and back", Kind.R: "computed again"}
     total: Counter[Kind] = Counter()
     for rank, row in enumerate(made.ranks):
         count = Counter(x.kind for step in row for x in step)
@@ -98,7 +106,8 @@ def describe_moves(
         else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
     )
     return [
-        f"of {total[Kind.F]} activations of a stage and {'slice' if made.cuts else 'microbatch'} {chosen}{end}",
+        f"of {total[Kind.F]} activations of a stage and "
+        f"{'slice' if made.cuts else 'microbatch'} {chosen}{end}",
         *_aligned(rows),
     ]
 
@@ -106,10 +115,11 @@ def describe_moves(
 def refuse_unfinished(
     ratio: float | None, solved: bool, switch: int | None, memory: float | None
 ) -> None:
-    """Raises: ScheduleError for flags that need others."""
+    """Check flags that need other flags. Raises: ScheduleError that names the missing flag."""
     if ratio is None and (solved or switch):
         raise ScheduleError(
-            f"--{'solve' if solved else 'switch'} is about copies: add --copy-ratio 0.5, what one takes of F"
+            f"--{'solve' if solved else 'switch'} is about copies: "
+            "add --copy-ratio 0.5, the time of a copy as a share of F"
         )
     if solved and memory is None:
         raise ScheduleError(
@@ -117,5 +127,5 @@ def refuse_unfinished(
         )
     if solved and switch:
         raise ScheduleError(
-            "--solve knows no lanes that ranks share yet: leave out --switch, or --solve"
+            "--solve knows no streams that ranks share yet: leave out --switch, or --solve"
         )

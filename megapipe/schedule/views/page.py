@@ -1,8 +1,8 @@
-"""All schedules as one HTML page, which simulates and verifies in the reader's browser, without a server or network.
+"""All schedules as one HTML page that simulates and verifies in the browser, without a server.
 
-The page has the orders of passes that the generators make for a grid of ranks and microbatches, and a port of the
-clock, of where costs put W, of the cut in slices, and of what `verify` finds in a pasted table. test_page.py
-holds the port to this library, in node and in a real browser.
+The page has the orders of passes for a grid of ranks and microbatches. It has a port of the clock,
+of the fit of W to costs, of slices, and of `verify` for a pasted table. test_page.py compares the
+port with this library, in node and in a real browser.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from megapipe.schedule.views.scene import chunks
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 MICROBATCHES = (*range(1, 17), 18, 20, 24, 28, 32, 40, 48, 64)
-MOST_RANKS, MOST_MICROBATCHES = 64, 256
-"""Limits of one table: a page of them takes a browser's patience."""
-CHUNKS, SLICES = (2, 3, 4), (1, 2, 3, 4, 6, 8)
-"""Stages of a rank, where there is a choice; slices of a microbatch, made of the table for as many more of them."""
+MOST_RANKS = 64
+MOST_MICROBATCHES = 256
+"""Limits of one table, so that a browser loads the page quickly."""
+CHUNKS = (2, 3, 4)
+SLICES = (1, 2, 3, 4, 6, 8)
+"""Stages of a rank where the schedule leaves a choice, and slices of a microbatch."""
 
 _FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
     "zb-v": lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
     "v-half": v_half_patterns,
     "v-min": v_min_patterns,
 }
-"""Schedules whose W stand where costs leave a wait: what there is to choose from, and the memory to keep to."""
+"""Schedules in which costs move W: the function that returns (tables to choose from, memory)."""
 
 
 class Case(NamedTuple):
-    """One table of the page; `chunks` as the catalogue has them, or where it leaves a choice."""
+    """One table of the page, with the chunks of the catalogue or of the choice."""
 
     name: str
     chunks: int
@@ -49,7 +51,7 @@ class Case(NamedTuple):
 
 
 def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> list[Case]:
-    """Every schedule that is not searched, in so many chunks where it leaves a choice."""
+    """Return a case for every schedule that is not searched, with each number of chunks."""
     sizes = [(p, m) for p in ranks for m in microbatches]
     if any(p > MOST_RANKS or m > MOST_MICROBATCHES for p, m in sizes):
         most = f"--pp {MOST_RANKS} and --microbatches {MOST_MICROBATCHES}"
@@ -68,7 +70,11 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
 def to_page(
     cases: list[Case], progress: Callable[[float, str], None] = lambda share, doing: None
 ) -> str:
-    """An HTML document with the tables of these cases. `progress` is told the share that is done and what is next."""
+    """Return an HTML document with the tables of these cases.
+
+    Args:
+        progress: called with the share of the work done and the next schedule.
+    """
     lines = []
     for i, case in enumerate(cases):
         progress(i / len(cases), case.name)
@@ -92,15 +98,19 @@ def to_page(
 
 
 def _packed(case: Case) -> str:
-    """A limit of memory (0: the table as it is), the length of a chain, the rank of each stage and the rows, once for
-    each table that there is to choose from; or ! and why there is none."""
+    """Return a case as text: memory limit, length of a chain, rank of each stage, and rows.
+
+    There are rows for each table to choose from. A limit of 0 keeps the table as it is. If there is
+    no table it is "!" and the reason.
+    """
     name, v, p, m = case
     entry = SCHEDULES[name]
     try:
         if name in _FITTED:
             patterns, memory = _FITTED[name](p, m)
         else:
-            patterns, memory = [entry.generate(p, m, **({} if entry.chunks else {"chunks": v}))], 0
+            patterns = [entry.generate(p, m, **({} if entry.chunks else {"chunks": v}))]
+            memory = 0
     except ScheduleError as error:
         return "!" + str(error).replace("\n ", ";")
     place = patterns[0].placement
@@ -109,9 +119,9 @@ def _packed(case: Case) -> str:
 
 
 def _rows(schedule: Schedule) -> Iterator[str]:
-    """A letter for each pass, its kind and which chunk of the rank it is of; & before a pair.
+    """Yield the row of each rank: a letter for kind and chunk of each pass, & before a pair.
 
-    The microbatch is not said: forwards and backwards of a stage go in order, and W in the order of their B.
+    Microbatches are left out: forwards and backwards of a stage run in order, W in the order of B.
     """
     place = schedule.placement
     each = schedule.num_microbatches // place.num_chains

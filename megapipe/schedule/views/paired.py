@@ -1,4 +1,4 @@
-"""Every schedule beside itself with pairs, for given ranks, microbatches, costs and memory."""
+"""Compare every schedule with and without overlapped pairs."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ def paired_table(
     names: Sequence[str] = tuple(SCHEDULES),
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> str:
-    """A line for each schedule that is not searched: makespan and memory without any pair and with them, the share of
-    forwards that run with a backward, the lower bound; or why there are no pairs."""
+    """Return a line for each schedule that is not searched, or the reason why it has no pairs.
+
+    A line has makespan and memory without and with pairs, the share of forwards that run with a
+    backward, and the lower bound.
+    """
     refuse_idle(costs)
     labels = [(name, v) for name in names for v in _chunks(name)]
     cells: list[tuple[str, ...]] = [_HEAD]
@@ -59,15 +62,18 @@ def paired_table(
     progress(1.0, "")
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     body = sorted(cells[1:], key=lambda line: float(line[3]))
-    lines = [line[0].ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in zip(line[1:], widths[1:], strict=True))
-             for line in (_HEAD, *body)]  # fmt: skip
+    lines = []
+    for line in (_HEAD, *body):
+        numbers = zip(line[1:], widths[1:], strict=True)
+        lines.append(line[0].ljust(widths[0]) + "".join(f"  {x:>{w}}" for x, w in numbers))
     return "\n".join([*lines, *refused])
 
 
 def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:
     """Return lines on a table's pairs, on the table without them, and on the lower bound."""
     alone = simulate(unpaired(made), costs)
-    time, steps = simulate(made, costs), [*made.steps()]
+    time = simulate(made, costs)
+    steps = [*made.steps()]
     bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
     lines = [
         f"pairs: {sum(len(step) > 1 for step in steps)} of {len(steps)} steps run two passes; "
@@ -89,7 +95,8 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
     made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
-    alone, time = simulate(unpaired(table), costs), simulate(made, costs)
+    alone = simulate(unpaired(table), costs)
+    time = simulate(made, costs)
     both = sum(overlaps(step) for step in made.steps())
     forwards = sum(x.kind.is_forward for x in made.passes())
     bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)

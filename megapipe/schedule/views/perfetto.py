@@ -11,16 +11,17 @@ from megapipe.schedule.simulate import Timeline
 from megapipe.schedule.views.scene import LANES, Scene, scene_of
 
 _MICROSECONDS = 1000.0
-"""Microseconds of one unit of cost: it reads as a millisecond."""
+"""Microseconds of one unit of cost, which is shown as a millisecond."""
 
 Event = dict[str, object]
 
 
 def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
-    """A trace of a simulated schedule: a track per rank, an arrow per message, a counter of activation per rank.
+    """Return a trace of a simulated schedule: tracks of ranks, arrows of messages, activation.
 
-    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of the same time. Where
-    costs say that passes have communication a rank has two tracks more, of their arithmetic and of their communication.
+    One unit of cost becomes one millisecond. The passes of an overlapped pair are nested slices of
+    one time. If passes have communication, a rank has two more tracks, for arithmetic and for
+    communication.
 
     Returns: JSON in Chrome's trace event format, events "M", "X", "s"/"f" and "C".
     Raises: ScheduleError if the schedule cannot proceed.
@@ -69,15 +70,16 @@ def _about(item: Pass, chunk: int) -> Event:
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
-    """Arrows from each pass whose result another rank takes to the pass that takes it."""
-    rank_of, links = schedule.placement.rank_of, schedule.links
+    """Yield an arrow for each message, from the pass that sends to the pass that receives."""
+    rank_of = schedule.placement.rank_of
+    links = schedule.links
     takes = {(*s, *x[2:], rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
     sent = [
         (item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends
     ]
     for number, (item, src, dst) in enumerate(sent):
         taker = takes[item.kind.traits.makes[0], *item[1:], dst]
-        # An arrow binds to the slice open at its time, and a slice is no longer open at its end.
+        # An arrow belongs to the slice that is open at its time. A slice is closed at its end.
         leaves = time.end[item] - 0.01 * (time.end[item] - time.start[item])
         common = {"name": "message", "cat": "message", "id": number}
         yield {**_at(src, leaves), **common, "ph": "s"}

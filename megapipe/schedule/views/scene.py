@@ -1,7 +1,4 @@
-"""A schedule as every picture has it: its tracks with their boxes, its colours and words.
-
-The colours are chosen here for all pictures, on paper and in the terminal.
-"""
+"""The scene that all pictures of a schedule draw: tracks with boxes, colours and labels."""
 
 from __future__ import annotations
 
@@ -16,13 +13,16 @@ from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
 
 COLOURS = {kind: kind.traits.colour for kind in Kind}
-"""Colours of the first chunk, apart for common kinds of colour blindness: any two differ in lightness or in blue."""
+"""Colours of the first chunk.
+
+Any two differ in lightness or in blue, for readers with common kinds of colour blindness.
+"""
 LANES = (*(lane.value for lane in Lane), ARITHMETIC, LINK)
 
 
 @dataclass(frozen=True)
 class Box:
-    """A pass from one time to another."""
+    """A pass with its start and end."""
 
     item: Pass
     start: float
@@ -31,12 +31,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Track:
-    """One line of a picture, what one lane of a rank does.
+    """One line of a picture: one stream of a rank, or a part of its passes.
 
-    Attributes:
-        steps: in order; the boxes of a step share its height.
-        within: the lane has parts of the passes of the track above.
-        apart: the line stands a little apart from the one above.
+    The boxes of a step share its height. With `within` the line has parts of the passes of the line
+    above. With a gap it stands lower than usual.
     """
 
     name: str
@@ -53,10 +51,11 @@ class Track:
 
 @dataclass(frozen=True)
 class Scene:
-    """A table under costs, as the clock runs it.
+    """A table with its timeline under costs.
 
     Attributes:
-        tracks: of each rank its compute lane, the lanes within its passes, then its other lanes that the table uses.
+        tracks: for each rank its compute stream, parts of its passes, then its other streams that
+            the table uses.
     """
 
     schedule: Schedule
@@ -65,7 +64,7 @@ class Scene:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """The kinds of the table, in the order of legends."""
+        """Return the kinds of the table, in the order of legends."""
         return [kind for kind in Kind if kind in self.schedule.kinds]
 
     @cached_property
@@ -78,18 +77,21 @@ class Scene:
 
     @property
     def curves(self) -> list[dict[float, float]]:
-        """What each rank holds from each moment on, where B has freed what the next F takes."""
+        """Return {time: memory held from then on} of each rank.
+
+        At equal times the last value counts, so a B frees before the next F takes.
+        """
         return [dict(curve) for curve in self.time.curves]
 
 
 def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
-    """Raises: ScheduleError if the schedule cannot proceed."""
+    """Return the scene of a schedule. Raises: ScheduleError if it cannot proceed."""
     time = simulate(schedule, costs)
     return Scene(schedule, time, tuple(_tracks(schedule, time, costs)))
 
 
 def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
-    """Return the lines of a picture: each rank's compute lane, then those of its other lanes that the table uses."""
+    """Return (rank, stream) of each line: the compute stream first, then others that are used."""
     used = [
         lane
         for lane in Lane
@@ -99,7 +101,7 @@ def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
 
 
 def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
-    """Return the tracks of a table whose timeline this is."""
+    """Return the tracks of a table with this timeline."""
     return [
         Track(
             f"rank {rank}" if lane is Lane.COMPUTE else lane.value,
@@ -127,12 +129,12 @@ def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]
 
 
 def chunks(placement: Placement) -> list[int]:
-    """Return the chunk of its rank that each stage is. In DualPipe the chunk is the direction."""
+    """Return which chunk of its rank each stage is. In DualPipe the chunk is the direction."""
     return [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
 
 
 def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
-    """Return the colour #rrggbb of each kind and stage: by kind, lighter with each further chunk of the rank."""
+    """Return the colour #rrggbb of each kind and stage, lighter for later chunks of a rank."""
     own = chunks(placement)
     white = [0.6 * chunk / max(1, *own) for chunk in own]
     parts = {kind: [int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in Kind}
@@ -145,20 +147,20 @@ def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
 
 
 def lighter(placement: Placement) -> str:
-    """Return what lighter colours stand for, or nothing where a rank has one chunk."""
+    """Return the meaning of lighter colours, or nothing if a rank has one chunk."""
     if placement.num_stages == len(set(placement.rank_of)):
         return ""
     return "lighter: second direction" if placement.num_chains > 1 else "lighter: later chunk"
 
 
 def is_dark(colour: str) -> bool:
-    """Does #rrggbb want white letters? Rec. 601 luma."""
+    """Return whether text on #rrggbb should be white, by its Rec. 601 luma."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
 def short(value: float) -> str:
-    """Return a number as people write it: five digits, no trailing zeros, never an exponent from rounding."""
-    # A sum is a hair off what others of the same number are, and halves would be rounded both ways.
+    """Return a number with five digits, without trailing zeros or an exponent from rounding."""
+    # Equal sums may differ in the last bits, and halves would then be rounded both ways.
     exact = float(f"{value:.12g}")
     return f"{exact:.0f}" if abs(exact) >= 1e5 else f"{exact:.5g}"

@@ -1,4 +1,4 @@
-"""A schedule of the catalogue or of a file with its microbatches in slices, and what is said of it."""
+"""Recipes of schedules with microbatches in slices, and lines that describe them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from megapipe.schedule.text import load
 from megapipe.schedule.views.scene import short
 
 _EFFORT = 4.0
-"""The effort of a search, about seconds of a core."""
+"""The effort of a search, about seconds of one core."""
 
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """The most that a rank holds of keys and values, and of them and their gradients, in those of a microbatch."""
-    # Numbers of stages and plain ones do not mix, so all that say what moves are plain here.
+    """Return the most keys and values of a rank, without and with their gradients.
+
+    The unit is the keys and values of a microbatch.
+    """
+    # Costs by stage and plain ones cannot be mixed, so costs of offload are plain here.
     counted = replace(
         costs,
         mem_b=1.0,
@@ -59,8 +62,10 @@ def references(
     cutting: Cutting,
     chunks: int | None = None,
 ) -> dict[str, Schedule]:
-    """Tables that one in slices is measured against: of one document, if it has several, and of no slices. None of one
-    that was searched."""
+    """Return the tables to compare with a table in slices; none for a searched schedule.
+
+    They are the table without documents, if it has several, and the table without slices.
+    """
     if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
         return {}
     one = whole = None
@@ -74,7 +79,7 @@ def references(
     if is_file(name):
         whole = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
-        # Slices may be enough for a schedule where whole microbatches are too few: no reference then.
+        # A schedule may exist for the number of slices but not for so few whole microbatches.
         with suppress(ScheduleError):
             whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
     return {
@@ -83,13 +88,16 @@ def references(
 
 
 def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
-    """A line on the keys and values that a table in slices holds, and on those of others, by what they are."""
+    """Return a line on the keys and values of a table in slices, and of other tables by name."""
     alone, both = most_keys(table, costs)
-    line = f"keys and values: a rank holds at most {short(alone)} of a microbatch, with their gradients {short(both)}"
+    line = (
+        f"keys and values: a rank holds at most {short(alone)} of a microbatch, "
+        f"with their gradients {short(both)}"
+    )
     for what, other in others.items():
         its = most_keys(other, costs)
         parts = " and ".join(f"{x / y:.2f}" for x, y in zip((alone, both), its, strict=True))
-        line += f"; {what} {short(its[0])} and {short(its[1])}, of which this is {parts}"
+        line += f"; {what} {short(its[0])} and {short(its[1])}, this is {parts} of these"
     return line
 
 
@@ -110,7 +118,7 @@ def in_slices(
     chunks: int | None = None,
     memory: float | None = None,
 ) -> Recipe:
-    """Return the recipe of a schedule of the catalogue or of a file, with its microbatches in slices.
+    """Return the recipe of a schedule, from the catalogue or a file, with microbatches in slices.
 
     Args:
         memory: most activation of a rank, up to which forwards may come sooner than they must.

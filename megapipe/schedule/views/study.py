@@ -1,4 +1,4 @@
-"""Schedules over numbers of ranks, of microbatches and over costs: what `compare` says at many points, as a figure."""
+"""Compare schedules over ranks, microbatches and costs, as a table or a figure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXES = {"microbatches": "microbatches", "ranks": "pipeline ranks", "costs": "F:B:W"}
-"""Axes that a study may vary; the first of which there are several is the figure's, the others make its panels."""
+"""Axes that a study may vary.
+
+The first one with several values is the horizontal axis, the others make panels.
+"""
 _COLOURS = (
     *(
         "#1f77b4",
@@ -45,7 +48,7 @@ _MARKS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Point:
-    """All schedules at one number of ranks and microbatches under one set of costs."""
+    """All schedules for one number of ranks and microbatches under one set of costs."""
 
     ranks: int
     microbatches: int
@@ -57,7 +60,7 @@ class Point:
         return [row for row in self.rows if isinstance(row, Row)]
 
     def text(self, *names: str) -> str:
-        """This point by the names of axes that are meant: p = 8, m = 16, F:B:W = 10:11:8."""
+        """Return the values of the named axes: p = 8, m = 16, F:B:W = 10:11:8."""
         said = {
             "ranks": f"p = {self.ranks}",
             "microbatches": f"m = {self.microbatches}",
@@ -67,7 +70,7 @@ class Point:
 
 
 def told(costs: Costs) -> str:
-    """Costs in a few letters; of stages or links that differ their mean."""
+    """Return costs as a short text, with the mean of stages or links that differ."""
     f, b, w, message = (
         fmean(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w, costs.comm)
     )
@@ -91,7 +94,10 @@ def study(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Point]:
-    """`compare` at every combination. Raises: ScheduleError for a name that is none."""
+    """Return the result of `compare` at every combination; arguments are as there.
+
+    Raises: ScheduleError for an unknown name.
+    """
     places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
     points = []
     for n, (p, m, cost) in enumerate(places):
@@ -123,7 +129,7 @@ def study(
 
 
 def to_csv(points: Sequence[Point]) -> str:
-    """A line for each schedule at each point; of one that is refused there, why, and no numbers."""
+    """Return a CSV line for each schedule at each point; a refused one has the reason."""
     text = io.StringIO()
     numbers = [field.name for field in fields(Row)]
     writer = csv.DictWriter(
@@ -145,12 +151,13 @@ def to_csv(points: Sequence[Point]) -> str:
 
 
 def draw(points: Sequence[Point], files: Files, memory: float | None = None) -> dict[Path, bytes]:
-    """The figure of a study: bars of one point, lines over several."""
+    """Return the files with the figure of a study: bars for one point, lines for several."""
     limit = "" if memory is None else f" Memory {short(memory)} at most."
     if len(points) == 1:
         point = points[0]
         about = (
-            f"Mean time of the ranks until the last is done, and the most activation of one in microbatches of 1/p of "
+            "Mean time of the ranks until the last is done, "
+            "and the most activation of one in microbatches of 1/p of "
             f"the model, at {point.text('ranks', 'microbatches', 'costs')}.{limit}"
         )
         return files.draw(
@@ -174,21 +181,25 @@ def draw(points: Sequence[Point], files: Files, memory: float | None = None) -> 
 
 
 def name(label: str) -> str:
-    """A schedule's name in a figure, of a file without its folder: a long one would leave no room for the bars."""
+    """Return a schedule's name in a figure, short enough to leave room for the bars.
+
+    A file is named without its folder.
+    """
     return plain(label.rpartition("/")[2][-24:])
 
 
 def _lines(
     figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]
 ) -> Axes:
-    """Bubbles above, peaks below, a column of panels for each combination of what varies beside the first axis."""
+    """Draw bubbles above and peaks below, with a column of panels for each further combination."""
     first, *others = varied
     panels: dict[str, list[Point]] = {}
     for point in points:
         panels.setdefault(point.text(*others), []).append(point)
     axes = figure.subplots(2, len(panels), sharex="col", sharey="row", squeeze=False)
     for column, (title, of) in enumerate(panels.items()):
-        upper, lower = axes[0][column], axes[1][column]
+        upper = axes[0][column]
+        lower = axes[1][column]
         upper.set_title(title)
         ticks = list(range(len(of)))
         for label in labels:
@@ -216,7 +227,10 @@ def _lines(
 
 
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
-    """Ticks: what differs at each, and what it is; of costs that differ in their message alone that."""
+    """Return the labels of the ticks and of their axis.
+
+    Costs that differ only in the message time are labelled by it.
+    """
     costs = [x for x in values if isinstance(x, Costs)]
     if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(
         isinstance(x.comm, tuple) for x in costs
@@ -231,7 +245,10 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 
 
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
-    """A schedule of the catalogue looks the same in every figure, with four chunks dashed; yours come behind them."""
+    """Return the look of a schedule's line, the same in every figure.
+
+    Four chunks are dashed. A user's schedules come after the catalogue.
+    """
     plain_name, _, variant = label.partition(" ")
     known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
     number = known.index(plain_name if plain_name in known else label)
@@ -244,7 +261,7 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
 
 
 def _bars(figure: Figure, point: Point, memory: float | None) -> None:
-    """The shortest step on top: what ranks compute on the average, what they wait, and beside it the peak."""
+    """Draw bars of computing and waiting time, next to the peak, with the shortest step on top."""
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
     places = range(len(rows))
@@ -262,7 +279,7 @@ def _bars(figure: Figure, point: Point, memory: float | None) -> None:
     ]
     left.set_xlim(
         0, 1.15 * max(worth, default=1.0)
-    )  # naive, p times as long, would hide the others
+    )  # naive takes p times as long and would hide the others
     left.set_xlabel("makespan")
     left.set_ylim(-0.6, len(rows) - 0.4)
     figure.legend(loc="outside lower left", ncols=2)

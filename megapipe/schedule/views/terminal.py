@@ -1,4 +1,4 @@
-"""A schedule as lines of text, one per rank: coloured for a terminal, or plain ASCII for anything else."""
+"""A schedule as lines of text, one for each rank, coloured for a terminal or as plain ASCII."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from megapipe.schedule.views.lanes import communicates, communication
 from megapipe.schedule.views.scene import Scene, is_dark, scene_of, short
 
 _MOST_PER_PASS = 4
-"""Columns of the shortest pass; more would only spread a small schedule out."""
+"""Most columns of the shortest pass, so that a small schedule stays narrow."""
 _CUBE = (0, 95, 135, 175, 215, 255)
-"""Levels of red, green and blue in the 6 x 6 x 6 colours that every colour terminal has."""
+"""Levels of red, green and blue in the 6 x 6 x 6 colours of every colour terminal."""
 
 
 def to_terminal(
     schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, colour: bool = False
 ) -> str:
-    """Draw a schedule in lines of at most `width` characters (but at least one column of time).
+    """Return a schedule in lines of at most `width` characters, but at least one column of time.
 
-    A cell says its pass and microbatch where they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a
-    rank's later chunks (in DualPipe: of the other direction) are in lower case. Idle time is dots, or blank in colour.
-    Where three columns are a pass, what is done to a stage as a whole takes one even if it costs no time.
+    A cell has its pass and microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped
+    pair. Passes of a rank's later chunks (in DualPipe of the other direction) are in lower case.
+    Idle time is dots, or blank in colour. If a pass has three columns, a pass of a whole stage has
+    one even if it takes no time.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
@@ -46,9 +47,11 @@ def to_terminal(
     pen = _Pen(scene.chunk, scene.fill if colour else {})
     lines = []
     for track in (track for track in scene.tracks if not track.within):
-        text, at = "", 0
+        text = ""
+        at = 0
         for step in track.steps:
-            first, last = round(step[0].start * scale), round(step[0].end * scale)
+            first = round(step[0].start * scale)
+            last = round(step[0].end * scale)
             if step[0].item.kind.traits.per_stage and (roomy or track.lane != Lane.COMPUTE.value):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
@@ -56,8 +59,9 @@ def to_terminal(
                 first = min(first, columns - 1)
                 last = max(
                     last, first + (at <= first)
-                )  # shorter than a column, it is seen where there is room
-            first, last = max(first, at), min(max(last, at), columns)
+                )  # shorter than a column: shown if there is room
+            first = max(first, at)
+            last = min(max(last, at), columns)
             text += pen.idle * (first - at) + pen.step([box.item for box in step], last - first)
             at = last
         lines.append(f"{track.name:>{margin}} |{text}{pen.idle * (columns - at)}|")
@@ -65,22 +69,24 @@ def to_terminal(
 
 
 def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """A schedule in numbers, in five lines; a sixth of the communication within its passes where costs have it."""
-    timeline, row = simulate(schedule, costs), measure(schedule, costs)
+    """Return a schedule's numbers in five lines, and one more if passes have communication."""
+    timeline = simulate(schedule, costs)
+    row = measure(schedule, costs)
     limit = "" if memory is None else f" of {short(memory)}"
     return [
         f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
         f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
         f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
         f"idle until the end: {row.idle:.1%}; by rank {' '.join(map(short, timeline.idle))}",
-        f"communication: {sum(timeline.sent)} tensors; sent by rank {' '.join(map(str, timeline.sent))}",
+        f"communication: {sum(timeline.sent)} tensors; "
+        f"sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
         *([str(communication(schedule, costs))] if communicates(costs) else []),
     ]
 
 
 def _columns(time: Timeline, most: int) -> int:
-    """Whole columns for the shortest pass if there is room, else all there is."""
+    """Return the columns of the picture: whole ones for the shortest pass if there is room."""
     lengths = [time.end[item] - time.start[item] for item in time.start]
     shortest = min((length for length in lengths if length > 0), default=0.0)
     each = min(_MOST_PER_PASS, int(most * shortest / time.makespan + 1e-9)) if shortest else 0
@@ -89,7 +95,11 @@ def _columns(time: Timeline, most: int) -> int:
 
 @dataclass(frozen=True)
 class _Pen:
-    """Writes cells: `chunk` of each stage, and `fill`, the colour of each kind and stage, empty for plain ASCII."""
+    """A writer of cells.
+
+    It has the chunk of each stage, and the colour of each kind and stage, none for plain ASCII.
+    `step` returns the cell of a step.
+    """
 
     chunk: list[int]
     fill: dict[tuple[Kind, int], str]
@@ -99,7 +109,7 @@ class _Pen:
         return " " if self.fill else "."
 
     def step(self, step: Sequence[Pass], columns: int) -> str:
-        """A step in so many columns. A pair shares them: its forward, an ampersand, its backward."""
+        """Return a step in `columns` columns. A pair is its forward, an ampersand, its backward."""
         if len(step) == 1:
             return self.cell(step[0], columns)
         half = (columns + 1) // 2

@@ -1,4 +1,4 @@
-"""Passes over time as a figure: what a schedule would do, what a run did above its prediction, what ranks hold."""
+"""Figures of passes over time: of a schedule, of a run with its prediction, and of memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _ROW = 0.17
 
 
 def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict[Path, bytes]:
-    """A schedule as the clock runs it."""
+    """Return the files with the figure of a simulated schedule."""
     scene = scene_of(schedule, costs)
-    time, lines = scene.time, [track for track in scene.tracks if not track.within]
+    time = scene.time
+    lines = [track for track in scene.tracks if not track.within]
     about = (
-        f"{schedule.name} on {len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: makespan "
+        f"{schedule.name} on {len(schedule.ranks)} ranks, "
+        f"{schedule.num_microbatches} microbatches: makespan "
         f"{short(time.makespan)}, bubble {short(time.bubble)} "
         f"({time.bubble / (time.period or 1.0):.1%} of the period), "
         f"peak activation {short(max(time.peak))}."
@@ -38,7 +40,7 @@ def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict
 def draw(
     figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str
 ) -> dict[Path, bytes]:
-    """One panel for each pipeline, all on one time axis."""
+    """Return the files with a figure: a panel for each pipeline, all on one time axis."""
     height = sum(len(lines) for lines, _ in figures) * _ROW + 0.45 * len(figures) + 0.25
 
     def paint(figure: Figure) -> None:
@@ -47,7 +49,8 @@ def draw(
             _passes(axes, lines, placement, files.width)
         panels[-1].set_xlabel(unit)
         there = {box.item.kind for lines, _ in figures for line in lines for box in line.boxes}
-        kinds, colour = [kind for kind in Kind if kind in there], shades(figures[0][1])
+        kinds = [kind for kind in Kind if kind in there]
+        colour = shades(figures[0][1])
         for kind in kinds:
             panels[0].barh(
                 [0], [0], color=colour[kind, 0], label=f"{kind.value} {kind.traits.meaning}"
@@ -68,7 +71,8 @@ def draw(
 def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: float) -> None:
     colour = shades(placement)
     ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0
-    places, y = list[float](), 0.0
+    places = list[float]()
+    y = 0.0
     for line in lines:
         y -= 1.0 + 0.35 * (line.apart and bool(places))
         places.append(y + 0.45)
@@ -85,7 +89,7 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
             of[where].append((box.start, box.end - box.start))
             letters = box.item.of
             inches = (box.end - box.start) / ends * (width - 0.7)
-            size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # of a letter: points
+            size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # size of a letter in points
             if parts == 1 and size >= 3.2:
                 ink = "white" if is_dark(where[2]) else "#222"
                 middle = (box.start + box.end) / 2
@@ -109,8 +113,9 @@ def draw_memory(
     scene = scene_of(schedule, costs)
     time = scene.time
     about = (
-        f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, {schedule.num_microbatches} "
-        f"microbatches, most {short(max(time.peak))}{'' if memory is None else f' of {short(memory)}'}."
+        f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, "
+        f"{schedule.num_microbatches} microbatches, most {short(max(time.peak))}"
+        f"{'' if memory is None else f' of {short(memory)}'}."
     )
 
     def paint(figure: Figure) -> None:

@@ -37,7 +37,7 @@ def test_show_says_what_keys_and_values_take_beside_one_document_and_the_undivid
     # Of eight documents under way each is a quarter; whole microbatches under way are eight too.
     assert capsys.readouterr().out.splitlines()[-1] == (
         "keys and values: a rank holds at most 2 of a microbatch, with their gradients 2; in one document 3.0316 and "
-        "3.6701, of which this is 0.66 and 0.54; undivided 8 and 8, of which this is 0.25 and 0.25"
+        "3.6701, this is 0.66 and 0.54 of these; undivided 8 and 8, this is 0.25 and 0.25 of these"
     )
     assert schedules.main([*asked.split(), "--copy-ratio", "0.5"]) == 0
     assert "at most 0.5 of a microbatch, with their gradients 0.5; in one" in capsys.readouterr().out
