@@ -198,6 +198,7 @@ class Schedule:
         return {kind: tuple(filter(self._applies, kind.traits.needs)) for kind in self.kinds}
 
     def _applies(self, need: Need) -> bool:
+        # An optional need applies if some pass of the table produces the result.
         there = not need.optional or any(need.made in kind.traits.makes for kind in self.kinds)
         shared = need.where is not Where.SHARES or self.placement.vocabulary
         cut = need.where not in OF_SLICES or bool(self.cuts)

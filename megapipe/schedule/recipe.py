@@ -196,12 +196,14 @@ class Recipe:
         made_for = self._generated
         if not self.cuts:
             return made_for(self.microbatches)
+        # TeraPipe, Seq1F1B and SlimPipe have slices already; only their lengths are replaced.
         if self.order.lower() in SLICED:
             return replace(made_for(self.microbatches), cuts=self.cuts)
         limits: dict[str, Any] = {"memory": self.room_of_slices, "documents": self.documents}
         try:
             return slices(made_for, self.microbatches, self.cuts, self.fitted or UNIT, **limits)
         except ScheduleError as error:
+            # The generator names its own count, so say what the user asked for.
             count = self.microbatches * len(self.cuts)
             if f"got {count}" not in str(error):
                 raise

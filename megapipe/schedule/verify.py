@@ -94,6 +94,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
     yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
     yield from _different_orders(schedule, seen)
+    # Families check their own kinds of pass.
     for family in FAMILIES:
         yield from family.problems(schedule, seen)
     yield from _never_again(schedule)

@@ -43,7 +43,11 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2).
 
     W runs at a moment in which its rank would otherwise wait. Bubble (p-1)(F+B-W), with the memory
-    of 1F1B, p, on every rank.
+    of 1F1B, p, on every rank. Here [i] is B and (i) is W of microbatch i:
+
+        rank 0  0   1   2          [0] (0)  3  [1] (1)  4  [2] (2) [3] (3) [4] (4)
+        rank 1      0   1      [0]  2  [1] (0)  3  [2] (1)  4  [3] (2) [4] (3) (4)
+        rank 2          0  [0]  1  [1]  2  [2] (0)  3  [3] (1)  4  [4] (2) (3) (4)
     """
     return in_turns("zb-h1", ranks, [microbatches], slope=1, lag=1)
 
@@ -52,5 +56,9 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-H2: ZB-H1 with a warm-up twice as deep (Qi et al. 2023, sec. 2).
 
     Bubble (p-1)(F+B-2W), which is 0 at F = B = W. Memory 2p-1, while 1F1B has p.
+
+        rank 0  0   1   2   3   4  [0] (0) [1] (1) [2] (2) [3] (3) [4] (4)
+        rank 1      0   1   2  [0]  3  [1]  4  [2] (0) [3] (1) [4] (2) (3) (4)
+        rank 2          0  [0]  1  [1]  2  [2]  3  [3]  4  [4] (0) (1) (2) (3) (4)
     """
     return in_turns("zb-h2", ranks, [microbatches], slope=2, lag=2)

@@ -19,6 +19,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     last = 2 * ranks - 1
     rows = _repeated(ranks, microbatches)
     at = {item: slot for row in rows for slot, item in row.passes.items()}
+    # No move may raise the peak of the steady phase.
     limit = max(held for row in rows for held, _ in row.states)
     # Move each pass to the earliest slot after its inputs, in the order of the slots.
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):

@@ -29,6 +29,7 @@ def interleaved(
             one is spread over the other groups.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
+    # The warm-up of Megatron-LM: 2 (p-1-r) + (v-1) N forwards on rank r, N the size of a group.
     return in_turns("interleaved", ranks, groups, chunks, ahead=(chunks - 1) * groups[0], slope=2)
 
 
@@ -38,6 +39,7 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     Bubble (p-1)(F+B+W)/v, memory m. Each parameter is needed once forward and once backward, so
     gathering or reducing it costs least.
     """
+    # All forwards come first, so a rank holds every microbatch.
     return in_turns("breadth-first", ranks, [microbatches], chunks, ahead=chunks * microbatches)
 
 
@@ -91,6 +93,7 @@ def interleaved_zb(
     groups = _groups(
         "interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage
     )
+    # One forward for each later rank is enough, as in 1F1B: B alone returns sooner than B and W.
     ahead = (chunks - 1) * groups[0]
     return in_turns("interleaved-zb", ranks, groups, chunks, ahead=ahead, slope=1, lag=1)
 

@@ -40,6 +40,7 @@ def in_turns(
             [chunk * ranks + rank for size in groups for chunk in order for _ in range(size)]
             for order in (range(chunks), range(chunks)[::-1])
         )
+        # Earlier ranks wait longer for their first gradient, so they run more forwards before it.
         warmup = ahead + slope * (ranks - 1 - rank)
         for stage in down[:warmup]:
             rec.f(stage)
@@ -50,6 +51,7 @@ def in_turns(
                 rec.bw(backward)
                 continue
             rec.b(backward)
+            # Later ranks defer more W, which fill their waits at the end of the table.
             if len(rec.owed) > lag * rank:
                 rec.w()
         rec.pay()

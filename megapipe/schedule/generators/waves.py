@@ -1,5 +1,13 @@
 """Placements of stages in loops and waves over the ranks, and the schedules Chimera and Hanayo.
 
+Stages of each rank, for 4 ranks and 8 stages (the mirror has two chains, 0 to 3 and 4 to 7):
+
+            loop   V      mirror
+    rank 0  0 4    0 7    0 7
+    rank 1  1 5    1 6    1 6
+    rank 2  2 6    2 5    2 5
+    rank 3  3 7    3 4    3 4
+
 Chimera and Hanayo are one picture: each pass has a slot of its own, and the slots of a group of
 microbatches tile the plane. F and BW take one slot each. Let s be a stage in a chain of n stages,
 and i a microbatch of a group. The forward is in slot s + 2i, the backward in slot 2n - 1 - s + 2i.

@@ -14,6 +14,10 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
 
     Rank 0 holds both ends of the model, so its first B follows the last F of its microbatch
     directly. The paper's order needs 2p-1 microbatches; with fewer, the others are left out of it.
+    Here [i] is B and (i) is W of microbatch i, with a prime on the stage going up:
+
+        rank 0  0   1   2   0' [0'](0') 1' [1'](1')[0] (0)  2' [2'](2')[1] (1) [2] (2)
+        rank 1      0   0'  1   1' [0'](0') 2  [0] (0)  2' [1'](1')[1] [2'][2] (1) (2')(2)
 
     Args:
         costs: W moves into the waits under these costs, where that is faster. None returns the
@@ -25,6 +29,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
         down = rank
         up = 2 * ranks - 1 - rank
         forwards = max(2 * ranks - 1, microbatches)
+        # Warm-up: forwards down until the first microbatch comes up again.
         for _ in range(2 * (ranks - rank) - 1):
             rec.f(down)
         for _ in range(rank):
@@ -43,6 +48,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
             rec.f(up)
             rec.b(up)
             rec.w()
+        # Cool-down: B first, because other ranks wait for it; W fill the rest.
         for _ in range(rank):
             rec.b(down)
             rec.b(up)

@@ -102,7 +102,7 @@ def test_show_prints_what_was_chosen_and_writes_it(capsys, tmp_path) -> None:
         ("--solve", "--solve is about copies: add --copy-ratio 0.5"),
         ("--switch 2", "--switch is about copies: add --copy-ratio 0.5"),
         ("--copy-ratio 1 --solve", "--solve chooses at a memory limit: add --memory 4"),
-        ("--copy-ratio 1 --solve --memory 2 --switch 2", "--solve knows no lanes that ranks share yet"),
+        ("--copy-ratio 1 --solve --memory 2 --switch 2", "--solve knows no streams that ranks share yet"),
         ("--copy-ratio 1 --memory 1", "over the memory limit of 1; the rank holds up to 2"),
     ],
 )
