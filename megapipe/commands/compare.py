@@ -78,7 +78,7 @@ class Row:
         bubble: mean share of the passes' time in which a rank runs none; predicted from the plan's FLOPs.
         mib: most activation that a rank's graphs hold at once, from F to B, in distinct storages.
         sent_mib: by all ranks in one step.
-        most: the most that a rank is idle, the sum of: what the table leaves open where stages are alike, what unequal
+        most: the most that a rank is idle, the sum of: what the table leaves open where stages are equal, what unequal
             stages add, waiting for messages (below 0: less than these come to), and the time between two passes.
     """
 

@@ -95,7 +95,7 @@ class Flags:
     no_load_optim: bool = False
     """Leave the optimizer's state of a checkpoint of or for Megatron-LM."""
     huggingface_config: str | None = None
-    """Folder whose config.json and tokenizer go with an export. Default: what the import has left beside --load."""
+    """Folder whose config.json and tokenizer go with an export. Default: the import's, next to --load."""
     vocab_size: int | None = None
     """Ids without padding, for an export. Default: from that config.json, or the training's tokenizer."""
     make_vocab_size_divisible_by: int = 128

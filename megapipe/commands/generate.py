@@ -28,21 +28,22 @@ from megapipe.partition.spans import whole
 from megapipe.tensor_parallel.rng import initialize
 
 MOST = 100_000
-"""Tokens: the text is printed whole, and each token reads the whole window again."""
+"""The largest --num-tokens: each token reads the whole window again."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool. Sizes and tokenizer come from the checkpoint."""
+    """Continue a text with a trained checkpoint, which has the model's sizes and the tokenizer."""
 
     load: str | None = None
     """Folder of checkpoints."""
     ckpt_step: int | None = None
     """Iteration to load. Default: the newest."""
     model_provider: str | None = None
-    """Function that builds the model, if not ours: MODULE:NAME or FILE.py:NAME. Never taken from the checkpoint."""
+    """Function that builds the model, if it is your own: MODULE:NAME or FILE.py:NAME. It is never
+    taken from the checkpoint."""
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer, if not the training's."""
+    """Kind of tokenizer, if it is not the training's."""
     tokenizer_model: str | None = None
     """File or folder of the tokenizer, if it has moved since the training."""
     vocab_file: str | None = None
@@ -56,12 +57,13 @@ class Flags:
     temperature: float = 0.8
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 50
-    """Choose among this many likeliest tokens; 0 for all."""
+    """Draw from this many likeliest tokens; 0 for all."""
     seed: int = 1234
     """Seed of the draw."""
 
 
 def main(argv: Sequence[str]) -> None:
+    """Load the checkpoint and print the continued text."""
     flags = parse(Flags, argv)
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
@@ -119,7 +121,7 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
         logits = output[0, -1, :vocab_size].float()
         if not logits.isfinite().all():
             raise CheckpointError(
-                f"--load {flags.load}: behind {len(seen)} tokens the model's logits are not finite, as its weights are "
+                f"--load {flags.load}: after {len(seen)} tokens the model's logits are not finite, as its weights are "
                 "not, or too large. Give another checkpoint, or an earlier one with --ckpt-step."
             )
         if flags.top_k:
@@ -128,7 +130,7 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
         if flags.temperature == 0:
             token = int(logits.argmax())
         else:
-            # In float64 and from the largest down, however small the temperature is.
+            # In float64, and with the largest logit at 0: no temperature overflows.
             probabilities = ((logits - logits.max()).double() / flags.temperature).softmax(-1)
             token = int(torch.multinomial(probabilities, 1, generator=draw))
         seen.append(token)
@@ -136,7 +138,7 @@ def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int
 
 
 def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
-    """The training's, with what the flags say of it.
+    """Return the training's tokenizer with the changes of the flags.
 
     Raises: ConfigError for a file that this kind of tokenizer does not read.
     """

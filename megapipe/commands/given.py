@@ -86,14 +86,14 @@ def parts(one: argparse.ArgumentParser) -> None:
     one.add_argument("--vocabulary", type=names, nargs="?", const={}, metavar="S,T[,E]", help=vocabulary)
     depths = "depths of multi-token prediction on these ranks, such as 3,3"
     one.add_argument("--depths", type=whole_numbers, metavar="R,R", help=depths)
-    step = "reduce, update, gather, validate: what they take of 1/P, or names of those that the step has"
+    step = "times of reduce, update, gather, validate in 1/P, or the names of the passes to add"
     one.add_argument("--step", type=step_of, nargs="?", const={}, metavar="G,U[,A[,V]]|NAMES", help=step)
-    one.add_argument("--post-validation", action="store_true", help="two steps, the second of which waits for no rank")
+    one.add_argument("--post-validation", action="store_true", help="draw two steps; the second waits for no rank")
 
 
 def details(one: argparse.ArgumentParser) -> None:
     """Flags by which a recipe's line says how the order itself is made."""
-    one.add_argument("--no-pairs", action="store_true", help="take the pairs apart that a schedule has")
+    one.add_argument("--no-pairs", action="store_true", help="run the passes of a schedule's pairs one after the other")
     one.add_argument("--split-backwards", action="store_true", help="with --pairs: split backwards without a partner")
     one.add_argument("--as-published", action="store_true", help="leave W where the paper has it, whatever costs say")
     one.add_argument("--option", type=option, action="append", metavar="NAME=N", help="an option of the generator")
@@ -198,10 +198,10 @@ def shared(one: argparse.ArgumentParser, *, several: bool) -> None:
         default=[Costs()] if several else Costs(),
         metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
         help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a message; "
-        "what every pass costs beside; or a .json of them, also by stage and by link",
+        "overhead of every pass; or a .json with them, also by stage and by link",
         **many,
     )
-    hidden = "part of each pass that is communication, which hides behind a pass run with it (default: 0)"
+    hidden = "part of each pass that is communication, which a pass run with it hides (default: 0)"
     one.add_argument("--comm-share", type=share, metavar="Q", help=hidden)
     most = "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask for)"
     one.add_argument("--memory", type=positive if several else memory, metavar="X", help=most)

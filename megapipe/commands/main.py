@@ -1,4 +1,7 @@
-"""`megapipe NAME ...`: finds the command, imports it alone, and ends all of them in the same way."""
+"""Find the command of `megapipe NAME ...`, import it alone, and run it.
+
+All commands end in the same way: `megapipe.flags.stop` prints errors and sets the exit status.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
 
 _LEFT = {"emulate": ". Schedules on emulated devices are run in a clone: python tools/bench/schedules.py --help"}
-"""What became of a command that is gone."""
+"""Commands of earlier versions, and what to run now."""
 
 
 def main() -> None:
-    """The command that the first word names, with the words behind it."""
+    """Run the command that the first word names, with the other words."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in DOORS:
         sys.argv = [f"megapipe {name}", *rest]
@@ -31,12 +34,15 @@ def main() -> None:
 
 
 def door(name: str) -> None:
-    """End a command run from a script of that name's own, which errors and help then name."""
+    """Run a command from a script. Errors and help name the script."""
     run(command(name))
 
 
 def command(name: str) -> Callable[[Sequence[str]], int | None]:
-    """The function of a command. Imports its module alone: most of a start is what is imported."""
+    """Return the function of a command.
+
+    Only its module is imported, as imports take most of the time of a start.
+    """
     module, _, function = DOORS[name].module.partition(":")
     found: Callable[[Sequence[str]], int | None] = getattr(
         importlib.import_module(f"megapipe.commands.{module}"), function or "main"
@@ -56,7 +62,12 @@ def _other(word: str) -> None:
 
 
 def tell(text: str, numbers: object, file: str | None) -> None:
-    """Print what a command has found, and write its numbers as JSON; - prints these alone."""
+    """Print the text of a command's result.
+
+    Args:
+        numbers: the result as JSON.
+        file: writes the numbers there too. - prints them instead of the text; None writes none.
+    """
     if file == "-":
         print(json.dumps(numbers, indent=1))
         return
@@ -66,7 +77,7 @@ def tell(text: str, numbers: object, file: str | None) -> None:
 
 
 def help_text(width: int) -> str:
-    """One line for each command, two where the terminal is narrow."""
+    """Return the list of all commands, wrapped to `width` columns."""
     indent = max(map(len, DOORS)) + 4
     lines = ["usage: megapipe COMMAND ...; megapipe COMMAND --help for its flags", ""]
     for name, about in ((name, it.about) for name, it in DOORS.items()):

@@ -1,4 +1,6 @@
-"""Text to Megatron's .bin/.idx: JSON Lines (one document per line) or plain text (one document per file).
+"""Tokenise text into Megatron's .bin/.idx files.
+
+The input is JSON Lines (one document per line) or plain text (one document per file).
 
     megapipe preprocess --input corpus.jsonl --output-prefix data/corpus --workers 2 --append-eod \
         --tokenizer-model tokenizer.model
@@ -34,17 +36,18 @@ _NOT_HERE = {
     "--max-documents": "use as many --workers as there are cores",
 }
 MOST_WORKERS = 4096
-"""Processes, more than a host has cores; the pool takes no number that a C int cannot hold."""
+"""More processes than a host has cores. The pool takes at most a C int."""
 _SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
-"""Flags that what is written does not depend on."""
+"""Flags that do not change the written files."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool, named as Megatron's where Megatron has them."""
+    """Tokenise text into Megatron's .bin/.idx files. Flags have Megatron's names where it has them."""
 
     input: tuple[str, ...] = ()
-    """Files: .jsonl, .json, .ndjson (also .gz) with a document per line; any other is one document of UTF-8 text."""
+    """Files: .jsonl, .json, .ndjson (also .gz) with a document per line; others are one document
+    of UTF-8 text."""
     output_prefix: str | None = None
     """Output without suffix: PREFIX_KEY_document.bin and .idx, for --json-keys KEY."""
     json_keys: tuple[str, ...] = ("text",)
@@ -52,19 +55,21 @@ class Flags:
     append_eod: bool = False
     """End every document with the end-of-document token."""
     workers: int = 1
-    """Processes that tokenise."""
+    """Number of processes that tokenise."""
     log_interval: int = 1000
-    """Print progress every so many documents."""
+    """Print progress after this many documents."""
     reuse: bool = False
-    """Keep files that are there already, made with the same flags and newer than the input and the tokenizer."""
+    """Keep existing files that were made with the same flags and are newer than their input."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
     @property
     def prefixes(self) -> list[str]:
+        """Return the prefix of the files of each key."""
         return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
 
 
 def main(argv: Sequence[str]) -> None:
+    """Tokenise the input, and print the --data-path to train with."""
     not_here = [a.partition("=")[0] for a in argv if a.partition("=")[0] in _NOT_HERE]
     if not_here:
         raise ConfigError([f"{name} is Megatron's; it is not implemented here: {_NOT_HERE[name]}" for name in not_here])
@@ -82,7 +87,8 @@ def main(argv: Sequence[str]) -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt("nothing was written") from None
         finally:
-            bar(1.0)  # off the line, before what is said next
+            # The bar must be gone before the next line is printed.
+            bar(1.0)
         for written in made:
             say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
         note_how(outputs[0], how)
@@ -107,8 +113,12 @@ def _validate(flags: Flags) -> None:
 
 
 def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
-    """A bar on a terminal, over the bytes of the files; elsewhere a line every --log-interval documents."""
-    begin, reported = time.monotonic(), 0
+    """Return a function that reports progress, given documents and bytes so far.
+
+    A terminal shows a bar; elsewhere a line is printed every --log-interval documents.
+    """
+    begin = time.monotonic()
+    reported = 0
     total = sum(os.path.getsize(path) for path in flags.input if os.path.isfile(path) and not path.endswith(".gz"))
 
     def report(documents: int, num_bytes: int) -> None:

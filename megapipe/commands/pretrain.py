@@ -1,4 +1,4 @@
-"""Training from the shell: one process, or as many as --nproc says under torchrun's launcher."""
+"""Train from the shell: in one process, or in --nproc processes under torchrun's launcher."""
 
 from __future__ import annotations
 
@@ -14,26 +14,31 @@ from megapipe.flags.parse import parse, split_among
 
 @dataclass(frozen=True)
 class Launch:
-    """Flags of the launcher, among those of a run."""
+    """The flags of the launcher."""
 
     nproc: int = 1
-    """Processes to start on this machine, by torchrun's launcher."""
+    """Number of processes to start on this machine, with torchrun's launcher."""
 
 
 @dataclass(frozen=True)
 class Flags(Launch, Config):
-    """A GPT is trained. On several hosts torchrun or Slurm starts the processes, each `python -m megapipe pretrain`."""
+    """Train a GPT.
+
+    On several hosts torchrun or Slurm starts the processes, each as `python -m megapipe pretrain`.
+    """
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train, or start those that do."""
+    """Train, or start the processes that train."""
     flags = parse(Flags, argv)
     config = Config(**{field.name: getattr(flags, field.name) for field in fields(Config)})
     if flags.nproc < 1:
-        raise ConfigError(f"--nproc must be at least 1, got {flags.nproc}.")
+        raise ConfigError(f"--nproc must be at least 1, got {flags.nproc}. Give --nproc 1.")
     launched = "LOCAL_RANK" in os.environ
     if config.check.check:
-        world_size = config.check.world_size or (flags.nproc if flags.nproc > 1 else None)
+        world_size = config.check.world_size
+        if not world_size and flags.nproc > 1:
+            world_size = flags.nproc
         if flags.nproc > 1 and world_size != flags.nproc:
             print(f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many processes run")
         config = replace(config, check=replace(config.check, world_size=world_size))
@@ -47,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Everything that a launch would refuse, without the launch."""
+    """Report everything that a launch would refuse, without the launch."""
     for word in argv:
         if word.partition("=")[0] in ("--check", "--no-check"):
             raise ConfigError(f"{word}: the command check checks, with or without it. Leave it out.")
@@ -55,7 +60,10 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
-    """Become torchrun, once the flags are known to be right: what is wrong is told by one process and not by each."""
+    """Check the flags and replace this process by torchrun.
+
+    Wrong flags are reported once, not by each rank.
+    """
     from megapipe.checkpoint.save_load import find_checkpoint
     from megapipe.checkpoint.saved_config import with_checkpoint_args
     from megapipe.checks.inputs import path_problems

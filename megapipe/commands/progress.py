@@ -1,4 +1,4 @@
-"""A bar for what lasts."""
+"""Show the progress of long work as a bar on the terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import time
 
 
 class Progress:
-    """A bar on stderr, once the work has lasted a second; nothing where stderr is no terminal."""
+    """A bar on stderr, which appears once the work has lasted a second.
+
+    Nothing is shown if stderr is no terminal. Call it with the part that is done, from 0 to 1; 1
+    removes the bar.
+    """
 
     def __init__(self) -> None:
-        self.started, self.width, self.shown = time.monotonic(), 0, sys.stderr.isatty()
+        self.started = time.monotonic()
+        self.width = 0
+        self.shown = sys.stderr.isatty()
 
     def __call__(self, share: float, doing: str = "zb-auto") -> None:
         if not self.shown:
             return
         now = time.monotonic()
-        if not share:  # what came before, such as counting what there is to do, says nothing of how fast it goes
+        # The time before the first progress, such as counting the work, says nothing of its speed.
+        if not share:
             self.started = now
         took = now - self.started
         if share >= 1:

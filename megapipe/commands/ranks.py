@@ -1,4 +1,4 @@
-"""Processes of this machine that are the ranks of a run."""
+"""Run a function in several processes of this machine, as the ranks of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 
 
 def run_ranks(size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()) -> list[Any]:
-    """Results of work(*given) in each of so many processes, in rank order; torch.distributed finds them by itself.
+    """Run work(*given) in `size` processes and return their results in the order of ranks.
 
+    Each process has the environment from which torch.distributed finds the others.
     Args:
-        preload: modules that a process of its own imports once for all of them; without, they are copies of this one.
+        preload: modules that are imported once, by a server that forks the ranks. If empty, this
+            process forks them.
     Raises: SystemExit if a rank fails.
     """
     context: Any = multiprocessing.get_context("forkserver" if preload else "fork")

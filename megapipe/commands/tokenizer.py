@@ -46,7 +46,7 @@ class Flags:
     sample_mb: float = 4.0
     """Megabytes of text to train on, chosen with a fixed seed: whole documents, of large ones lines."""
     reuse: bool = False
-    """Keep a model that is there already, made with the same flags and newer than the input."""
+    """Keep an existing model that was made with the same flags and is newer than the input."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -88,7 +88,7 @@ def test_a_temperature_may_be_as_small_as_a_number_is(load, capsys, temperature)
 
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_logits_that_are_no_numbers_are_the_checkpoints_fault(load, temperature):
-    with pytest.raises(CheckpointError, match="behind 2 tokens the model's logits are not finite, as its weights are"):
+    with pytest.raises(CheckpointError, match="after 2 tokens the model's logits are not finite, as its weights are"):
         generate.main([*load[:-1], temperature, "--model-provider", "broken"])
 
 

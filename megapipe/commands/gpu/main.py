@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.nanogpt is not None and not in_clone():
         raise ConfigError(
             "--nanogpt needs a clone of megapipe, whose tools/bench has the comparison. "
-            "Run python tools/gpu_check.py in a clone, or leave out --nanogpt."
+            "Run the command in a clone, or leave out --nanogpt."
         )
     if flags.ranks is not None and flags.ranks < 1:
         raise ConfigError(f"--ranks must be at least 1, got {flags.ranks}. Give --ranks 1.")
