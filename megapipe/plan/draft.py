@@ -1,4 +1,4 @@
-"""A draft of a plan: what the run's layers cost on the stages of any table, while that table is made."""
+"""A draft of a plan: the costs of a run's layers on the stages of a table that is being made."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ class Draft:
     def plan(self, table: Schedule) -> Plan:
         """Return the plan of a table."""
         counts = self.counts or self._counts(table.placement)
-        pieces = self.base.pieces.further(self.depths) if table.placement.depths else self.base.pieces
+        pieces = self.base.pieces
+        if table.placement.depths:
+            pieces = pieces.further(self.depths)
         return replace(self.base, schedule=table, counts=counts, pieces=pieces)
 
     def _counts(self, place: Placement) -> tuple[int, ...]:
         # A search knows no table yet that could judge a split: stages of equal work are a start.
-        if self.config.parallel.pipeline_model_parallel_layout == AUTO and is_searched(schedule_name(self.config)):
+        layout = self.config.parallel.pipeline_model_parallel_layout
+        if layout == AUTO and is_searched(schedule_name(self.config)):
             return balanced(self.base.pieces, place.main)
         return counts_of(self.config, place.own_chain)
 

@@ -1,14 +1,20 @@
-"""A plan, made once from the configuration alone: all ranks make the same one before any process group exists.
+"""Make a plan from the configuration alone.
 
-    pieces   what each layer takes, and embedding and head
-    chain    the order of passes of the model's own stages; a search chooses its stages too
-    split    which layers on which stage, and which rank has the depths of multi-token prediction
-    ends     the chain with depths and with the passes of a shared vocabulary, under the costs of the split
-    table    with everything else that the recipe says: what leaves the device, shards, the rest of the step
+All ranks make the same plan before any process group exists. In this order:
 
-The order has a reason: a split is judged by a table, so a table of the chain comes first, and what is chosen by the
-bytes of stages comes after the split. Until then a `Draft` says what the stages of any table cost. What not all plans
-have, such as families of passes, is one of `PARTS`, and none is named here.
+    pieces   the cost of each layer, of the embedding and of the head.
+
+    chain    the order of passes of the model's own stages. A search also chooses the stages.
+
+    split    layers of each stage, and ranks of the depths of multi-token prediction.
+
+    ends     depths and a shared vocabulary join the chain, under the costs of the split.
+
+    table    the rest of the recipe: moved activations, shards, the passes of the step.
+
+A split is judged by a table, so the chain comes first. Bytes of a stage follow from the split, so
+everything that is chosen by bytes comes after it. A `Draft` prices the stages of any table on the
+way. Parts that not all plans have, such as families of passes, are in `PARTS`; none is named here.
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ from megapipe.schedule.recipe import Recipe
 def make_plan(config: Config) -> Plan:
     """Return the plan of a validated configuration with a padded vocabulary.
 
-    Raises: ConfigError if it needs more than --memory-limit-gib, or flags do not fit; ScheduleError.
+    Raises: ConfigError if it needs more than --memory-limit-gib; ConfigError or ScheduleError if
+        no table has what the flags ask for.
     """
     return plan_of(config, pieces_of(config, config.model), recomputes=True)
 
@@ -50,7 +57,8 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
     """Return the plan of a configuration whose pieces take what `work` says; errors as `make_plan`.
 
     Args:
-        recomputes: count the FLOPs that --num-microbatches-with-partial-activation-checkpoints does not compute again.
+        recomputes: subtract the FLOPs that
+            --num-microbatches-with-partial-activation-checkpoints saves.
         moves: move activations out of the way of --memory-limit-gib.
     """
     for part in PARTS:
@@ -63,7 +71,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
     draft = _as_searched(draft, chain.placement)
     if recomputes:
         draft = _keeping(draft, chain)
-    # Depths may lie on one rank or another: each choice has a split of its own, and the best of them is finished.
+    # Depths may lie on several ranks. Each choice has a split of its own; the best is finished.
     choices = ranks_of_depths(config, chain.placement)
     ways = [_split(draft, replace(recipe, depths=ranks), chain) for ranks in choices]
     if len(ways) > 1:
@@ -98,13 +106,14 @@ def _empty(config: Config, work: Pieces) -> Plan:
     model = config.model
     par = config.parallel
     ranks = par.pipeline_model_parallel_size
+    shares = ranks if par.vocab_parallel_pipeline else work.shares
     own = own_parts(config)
     state, stored = bytes_of_parameter(config, own.values())
     of_expert, _ = bytes_of_parameter(config, own.values(), experts=True)
     return Plan(
         schedule=Schedule("", Placement(tuple(range(ranks)), ranks), 1, ((),) * ranks),
         counts=(),
-        pieces=replace(work, depths=(), shares=ranks if par.vocab_parallel_pipeline else work.shares),
+        pieces=replace(work, depths=(), shares=shares),
         state=state,
         of_expert=of_expert,
         whole=whole_parameter(config),
@@ -135,7 +144,7 @@ def _as_searched(draft: Draft, place: Placement) -> Draft:
 
 
 def _keeping(draft: Draft, chain: Schedule) -> Draft:
-    """Return the draft in which some microbatches keep what others compute again, if flags say so."""
+    """Return the draft in which some microbatches recompute nothing, if flags ask for that."""
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints
     if not some:
@@ -148,7 +157,7 @@ def _keeping(draft: Draft, chain: Schedule) -> Draft:
 
 
 def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
-    """Return a plan with depths and vocabulary; where flags leave it to `auto`, in the split of least time."""
+    """Return a plan with depths and vocabulary, for `auto` in the split of least time."""
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
     if par.pipeline_model_parallel_layout == AUTO:
@@ -179,14 +188,17 @@ def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
 
 
 def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
-    """Return the chain with its pairs, depths and vocabulary, under the costs of the draft's split."""
+    """Return the chain with its pairs, depths and vocabulary, priced by the draft's split."""
     with _flags_named(draft.config):
         paired = recipe.with_pairs(chain, draft)
     return recipe.with_ends(paired, draft)
 
 
 def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
-    """Return the plan of a table with its ends and with all else that its recipe says, once it fits."""
+    """Return the plan of a table with its ends, completed as its recipe says.
+
+    Raises: ConfigError if it does not fit.
+    """
     config = draft.config
     for part in PARTS:
         part.check(config, table, draft)
@@ -218,7 +230,8 @@ def _flags_named(config: Config) -> Iterator[None]:
 def with_batch(plan: Plan, config: Config) -> Plan:
     """Return a plan of the same layers on the same ranks, under the table of another batch size.
 
-    Raises: ScheduleError, ConfigError if the schedule cannot mean its number of microbatches, or they do not fit.
+    Raises: ScheduleError or ConfigError if the schedule has no table for its number of
+        microbatches, or if it does not fit.
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
@@ -235,8 +248,9 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     chain = _chain(config, recipe, draft)
     if chain.placement != main:
         raise ConfigError(
-            f"--pipeline-schedule {chain.name} has other stages for {config.num_microbatches} microbatches than for "
-            f"{plan.schedule.num_microbatches}, and layers stay where they are while a batch grows"
+            f"--pipeline-schedule {chain.name} has other stages for {config.num_microbatches} "
+            f"microbatches than for {plan.schedule.num_microbatches}, and layers stay where they "
+            "are while a batch grows"
         )
     if base.pieces.kept:
         draft = _keeping(draft, chain)
@@ -244,7 +258,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 
 
 def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the plan of a batch that may be too small for some part, without which this size is then run."""
+    """Return the plan of a batch that may be too small for a part; the plan then lacks it."""
     try:
         return _finished(draft, recipe, _with_ends(recipe, chain, draft))
     except NothingToDo as error:

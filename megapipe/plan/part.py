@@ -1,7 +1,7 @@
 """A part of a plan that not all plans have: a family of passes, a shape of tables, or CUDA graphs.
 
-A plan is made by iterating over the list in `parts`, which alone names them all. What a table is asked
-about a part is in `schedule.families` and `schedule.shapes`, under the same name.
+A plan is made by iterating over the list in `parts`, which alone names them all. A part of the same
+name in `schedule.families` or `schedule.shapes` answers for tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Planner = Callable[[Config], Plan]
 
 
 class NothingToDo(ConfigError):
-    """A part that flags ask for, and of which a table of this many microbatches has nothing.
+    """A part that flags ask for, and that a table of so few microbatches cannot have.
 
     Attributes:
         part: its name.

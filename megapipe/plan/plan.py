@@ -1,4 +1,4 @@
-"""A plan: which layers each stage has, on which rank, and how long and how much memory a step is predicted to take."""
+"""A plan: the layers and the rank of each stage, and the predicted time and memory of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
 
 
 class OfPlan:
-    """What a part, such as a family of passes, adds to a plan. This adds nothing.
+    """A part's additions to a plan, for example from a family of passes. This adds nothing.
 
     Attributes:
         holds: what the peak of a rank counts in addition to state and activations, in words.
@@ -31,11 +31,11 @@ class OfPlan:
     holds = ""
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
-        """Return the bytes of a parameter that a rank keeps between steps, given those of all of it."""
+        """Return the bytes of a parameter that a rank keeps, given the bytes of all of it."""
         return whole
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs of the plan's stages with those of what this adds.
+        """Return the costs of the plan's stages with the costs of this part.
 
         Args:
             counted: the costs by FLOPs, in which --pipeline-costs have no part.
@@ -43,7 +43,7 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the bytes that a stage needs on each rank to run at all, in addition to the state."""
+        """Return the bytes on each rank, besides the state, without which no stage can run."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
@@ -68,11 +68,13 @@ class Plan:
         pieces: costs of embedding, layers and head.
         state: bytes of a parameter with everything that a rank keeps of it between steps.
         of_expert: the same for a parameter of an expert.
-        whole: bytes of a parameter's weight and gradient; stored: what a rank keeps of them between steps.
+        whole: bytes of a parameter's weight and gradient.
+        stored: the part of these that a rank keeps between steps.
         tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
         tp: ranks that share each parameter; expert_ranks: ranks that share the experts.
         own: what parts add, by name: families of passes, shapes of tables, CUDA graphs.
-        before: what an automatic split replaced: the even one, or with a shared vocabulary the other way to place it.
+        before: the plan that an automatic split replaced: the even split, or with a shared
+            vocabulary the other way to place it.
         given: times of passes and messages, from --pipeline-costs.
         recipe: how the table was made.
     """
@@ -153,7 +155,8 @@ class Plan:
     def shares(self) -> dict[str, tuple[int, ...]]:
         """The groups of pipeline ranks with equal weights.
 
-        `ends`: ranks whose stages use embedding or head several times in a chain. `twins`: DualPipe's two chains.
+        `ends`: ranks whose stages use embedding or head several times in a chain.
+        `twins`: DualPipe's two chains.
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
@@ -161,7 +164,7 @@ class Plan:
         """Return the bytes of the stages of one rank between steps."""
         chain = self.schedule.placement.chain
         words = self.vocab_weights
-        # Gradients of a weight that is used twice stay whole until they are added, where others are sharded.
+        # A weight that is used twice has unsharded gradients until both are added.
         shards = self.stored.gradient < self.whole.gradient
         total = 0.0
         for stage in stages:
@@ -212,9 +215,9 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def lent(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return how many gradients and weights of embedding and head the depths of a rank need in addition.
+    """Return the gradients and weights of embedding and head that the depths of a rank add.
 
-    Each depth has a gradient of both. Weights are those that no other stage of the chain has there.
+    Each depth has a gradient of both. It adds a weight if no other stage of the rank has it.
     """
     depths = sum(span.depth > 0 for span in spans)
     embeds = any(span.embedding for span in spans)

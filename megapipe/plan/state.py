@@ -1,5 +1,4 @@
-"""Bytes of a parameter with all that is kept of it: its gradient, what the optimizer keeps, main parameters; and of a
-checkpoint, on the disk and on a rank's host while it is written."""
+"""Bytes that a rank keeps of a parameter: weight, gradient, optimizer state, main parameter."""
 
 from __future__ import annotations
 
@@ -17,18 +16,21 @@ GIB = 2**30
 
 @lru_cache(maxsize=8)
 def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, int]:
-    """Bytes of a parameter: its gradient, what its optimizer keeps, and its main parameter beside a rounded weight.
+    """Return the bytes of a parameter's gradient, optimizer state and main parameter.
+
+    Only a weight in 16 bits has a main parameter.
 
     Raises: ConfigError as `find_rule`.
     """
     size = {"fp32": 4, "bf16": 2}
     kept_as = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
     moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(optimizer).state)
-    return size[optimizer.main_grads_dtype], moments, 4 if half and optimizer.main_params_dtype == "fp32" else 0
+    master = 4 if half and optimizer.main_params_dtype == "fp32" else 0
+    return size[optimizer.main_grads_dtype], moments, master
 
 
 def bytes_of_parameter(config: Config, own: Iterable[OfPlan], *, experts: bool = False) -> tuple[float, Stored]:
-    """Return the bytes that a rank keeps of a parameter, and how many of them are weight and gradient.
+    """Return the bytes that a rank keeps of a parameter, and its weight and gradient among them.
 
     ZeRO-1 splits all but these over the ranks that have the same parameters.
 
@@ -41,8 +43,9 @@ def bytes_of_parameter(config: Config, own: Iterable[OfPlan], *, experts: bool =
     for one in own:
         stored = one.stored(stored, experts=experts)
     _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
-    # Post-validation keeps a second copy until V.
-    again = moments + (master or config.precision.element_bytes) if par.enable_optimizer_post_validation else 0
+    again = 0
+    if par.enable_optimizer_post_validation:  # a second copy until V
+        again = moments + (master or config.precision.element_bytes)
     ranks = 1
     if par.splits_optimizer:
         ranks = config.expert_replicas if experts else config.weight_replicas
@@ -65,9 +68,10 @@ def refuse_too_much(plan: Plan, config: Config) -> None:
     also = "".join(f" and {one.holds}" for one in plan.own.values() if one.holds)
     look = f", or {LAYOUT} auto, which looks for a split that fits" if plan.before is None else ""
     raise ConfigError(
-        f"--memory-limit-gib {gib:g} is less than pipeline rank {rank} of {plan.schedule.name} is predicted to "
-        f"need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients and optimizer, "
-        f"{(need - state) / GIB:.3g} for activations{also}.\n"
-        f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger --pipeline-model-parallel-size or "
-        f"--tensor-model-parallel-size, a schedule that holds less (v-min){look}."
+        f"--memory-limit-gib {gib:g} is less than pipeline rank {rank} of {plan.schedule.name} is "
+        f"predicted to need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients "
+        f"and optimizer, {(need - state) / GIB:.3g} for activations{also}.\n"
+        f"      Use --memory-limit-gib {need / GIB * 1.01:.3g}, a larger "
+        "--pipeline-model-parallel-size or --tensor-model-parallel-size, a schedule that holds "
+        f"less (v-min){look}."
     )
