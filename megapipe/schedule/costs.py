@@ -113,7 +113,8 @@ class Costs(FamilyCosts, CoreCosts):
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
         """Return the duration of each kind of pass, by stage."""
-        names = {name for kind in Kind for name in kind.traits.costs}
+        # In the order of the kinds, so that all ranks name the same field in an error.
+        names = dict.fromkeys(name for kind in Kind for name in kind.traits.costs)
         stages = {name: self.by_stage(name, placement) for name in names}
         found = {}
         for kind in Kind:
