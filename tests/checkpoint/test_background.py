@@ -27,15 +27,20 @@ from megapipe.checkpoint.writer import SIGNALS
 from megapipe.config import CheckpointConfig, LogConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
+from megapipe.training.seams import NONE, Callback, Seams
 
 
-def run(folder: Path, iterations: int = 6, **flags):
+def begun(folder: Path, iterations: int = 6, seams: Seams = NONE, **flags):
+    """A run that is ready for its first step."""
     base = short_run.config(STYLES["gpt2"])
     batch = replace(base.batch, train_iters=iterations)
     checkpoint = CheckpointConfig(save=str(folder), save_interval=2, **flags)
-    done = short_run.run_of(
-        ProcessMesh.single(), replace(base, batch=batch, checkpoint=checkpoint, log=LogConfig(log_interval=1))
-    )
+    asked = replace(base, batch=batch, checkpoint=checkpoint, log=LogConfig(log_interval=1))
+    return short_run.run_of(ProcessMesh.single(), asked, seams)
+
+
+def run(folder: Path, iterations: int = 6, **flags):
+    done = begun(folder, iterations, **flags)
     done.train()
     return done
 
@@ -58,6 +63,28 @@ def test_checkpoints_have_the_bits_of_those_that_wait_and_resume_is_exact(tmp_pa
     assert not [name for name in os.listdir(tmp_path / "async") if "tmp" in name]
     run(tmp_path / "again", load=str(tmp_path / "async"), ckpt_step=4)
     assert tensors(tmp_path / "again" / "iter_0000006") == tensors(tmp_path / "waits" / "iter_0000006")
+
+
+class Marks(Callback):
+    """Prints where each step begins, and lets none end before the save under way has."""
+
+    def before_step(self, run) -> None:
+        print(f"step {run.progress.iteration + 1} begins")
+
+    def after_step(self, run, result) -> None:
+        self.background.poll(wait=True)
+
+
+def test_a_save_that_ends_during_a_step_is_said_after_that_step(tmp_path, capsys):
+    """Not at the next save, which may be hours later."""
+    marks = Marks()
+    training = begun(tmp_path, 8, Seams(callbacks=(marks,)), async_save=True)
+    marks.background = training.saving._background
+    training.train()
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for save in (4, 6):
+        done = said.index(f"successfully saved checkpoint from iteration {save} to {tmp_path}")
+        assert said.index(f"step {save + 1} begins") < done < said.index(f"step {save + 2} begins")
 
 
 def save_for_ever(root: Path) -> None:

@@ -68,11 +68,11 @@ def test_another_runs_checkpoint_stays_unless_all_may_go(tmp_path, every, last):
 LOG = LogConfig(log_interval=100)
 
 
-def trained(folder, capsys, iterations, **flags):
-    """What a run of the whole program says that saves at each iteration."""
+def trained(folder, capsys, iterations, load=None, **flags):
+    """What a run of the whole program says that saves at each iteration, and goes on from `load` or where it saves."""
     base = short_run.config(STYLES["gpt2"])
     base = base.with_fields(train_iters=5, exit_interval=iterations, lr_decay_iters=5)
-    checkpoint = CheckpointConfig(save=str(folder), load=str(folder), save_interval=1, **flags)
+    checkpoint = CheckpointConfig(save=str(folder), load=str(load or folder), save_interval=1, **flags)
     training = short_run.run_of(ProcessMesh.single(), replace(base, checkpoint=checkpoint, log=LOG))
     training.train()
     return capsys.readouterr().out
@@ -96,6 +96,15 @@ def test_a_run_removes_its_own_and_says_so_and_what_becomes_of_others(tmp_path, 
     assert "iterations 1: all that --save-keep-last 1 does not keep will be removed (--save-remove-earlier)\n" in said
     assert [said.count(line.format(n, tmp_path)) for n in range(1, 6)] == [1, 0, 0, 1, 0]
     assert commit.iterations_in(tmp_path) == [5]
+
+
+def test_a_checkpoint_of_the_iteration_that_a_run_goes_on_from_is_not_its_own_in_another_folder(tmp_path, capsys):
+    """--save had an iteration 2 of somebody else's run, and --load is elsewhere."""
+    trained(tmp_path / "a", capsys, 2)
+    trained(tmp_path / "b", capsys, 2)
+    said = trained(tmp_path / "b", capsys, 4, load=tmp_path / "a", save_keep_last=1)
+    assert f"--save {tmp_path}/b has 2 checkpoint(s) of earlier runs, iterations 1, 2: they stay." in said
+    assert commit.iterations_in(tmp_path / "b") == [1, 2, 4]
 
 
 def test_what_an_interrupted_save_has_left_is_named_when_it_is_removed(tmp_path, capsys):

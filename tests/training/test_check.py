@@ -45,6 +45,19 @@ def test_a_check_lists_what_holds_and_what_is_missing_and_plans(capsys):
     assert "pipeline schedule 1f1b: predicted bubble" in text
 
 
+@pytest.mark.parametrize(
+    "backend, text",
+    [
+        ("nccl", "after 3 step(s) a stage's forward is one CUDA graph for each microbatch in flight"),
+        ("gloo", "nothing is captured: CUDA graphs need a GPU"),
+    ],
+)
+def test_a_check_says_what_becomes_of_cuda_graphs_on_the_machines_to_come(capsys, backend, text):
+    flags = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size 1"
+    pretrain_gpt.main(f"{RUN} {flags} --distributed-backend {backend}".split())
+    assert f"\n--cuda-graph-impl local: {text}" in capsys.readouterr().out
+
+
 def test_a_run_says_that_flags_of_its_layers_have_nothing_to_act_on():
     """They were taken from the configuration before it was told what is idle, and not a word was said."""
     flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --bf16 --fp8-format hybrid"

@@ -28,6 +28,7 @@ from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training, pretrain
+from megapipe.training.seams import Callback, Seams
 
 
 class Reads:
@@ -152,6 +153,35 @@ def test_a_resumed_run_that_evaluates_more_often_reads_validation_from_its_begin
     more = config(train_iters=6, data={"eval_interval": 1, "eval_iters": 4}, override_opt_param_scheduler=True)
     run(replace(more, checkpoint=CheckpointConfig(load=str(tmp_path))), valid=valid)
     assert valid.asked == [i % 24 for i in range(16, 16 + 3 * 16)]  # saved before the evaluation at its end
+
+
+def test_a_run_that_freezes_its_layers_trains_nothing_and_goes_to_its_end(capsys):
+    """Its passes are forwards alone, which no table of a step is compared with."""
+    run(config(train_iters=3, freeze_all_layers=True))
+    assert re.findall(r"iteration +(\d)/.* grad norm: (\S+) ", capsys.readouterr().out) == [
+        ("1", "0.000"),
+        ("2", "0.000"),
+        ("3", "0.000"),
+    ]
+
+
+class Limits(Callback):
+    """Notes how long a message of each step may take."""
+
+    def __init__(self) -> None:
+        self.seconds = list[float | None]()
+
+    def before_step(self, run) -> None:
+        self.seconds.append(run.mesh.position.limit_s)
+
+
+def test_a_message_may_take_long_in_the_first_step_alone():
+    limits, base = Limits(), config(train_iters=3)
+    par = replace(base.parallel, distributed_timeout_minutes=2, distributed_timeout_seconds_after_init=7.0)
+    mesh = ProcessMesh.single()
+    mesh.set_timeout(120.0)
+    short_run.run_of(mesh, replace(base, parallel=par), Seams(callbacks=(limits,))).train()
+    assert limits.seconds == [120.0, 7.0, 7.0]
 
 
 def test_a_middle_stage_reads_nothing():
