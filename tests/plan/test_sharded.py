@@ -72,6 +72,14 @@ def test_rows_of_a_shared_vocabulary_are_whole_for_ever() -> None:
     assert made.costs.mem_a[0] == 2 * of_first
 
 
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_nothing_is_shared_with_one_data_parallel_rank(strategy: str) -> None:
+    flags = [*FLAGS.split(), FSDP, "--data-parallel-sharding-strategy", strategy, "--overlap-grad-reduce"]
+    alone = make_plan(parse(Config, flags).with_batch(32))
+    assert alone.schedule.kinds == {Kind.F, Kind.BW}
+    assert alone.state_bytes == (pytest.approx((2 + 4 + 12) * sum(work.parameters for work in alone.works)),)
+
+
 def test_two_stages_weights_and_two_stages_gradients_are_whole_at_most() -> None:
     made, _ = plan(FSDP)
     verify(made.schedule)
