@@ -178,6 +178,7 @@ class Plan:
             embeds = any(self.spans[s].embedding for s in stages if s // chain == stage // chain)
             shares = self.pieces.shares
             repeats = span.loss and embeds if shares == 1 else span.share is not None
+            at_end = shares == 1 and (span.embedding or (span.loss and not embeds))
             if self.tied and repeats:
                 # One weight, and a gradient for each use.
                 total -= (each - self.whole.gradient) * words / shares
@@ -185,7 +186,7 @@ class Plan:
                 # Rows of a shared vocabulary are never sharded.
                 more = sum(self.whole) - sum(self.stored)
                 total += more * (1 if self.tied else 2) * words / shares
-            elif self.tied and shards and (span.embedding or (span.loss and not embeds)):
+            elif self.tied and shards and at_end:
                 total += self.whole.gradient * words
         for first in range(0, len(self.spans), chain) if self.pieces.shares == 1 else ():
             own = [self.spans[s] for s in stages if first <= s < first + chain]

@@ -80,6 +80,28 @@ def test_nothing_is_shared_with_one_data_parallel_rank(strategy: str) -> None:
     assert alone.state_bytes == (pytest.approx((2 + 4 + 12) * sum(work.parameters for work in alone.works)),)
 
 
+def test_rows_that_both_ends_of_a_shared_vocabulary_use_are_one_weight_with_two_gradients() -> None:
+    """64 of the 128 rows are a rank's: 2 bytes of weight, 4 of each gradient, a quarter of 12 of optimizer state."""
+    flags = FLAGS.replace("--untie-embeddings-and-output-weights ", "").split()
+    two = ["--pipeline-model-parallel-size", "2", "--vocab-parallel-pipeline"]
+    made = make_plan(Config(**{**vars(parse(Config, [*flags, FSDP, *two])), "world_size": 2 * DP}).with_batch(32))
+    rows = 128 * 64 / 2
+    for rank, state in enumerate(made.state_bytes):
+        stages = made.schedule.placement.stages_on(rank)
+        others = sum(made.works[stage].parameters for stage in stages) - 2 * rows
+        assert state == pytest.approx(18 / DP * others + (2 + 2 * 4 + 12 / DP) * rows)
+
+
+def test_shares_of_experts_are_of_the_ranks_that_have_the_same() -> None:
+    """Four experts, two on each rank: two of the four ranks share them, and all four what is dense."""
+    flags = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--ffn-hidden-size", "128"]
+    made, _ = plan(FSDP, *flags)
+    experts = sum(work.experts for work in made.works)
+    dense = sum(work.parameters for work in made.works) - experts
+    assert experts > 0
+    assert made.state_bytes == (pytest.approx(18 * (dense / DP + experts / 2 / 2)),)
+
+
 def test_two_stages_weights_and_two_stages_gradients_are_whole_at_most() -> None:
     made, _ = plan(FSDP)
     verify(made.schedule)
