@@ -7,7 +7,7 @@ import pytest
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.partition.spans import LayerSpan
-from megapipe.plan import Plan, make_plan
+from megapipe.plan import GIB, Plan, make_plan
 from megapipe.plan.plan import lent
 from megapipe.schedule import simulate
 from megapipe.schedule.costs_file import dump_costs
@@ -37,6 +37,17 @@ def test_pairs_are_made_of_depths_too(layout):
         f"--pipeline-model-parallel-layout {layout}"
     )
     assert simulate(plan.schedule, links).makespan < 0.95 * simulate(alone.schedule, links).makespan
+
+
+def test_an_automatic_layout_puts_depths_where_they_fit_the_memory_limit():
+    """Fastest is the depth on rank 0, which holds the most microbatches."""
+    flags = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto --mtp-num-layers 1 --seq-length 512"
+    flags = f"{flags} --max-position-embeddings 512 --hidden-size 64 --pipeline-schedule 1f1b"
+    free = planned(flags)
+    limit = 0.7 * max(free.peak_bytes)
+    kept = planned(f"{flags} --memory-limit-gib {limit / GIB}")
+    assert (free.schedule.placement.rank_of, kept.schedule.placement.rank_of) == ((0, 1, 0), (0, 1, 1))
+    assert max(kept.peak_bytes) <= limit
 
 
 def test_a_shared_head_is_taken_from_the_depths_and_dealt_to_all_ranks():

@@ -150,6 +150,29 @@ def test_the_search_of_a_run_keeps_its_memory_limit():
         make_plan(wide("--pipeline-schedule zb-auto --memory-limit-gib 0.01", 4096))
 
 
+def test_an_automatic_split_keeps_the_memory_limit():
+    """The fastest split gives rank 0, which holds four microbatches, six of the eight layers."""
+    flags = "--num-layers 8 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto"
+
+    def of_large_vocabulary(more: str) -> Plan:
+        given = config(f"{flags} {more}", 2)
+        return make_plan(replace(given, model=replace(given.model, padded_vocab_size=2048)))
+
+    free = of_large_vocabulary("")
+    limit = 0.99 * max(free.peak_bytes)
+    kept = of_large_vocabulary(f"--memory-limit-gib {limit / GIB}")
+    assert max(kept.peak_bytes) <= limit
+    assert kept.counts[0] < free.counts[0]
+    assert not kept.schedule.kinds & MOVES
+
+
+def test_costs_with_stages_that_no_order_can_have_are_refused_before_a_search(tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(dump_costs(Costs((1.0,) * 3, (2.0,) * 3, (1.0,) * 3)))
+    flags = f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-costs {file} --pipeline-schedule zb-auto"
+    assert f"--pipeline-costs {file}: Costs.f names 3 stages, but the model is cut in 2." in problems(flags, 2)
+
+
 def test_given_costs_are_what_is_searched_and_predicted(tmp_path):
     file = tmp_path / "costs.json"
     flags = f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-costs {file} --pipeline-schedule"
@@ -234,6 +257,17 @@ def test_the_plan_counts_a_share_of_the_optimizer_state(half, whole, split):
     head = 128 * 32  # tied: a second gradient, nothing else
     assert sum(plain.state_bytes) == whole * (parameters - head) + 4 * head
     assert sum(shared.state_bytes) == split * (parameters - head) + 4 * head
+
+
+def test_copies_of_dualpipe_keep_no_optimizer_state_neither_of_layers_nor_of_experts():
+    """Bytes of a parameter: 4 of weight, 4 of gradient, 8 of moments, which the copy in the other direction lacks."""
+    flags = f"{EXPERTS} --pipeline-schedule dualpipe --untie-embeddings-and-output-weights"
+    plan = make_plan(config(flags, 2))
+    assert plan.works[0].experts > 0
+    chain = plan.schedule.placement.chain
+    for rank, held in enumerate(plan.state_bytes):
+        stages = plan.schedule.placement.stages_on(rank)
+        assert held == sum((16 if stage < chain else 8) * plan.works[stage].parameters for stage in stages)
 
 
 EXPERTS = "--num-layers 8 --num-experts 4 --moe-ffn-hidden-size 16 --pipeline-model-parallel-size 2"
