@@ -76,6 +76,7 @@ EXPERTS = {
     "padded": {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True},
     "shared": {"moe_shared_expert_intermediate_size": 192, "moe_shared_expert_gate": True},
     "again": {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    "on one rank by all-to-all": {"moe_token_dispatcher_type": "alltoall"},
 }
 SPARSE = {"hidden_size": 256, "num_attention_heads": 8, "num_experts": 16, "moe_ffn_hidden_size": 192}
 
@@ -113,7 +114,7 @@ def test_what_a_layer_of_experts_holds_is_counted_to_a_hundredth(kind):
 
 @pytest.mark.parametrize("layout", [{"dp": 4, "ep": 4}, {"dp": 4, "ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 1}])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_what_a_rank_holds_of_a_layer_whose_experts_are_shared_is_counted_to_a_hundredth(dispatcher, layout):
+def test_what_a_rank_holds_of_a_layer_whose_experts_are_shared_is_counted_to_three_thousandths(dispatcher, layout):
     """In the mean of the ranks, whose loads differ."""
     sizes = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "no_attention": True, "sequence_parallel": True}
     model = replace(STYLES["gpt2"], **SPARSE, **sizes, moe_token_dispatcher_type=dispatcher)
@@ -121,7 +122,7 @@ def test_what_a_rank_holds_of_a_layer_whose_experts_are_shared_is_counted_to_a_h
     real = run_threads(lambda mesh: bytes_of(model, mesh.tp, 256 // tp), **layout)
     ranks = {"tp": tp, "ep": layout["ep"], "etp": layout.get("etp")}
     held = pieces(model, 256, 2, element_bytes=2, **ranks).layers[0].held
-    assert held == pytest.approx(sum(real) / len(real), rel=0.01)
+    assert held == pytest.approx(sum(real) / len(real), rel=0.003)
 
 
 LATENTS = {

@@ -55,6 +55,14 @@ def test_narrow_types_are_as_close_to_float64_as_they_round(dtype, relative):
         assert (got - expected).norm() < relative * expected.norm()
 
 
+def test_where_a_processor_has_tiles_they_alone_compute(monkeypatch):
+    """Not blocks of scores too, whose result would take the place of theirs."""
+    monkeypatch.setattr(cpu, "has_attention", lambda *operands: True)
+    monkeypatch.setattr(cpu, "attention_", lambda q, k, v, out: out.fill_(7))
+    q, k, v, _ = inputs(1, 2, 2, 5, 8)
+    assert causal_attention(q, k, v).eq(7).all()
+
+
 @pytest.mark.usefixtures("no_tiles")
 def test_a_few_heads_at_a_time_give_the_same_bits(monkeypatch):
     case = inputs(2, 4, 2, 200, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from megapipe.config import ModelConfig
 from megapipe.models.mlp import activate
 from megapipe.models.moe import experts as grouped
 from megapipe.models.moe.choice import best
+from megapipe.models.moe.dispatch import AllGatherDispatcher
 from megapipe.models.moe.layer import MoE
 from megapipe.models.recompute import recompute
 from megapipe.tensor_parallel.rng import Stream
@@ -191,6 +193,26 @@ def test_weight_gradients_of_all_experts_wait_for_their_pass():
     stage.run(0)
     for name, p in layer.named_parameters():
         assert torch.equal(p.main_grad, wanted[name]), name
+
+
+@pytest.mark.parametrize("waits, in_backward, in_its_pass", [(False, 2, 0), (True, 1, 2)])
+def test_a_weight_gradient_that_waits_keeps_nothing_gathered(monkeypatch, waits, in_backward, in_its_pass):
+    """The gradient of the output for fc2 and the tokens for fc1, both of all ranks; else each is gathered once."""
+    gathered, usual = [], AllGatherDispatcher.dispatch
+    monkeypatch.setattr(AllGatherDispatcher, "dispatch", lambda moves, x: gathered.append(x) or usual(moves, x))
+    layer, (x, dy) = layer_of(CASES["softmax after"]), inputs()
+    for p in layer.parameters():
+        p.main_grad = torch.zeros_like(p)
+    stage = WeightGrads()
+    with stage.capturing():
+        y = layer(x)
+    assert len(gathered) == 1
+    with stage.deferring(0) if waits else nullcontext():
+        y.backward(dy)
+    assert len(gathered) == 1 + in_backward
+    if waits:
+        stage.run(0)
+    assert len(gathered) == 1 + in_backward + in_its_pass
 
 
 def test_one_grouped_product_of_all_experts_is_the_product_of_each(monkeypatch):

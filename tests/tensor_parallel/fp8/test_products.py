@@ -62,6 +62,15 @@ def test_each_product_is_that_of_the_quantised_operands_in_float64(kind, form):
     torch.testing.assert_close(products.weight_grad(dy, x).double(), wanted, rtol=0, atol=1e-10)
 
 
+def test_a_factor_of_mxfp8_is_of_32_numbers_along_the_sum():
+    """OCP's microscaling formats: a large number takes the small ones of its own block alone to 0."""
+    x = torch.ones(1, IN)
+    x[0, 32] = 2.0**30
+    wanted = torch.cat([torch.ones(32), torch.tensor([2.0**30]), torch.zeros(31), torch.ones(32)])
+    products = products_of(Recipe("e4m3", "mxfp8"))
+    assert torch.equal(products.forward(x, torch.eye(IN))[0], wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_rounded_once_and_main_gradients_never(kind):
     products = products_of(Recipe("hybrid", kind))
