@@ -184,9 +184,6 @@ def _encoded(
                 f"written. Use fewer --workers than {workers}, or split documents of many "
                 "megabytes."
             ) from error
-        # After an error, chunks that have not begun are not tokenised any more.
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 @lru_cache(maxsize=1)

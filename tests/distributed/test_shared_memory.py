@@ -177,6 +177,27 @@ def test_a_rank_that_never_comes_is_waited_for_no_longer_than_a_message():
     run_threads(body, tp=2)
 
 
+def test_a_rank_that_ended_within_an_exchange_is_missed_although_its_tensor_is_there():
+    ended = threading.Event()
+
+    def body(mesh):
+        shared, x = mesh.tp.shared, torch.ones(LARGE, 128)
+        for _ in range(3):  # room is made
+            mesh.tp.all_reduce(x)
+        if mesh.tp.rank == 1:
+            shared.start(x, lambda views: None)
+            nobody = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nobody, shared._peers[0].inbox)  # as a process that ends closes it
+            os.close(nobody)
+            ended.set()
+        else:
+            ended.wait(20)
+            with pytest.raises(dist.DistNetworkError, match="rank 1 of the tensor-parallel group has closed its pipe"):
+                shared.start(x, lambda views: None)
+
+    run_threads(body, tp=2)
+
+
 def test_what_lies_elsewhere_under_the_same_path_is_not_opened():
     """As on two hosts whose processes have the same numbers."""
     inbox, outbox = os.pipe()

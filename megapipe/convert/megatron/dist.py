@@ -20,7 +20,7 @@ from megapipe.convert.megatron.pickles import read_pickle, read_torch
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 
-MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+_MASTER = {"fp32_param": "master", "param": "master"}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 """Keys of the distributed optimizer's rows of numbers."""
@@ -136,7 +136,7 @@ class DistributedTensors:
         for key, size in self.sizes.items():
             kind, name = "", key
             if match := _STATE.fullmatch(key):
-                kind, name = MOMENTS.get(match[1], match[1]), match[2]
+                kind, name = _MASTER.get(match[1], match[1]), match[2]
             if FLAT.match(key) or "_extra_state" in key:
                 continue
             if match := _STACKED.fullmatch(name):
