@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pickle
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 from random_models import refused
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megapipe.checkpoint import commit
 from megapipe.config import Config, ModelConfig
@@ -81,8 +83,16 @@ def rank_slice(name: str, x: Tensor, t: int, layer: int) -> Tensor:
     return x.chunk(2, dim=1)[t].clone() if rows else x
 
 
-def megatrons(root: Path, *, bf16: bool = False, te: bool = False, flat: bool = False, **other: object) -> Path:
-    """Format `torch`, tp 2 x pp 2 with 2 and 1 layers, after 4 steps of the optimizer."""
+ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def megatrons(
+    root: Path, *, bf16: bool = False, te: bool = False, flat: bool = False, ends: bool = False, **other: object
+) -> Path:
+    """Format `torch`, tp 2 x pp 2 with 2 and 1 layers, after 4 steps of the optimizer.
+
+    ends: embedding and head have a group of their own, as --decoupled-lr makes it.
+    """
     tensors = whole(bf16)
     args = args_of(run(bf16)) | {"consumed_train_samples": 10, "consumed_valid_samples": 0} | other
     for t in range(2):
@@ -105,11 +115,14 @@ def megatrons(root: Path, *, bf16: bool = False, te: bool = False, flat: bool = 
                     place["output_layer.weight" if tied else local] = rank_slice(name, tensors[key], t, layer)
             model = kinds[""]
             model = {name: model[name] for name in sorted(model, key=lambda name: name == "output_layer.weight")}
-            ordered = [[n for n in model if (model[n].ndim > 1) == wide] for wide in (True, False)]
+            apart = [n for n in model if ends and n in ENDS]
+            rest = [n for n in model if n not in apart]
+            ordered = [[n for n in rest if (model[n].ndim > 1) == wide] for wide in (True, False)]
+            ordered += [apart] * ends
             numbers = iter(range(len(model)))
             groups = [
-                {"wd_mult": wd, "step": 4, "params": [next(numbers) for _ in names]}
-                for wd, names in zip((1.0, 0.0), ordered, strict=True)
+                {"wd_mult": wd, "step": 4, "params": [next(numbers) for _ in names], "is_decoupled_lr": names is apart}
+                for wd, names in zip((1.0, 0.0, 1.0), ordered, strict=False)
             ]
             names = [name for group in ordered for name in group]
             state = {n: {kind: kinds[kind][name] for kind in KINDS[1:3]} for n, name in enumerate(names)}
@@ -137,16 +150,17 @@ def megatrons(root: Path, *, bf16: bool = False, te: bool = False, flat: bool = 
     return root
 
 
+def bucket(its: list[Tensor]) -> Tensor:
+    """Each part begins at a multiple of 64 from the begin of its bucket."""
+    at, pieces = 0, []
+    for x in its:
+        pieces += [torch.full((-at % 64,), 9.0), x.flatten().float()]
+        at += -at % 64 + x.numel()
+    return torch.cat(pieces)
+
+
 def row(parts: list[Tensor]) -> Tensor:
-    """A bucket of four and one of the others: each part begins at a multiple of 64 from the begin of its bucket."""
-
-    def bucket(its: list[Tensor]) -> Tensor:
-        at, pieces = 0, []
-        for x in its:
-            pieces += [torch.full((-at % 64,), 9.0), x.flatten().float()]
-            at += -at % 64 + x.numel()
-        return torch.cat(pieces)
-
+    """A bucket of four and one of the others."""
     return torch.cat([bucket(parts[:4]), bucket(parts[4:])])
 
 
@@ -164,6 +178,45 @@ def test_ranks_files_become_one_checkpoint_with_the_optimizer_to_the_bit(tmp_pat
     assert '"skipped_samples": 2' in content
     assert done.config.model.query_groups == 2
     assert done.config.optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_state_of_embedding_and_head_with_a_rate_of_their_own_comes_in_to_the_bit(tmp_path, bf16):
+    """--decoupled-lr gives them a group behind those of the other parameters, so the numbers follow another order."""
+    done = import_megatron(megatrons(tmp_path / "theirs", bf16=bf16, ends=True, decoupled_lr=0.2), tmp_path / "ours")
+    got, want = read_all(done.folder), whole(bf16)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert done.config.optimizer.decoupled_lr == 0.2
+
+
+def test_rows_of_two_buckets_in_torch_dist_come_in_to_the_bit(tmp_path):
+    """What --use-distributed-optimizer writes under --ckpt-format torch_dist: the rows of a bucket under its number."""
+    plain = export_megatron(ours(tmp_path / "ours", True), tmp_path / "plain").folder
+    rows, want = tmp_path / "rows" / plain.name, whole(True)
+    held = {key: torch.empty(size, dtype=torch.bfloat16) for key, size in sizes_of(plain).items()}
+    load(held, storage_reader=FileSystemReader(plain), no_dist=True)
+    # Megatron's attention makes linear_proj before linear_qkv, and a row goes backwards.
+    other = {"linear_qkv": "linear_proj", "linear_proj": "linear_qkv"}
+    ours_in_order = [name for name in want if not name.startswith("optimizer.")]
+    names = [re.sub("linear_(qkv|proj)", lambda of: other[of[0]], name) for name in ours_in_order][::-1]
+    start = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_"
+    for kind, of in {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}.items():
+        for n, its in enumerate((names[:4], names[4:])):
+            held[f"{start}{n}.{kind}"] = bucket([want[f"optimizer.{of}.{name}"] for name in its])
+    save(held, storage_writer=FileSystemWriter(rows), no_dist=True)
+    shutil.copy(plain / "common.pt", rows)
+    (rows.parent / commit.POINTER).write_text("5")
+    got = read_all(import_megatron(rows.parent, tmp_path / "again").folder)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def sizes_of(folder: Path) -> dict[str, torch.Size]:
+    """Weights of a `torch_dist` checkpoint."""
+    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "size")}
+    return {key: entry.size for key, entry in tensors.items() if not key.startswith("optimizer.")}
 
 
 @pytest.mark.parametrize("bf16", [False, True])
