@@ -27,16 +27,16 @@ from megapipe.checkpoint.writer import SIGNALS
 from megapipe.config import CheckpointConfig, LogConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
-from megapipe.training.seams import NONE, Callback, Seams
+from megapipe.training.hooks import NONE, Callback, Hooks
 
 
-def begun(folder: Path, iterations: int = 6, seams: Seams = NONE, **flags):
+def begun(folder: Path, iterations: int = 6, hooks: Hooks = NONE, **flags):
     """A run that is ready for its first step."""
     base = short_run.config(STYLES["gpt2"])
     batch = replace(base.batch, train_iters=iterations)
     checkpoint = CheckpointConfig(save=str(folder), save_interval=2, **flags)
     asked = replace(base, batch=batch, checkpoint=checkpoint, log=LogConfig(log_interval=1))
-    return short_run.run_of(ProcessMesh.single(), asked, seams)
+    return short_run.run_of(ProcessMesh.single(), asked, hooks)
 
 
 def run(folder: Path, iterations: int = 6, **flags):
@@ -78,7 +78,7 @@ class Marks(Callback):
 def test_a_save_that_ends_during_a_step_is_said_after_that_step(tmp_path, capsys):
     """Not at the next save, which may be hours later."""
     marks = Marks()
-    training = begun(tmp_path, 8, Seams(callbacks=(marks,)), async_save=True)
+    training = begun(tmp_path, 8, Hooks(callbacks=(marks,)), async_save=True)
     marks.background = training.saving._background
     training.train()
     said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -83,6 +83,11 @@ def test_a_split_that_is_not_three_numbers_is_refused(split: str) -> None:
         split_ranges(split, 10)
 
 
+def test_of_a_split_that_is_too_large_for_a_number_forty_digits_are_shown() -> None:
+    with pytest.raises(DataError, match=rf"^--split '{'9' * 40}' has a sum that overflows"):
+        split_ranges("9" * 400, 10)
+
+
 def test_a_split_of_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="--split '0,0,0' leaves nothing"):
         split_ranges("0,0,0", 10)

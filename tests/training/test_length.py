@@ -27,8 +27,9 @@ from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.training.forward_step import forward_step
+from megapipe.training.guards.process import triggered
+from megapipe.training.hooks import Callback, Hooks
 from megapipe.training.pretrain import Training, pretrain
-from megapipe.training.seams import Callback, Seams
 
 
 class Reads:
@@ -145,6 +146,14 @@ def test_a_file_asks_for_a_checkpoint_and_another_for_the_end(tmp_path, capsys):
     assert "[exiting program after finding exit in --trigger-path]" in capsys.readouterr().out
 
 
+def test_a_file_of_the_trigger_path_that_others_have_removed_is_obeyed_without_a_warning(tmp_path, capsys, monkeypatch):
+    """Runs that share the folder see the same file, and the first removes it."""
+    flags = replace(config(), checkpoint=CheckpointConfig(trigger_path=str(tmp_path)))
+    monkeypatch.setattr(Path, "exists", lambda path: path.name == "exit")
+    assert triggered(flags, ProcessMesh.single(), 1) == ["exit"]
+    assert capsys.readouterr().out == ""
+
+
 def test_a_resumed_run_that_evaluates_more_often_reads_validation_from_its_beginning_again(tmp_path):
     """It was a DataError at the first evaluation, hours into the run, about --train-iters."""
     flags = CheckpointConfig(save=str(tmp_path), save_interval=100)
@@ -180,7 +189,7 @@ def test_a_message_may_take_long_in_the_first_step_alone():
     par = replace(base.parallel, distributed_timeout_minutes=2, distributed_timeout_seconds_after_init=7.0)
     mesh = ProcessMesh.single()
     mesh.set_timeout(120.0)
-    short_run.run_of(mesh, replace(base, parallel=par), Seams(callbacks=(limits,))).train()
+    short_run.run_of(mesh, replace(base, parallel=par), Hooks(callbacks=(limits,))).train()
     assert limits.seconds == [120.0, 7.0, 7.0]
 
 
