@@ -170,7 +170,8 @@ def test_costs_with_stages_that_no_order_can_have_are_refused_before_a_search(tm
     file = tmp_path / "costs.json"
     file.write_text(dump_costs(Costs((1.0,) * 3, (2.0,) * 3, (1.0,) * 3)))
     flags = f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-costs {file} --pipeline-schedule zb-auto"
-    assert f"--pipeline-costs {file}: Costs.f names 3 stages, but the model is cut in 2." in problems(flags, 2)
+    said = rf"--pipeline-costs {file}: Costs\.[fbw] names 3 stages, but the model is cut in 2\."
+    assert re.search(said, problems(flags, 2))
 
 
 def test_given_costs_are_what_is_searched_and_predicted(tmp_path):
