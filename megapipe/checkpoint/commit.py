@@ -79,7 +79,9 @@ def newest(root: Path) -> int | None:
     if text.strip() == b"release" and (root / "release").is_dir():
         raise CheckpointError(_megatrons(root / "release"))
     if not re.fullmatch(rb"[0-9]{1,18}\s*", text):
-        raise CheckpointError(f"{root / POINTER} holds {text[:40]!r}, not an iteration. {_choices(there)}")
+        raise CheckpointError(
+            f"{root / POINTER} holds {text[:40]!r}, not an iteration. {_choices(there)}"
+        )
     if int(text) not in there:
         raise CheckpointError(
             f"{root / POINTER} names iteration {int(text)}, but there is no {folder_of(root, int(text)).name}. "
@@ -92,7 +94,9 @@ def require(root: Path, iteration: int) -> None:
     """Raises: CheckpointError unless --ckpt-step names a checkpoint that is there."""
     there = iterations_in(root)
     if iteration not in there:
-        raise CheckpointError(f"--ckpt-step {iteration}: {root} has no such checkpoint. {_choices(there)}")
+        raise CheckpointError(
+            f"--ckpt-step {iteration}: {root} has no such checkpoint. {_choices(there)}"
+        )
 
 
 def refuse_to_overwrite(root: Path, after: int) -> None:
@@ -201,7 +205,9 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
     except (FileNotFoundError, NotADirectoryError):
         if is_megatrons(folder):
             raise CheckpointError(_megatrons(folder)) from None
-        raise Damaged(f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}") from None
+        raise Damaged(
+            f"{folder} has no {MANIFEST}: it is no complete checkpoint. {_OTHER}"
+        ) from None
     except UnicodeDecodeError:
         raise Damaged(f"{path} is damaged. {_OTHER}") from None
     except OSError as error:
@@ -209,18 +215,26 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
     try:
         content = json.loads(text)
         if content["format"] > FORMAT:
-            raise CheckpointError(f"{folder} has format {content['format']}, newer than {FORMAT}; update megapipe")
+            raise CheckpointError(
+                f"{folder} has format {content['format']}, newer than {FORMAT}; update megapipe"
+            )
         iteration, files = content["iteration"], content["files"]
         # Written again it must be the same text, so no bit of it can change unseen.
         if not isinstance(iteration, int) or text != _manifest_text(iteration, files):
             raise ValueError
         if any(entry.keys() != Digest.__annotations__.keys() for entry in files.values()):
             raise ValueError
-        problems = [f"{path}: {name!r} is not the name of a file in it" for name in files if not _FILE.fullmatch(name)]
+        problems = [
+            f"{path}: {name!r} is not the name of a file in it"
+            for name in files
+            if not _FILE.fullmatch(name)
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{path} is damaged. {_OTHER}") from None
     if folder.name != folder_of(folder, iteration).name:
-        problems.append(f"{path} belongs to iteration {iteration}; the folder was renamed or its files were mixed")
+        problems.append(
+            f"{path} belongs to iteration {iteration}; the folder was renamed or its files were mixed"
+        )
     problems += [
         f"{folder / name} is not in {MANIFEST}; it does not belong to the checkpoint"
         for name in sorted(os.listdir(folder))
@@ -233,9 +247,9 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
 
 def is_megatrons(folder: Path) -> bool:
     """Is this the folder of a checkpoint that Megatron-LM has written, in any of its formats?"""
-    return any((folder / name).exists() for name in ("common.pt", "metadata.json", ".metadata")) or any(
-        folder.glob("mp_rank_*")
-    )
+    return any(
+        (folder / name).exists() for name in ("common.pt", "metadata.json", ".metadata")
+    ) or any(folder.glob("mp_rank_*"))
 
 
 def _megatrons(folder: Path) -> str:
@@ -259,7 +273,9 @@ def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None
         if found is None:
             problems.append(f"{path} is not a plain file; links are not followed")
         elif found["bytes"] != files[name]["bytes"]:
-            problems.append(f"{path} has {found['bytes']} bytes, not {files[name]['bytes']}. {_OTHER}")
+            problems.append(
+                f"{path} has {found['bytes']} bytes, not {files[name]['bytes']}. {_OTHER}"
+            )
         elif found != files[name]:
             problems.append(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}. {_OTHER}")
     if problems:
@@ -284,12 +300,20 @@ def _choices(there: list[int]) -> str:
 
 
 def _manifest_text(iteration: int, files: dict[str, Digest]) -> str:
-    return json.dumps({"format": FORMAT, "iteration": iteration, "files": files}, indent=1, sort_keys=True) + "\n"
+    return (
+        json.dumps(
+            {"format": FORMAT, "iteration": iteration, "files": files}, indent=1, sort_keys=True
+        )
+        + "\n"
+    )
 
 
 def _digest(path: Path) -> Digest:
     with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def _sync_folder(folder: Path) -> None:

@@ -29,7 +29,12 @@ PATIENCE_S = 30.0
 """Seconds that the file of another machine is looked at before a beat that does not come counts as its end."""
 
 
-_NOBODY = {"token": "", "host": "a machine that its damaged file does not say", "pid": "?", "since": "?"}
+_NOBODY = {
+    "token": "",
+    "host": "a machine that its damaged file does not say",
+    "pid": "?",
+    "since": "?",
+}
 
 
 @contextmanager
@@ -61,7 +66,9 @@ class Lock:
     Raises: CheckpointError if another run that lives has it.
     """
 
-    def __init__(self, root: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, root: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S
+    ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.path, self._token = root / NAME, secrets.token_hex(8)
         self._over = threading.Event()
@@ -128,7 +135,9 @@ def _put(draft: Path, path: Path) -> None:
     except OSError:  # no hard links: exFAT, some SMB, object stores through FUSE
         text, file = draft.read_bytes(), os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         try:
-            os.write(file, text)  # who reads before it sees a damaged file, whose owner lives as long as it is touched
+            os.write(
+                file, text
+            )  # who reads before it sees a damaged file, whose owner lives as long as it is touched
         finally:
             os.close(file)
 
@@ -217,7 +226,9 @@ def _beat_of(path: Path) -> int | None:
 def _system() -> str | None:
     """A name of all that processes must share to see each other: the machine since its start, the process namespace."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     except OSError:
         return None
 

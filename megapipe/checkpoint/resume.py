@@ -18,7 +18,11 @@ TOKENS = "tokens"
 ORDER = "order"
 """The key in `contents` of the order in which the first training samples are read."""
 
-RULES = {name: rule for section in Config().sections for name, rule in note_of(type(section), Resume).items()}
+RULES = {
+    name: rule
+    for section in Config().sections
+    for name, rule in note_of(type(section), Resume).items()
+}
 """Rules for a setting that is not the checkpoint's; all others are free."""
 
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")
@@ -26,7 +30,13 @@ _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 FREE = {name for name, rule in RULES.items() if rule in (Resume.FREE, Resume.NAMED)}
 """Settings that weights do not depend on."""
 _LATENTS = "multi_latent_attention"
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor")
+_ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
@@ -42,7 +52,10 @@ def saved_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_settings(
-    saved: Mapping[str, Any], contents: Mapping[str, str] | None, config: Config, here: Mapping[str, str] | None
+    saved: Mapping[str, Any],
+    contents: Mapping[str, str] | None,
+    config: Config,
+    here: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Settings that decide the numbers and are not those of the run that saved: name -> what is here and there.
 
@@ -66,10 +79,16 @@ def changed_settings(
     if contents is not None and here is not None:
         for name in sorted((here.keys() | contents.keys()) - {TOKENS, ORDER}):
             if here.get(name) != contents.get(name):
-                changed[name] = f"{flag(name)} is another file or has other contents than what was trained with"
+                changed[name] = (
+                    f"{flag(name)} is another file or has other contents than what was trained with"
+                )
         # Checkpoints of earlier versions do not know it.
-        if "data_path" not in changed and here.get(TOKENS, "") != contents.get(TOKENS, here.get(TOKENS, "")):
-            changed["data_path"] = "--data-path has other tokens than what was trained with, in files of the same sizes"
+        if "data_path" not in changed and here.get(TOKENS, "") != contents.get(
+            TOKENS, here.get(TOKENS, "")
+        ):
+            changed["data_path"] = (
+                "--data-path has other tokens than what was trained with, in files of the same sizes"
+            )
         if not changed and ORDER in here and here[ORDER] != contents.get(ORDER, here[ORDER]):
             name = "train_iters" if config.batch.train_samples is None else "train_samples"
             changed[name] = (
@@ -98,7 +117,10 @@ def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dic
         "reads other samples under --dataloader-type cyclic": cyclic,
     }
     micro, its = config.batch.micro_batch_size, saved.get("micro_batch_size")
-    if (why := " and ".join(text for text, holds in reasons.items() if holds)) and its not in (None, micro):
+    if (why := " and ".join(text for text, holds in reasons.items() if holds)) and its not in (
+        None,
+        micro,
+    ):
         changed["micro_batch_size"] = f"--micro-batch-size is {micro}, and was {its}, which {why}"
     replicas = config.data_parallel_size
     if cyclic and replicas != theirs:
@@ -159,7 +181,11 @@ def resume_problems(
         if key in there and there[key] != here[key]
     ]
     flags = config.optimizer
-    if scheduler is None or flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler:
+    if (
+        scheduler is None
+        or flags.override_opt_param_scheduler
+        or flags.use_checkpoint_opt_param_scheduler
+    ):
         return problems
     mine = settings(config)
     # A setting that an older version did not have was at its default there.
@@ -187,7 +213,11 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         elif not model.use_rope_scaling:
             fields["rope_scaling_factor"] = ModelConfig.rope_scaling_factor
     if model.hidden_size:
-        fields |= {"ffn_hidden_size": model.ffn, "kv_channels": model.head_dim, "num_query_groups": model.query_groups}
+        fields |= {
+            "ffn_hidden_size": model.ffn,
+            "kv_channels": model.head_dim,
+            "num_query_groups": model.query_groups,
+        }
         del fields["group_query_attention"]
     if model.per_layer_overrides is None:
         fields = _of_attention(model, fields)
@@ -197,8 +227,16 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, where no setting of heads means anything in a model with latents, and none of latents without."""
     if not model.multi_latent_attention:
-        return {name: x for name, x in fields.items() if name not in MLAConfig.__dataclass_fields__} | {_LATENTS: False}
-    none = ("kv_channels", "num_query_groups", "add_qkv_bias", "rotary_interleaved", "use_rope_scaling")
+        return {
+            name: x for name, x in fields.items() if name not in MLAConfig.__dataclass_fields__
+        } | {_LATENTS: False}
+    none = (
+        "kv_channels",
+        "num_query_groups",
+        "add_qkv_bias",
+        "rotary_interleaved",
+        "use_rope_scaling",
+    )
     fields = {name: x for name, x in fields.items() if name not in (*none, "rope_scaling_factor")}
     if model.rope_type == "rope":
         return fields | {"mscale": MLAConfig.mscale}
@@ -208,9 +246,14 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, where no setting of experts means anything in a model without them."""
     if not model.has_experts:
-        return {name: x for name, x in fields.items() if not name.startswith("moe_")} | {"num_experts": 0}
+        return {name: x for name, x in fields.items() if not name.startswith("moe_")} | {
+            "num_experts": 0
+        }
     layers = [model.has_experts_in(layer) for layer in range(model.layers)]
-    fields |= {"moe_ffn_hidden_size": model.expert_ffn, "moe_layer_freq": [int(sparse) for sparse in layers]}
+    fields |= {
+        "moe_ffn_hidden_size": model.expert_ffn,
+        "moe_layer_freq": [int(sparse) for sparse in layers],
+    }
     fields["moe_router_group_score_topk"] = model.group_scores
     if all(layers):
         del fields["ffn_hidden_size"]

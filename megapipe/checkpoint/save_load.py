@@ -63,7 +63,10 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
         root.mkdir(parents=True, exist_ok=True)
         commit.refuse_to_overwrite(root, iteration)
         if left := commit.clear(root):
-            print(f"removed from {root} what interrupted saves had left: {', '.join(left)}", flush=True)
+            print(
+                f"removed from {root} what interrupted saves had left: {', '.join(left)}",
+                flush=True,
+            )
         commit.refuse_without_room(root, needed)
         # A write that is tried: rights alone do not know of quotas, read-only mounts and root squashing.
         probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
@@ -71,7 +74,9 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
         shutil.rmtree(probe)
 
     on_first(mesh, check)
-    import_module("megapipe.checkpoint.shards")  # now: who knows what is installed when the first save is due
+    import_module(
+        "megapipe.checkpoint.shards"
+    )  # now: who knows what is installed when the first save is due
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
@@ -99,7 +104,9 @@ def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> No
     try:
         commit.read_manifest(folder)
     except commit.Damaged:
-        if config.checkpoint.ckpt_step is None and commit.iterations_in(folder.parent)[0] < commit.iteration_of(folder):
+        if config.checkpoint.ckpt_step is None and commit.iterations_in(folder.parent)[
+            0
+        ] < commit.iteration_of(folder):
             return  # an older one is taken then
         raise
     _read_state(folder, not _weights_alone(config), config, contents)
@@ -171,7 +178,9 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
             return config.ckpt_step
         iteration = commit.newest(root)
         if iteration is None and config.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+            raise CheckpointError(
+                f"--load {root} holds no checkpoint, and --exit-on-missing-checkpoint is given"
+            )
         return iteration
 
     iteration = on_first(mesh or ProcessMesh.single(), look)
@@ -207,12 +216,18 @@ def load_checkpoint(
     if not checked:
         files = together(mesh, lambda: commit.read_manifest(folder))
         together(mesh, lambda: commit.verify(folder, files, share_of(files, mesh)))
-    content, other = together(mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents))
+    content, other = together(
+        mesh, lambda: _read_state(folder, with_optimizer is not None, config, contents)
+    )
     with shards.whole_weights(optimizer):
         held = {} if with_optimizer is None else with_optimizer.state()
         tensors = shards.tensors_of(stages, held, mesh)
         tensors = together(mesh, lambda: shards.loadable(folder, tensors))
-        needed = {key: fact for row in mesh.pp.gather_json(shards.facts_of(tensors)) for key, fact in row.items()}
+        needed = {
+            key: fact
+            for row in mesh.pp.gather_json(shards.facts_of(tensors))
+            for key, fact in row.items()
+        }
         together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
         together(mesh, lambda: shards.read(folder, tensors, mesh))
         shards.from_twins(stages, mesh)
@@ -246,7 +261,12 @@ def load_checkpoint(
 
 def _weights_alone(config: Config) -> bool:
     flags = config.checkpoint
-    return flags.finetune or flags.no_load_optim or config.optimizer.freeze_all_layers or config.data.skip_train
+    return (
+        flags.finetune
+        or flags.no_load_optim
+        or config.optimizer.freeze_all_layers
+        or config.data.skip_train
+    )
 
 
 def _content(
@@ -285,11 +305,17 @@ def _read_state(
     try:
         content = json.loads((folder / STATE).read_text())
         model, scheduler = content["config"]["model"], content["opt_param_scheduler"]
-        content["iteration"], content["state"]["consumed_train_samples"], content["state"]["consumed_valid_samples"]
+        (
+            content["iteration"],
+            content["state"]["consumed_train_samples"],
+            content["state"]["consumed_valid_samples"],
+        )
         if content["state"].get("iteration", content["iteration"]) != content["iteration"]:
             raise ValueError
         if not config.checkpoint.finetune:
-            changed = changed_settings(content["config"], content["state"].get("contents"), config, contents)
+            changed = changed_settings(
+                content["config"], content["state"].get("contents"), config, contents
+            )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
     problems = resume_problems(model, scheduler if with_optimizer else None, config, folder.name)

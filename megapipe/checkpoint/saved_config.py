@@ -34,7 +34,11 @@ def saved_config(folder: Path) -> Config:
     saved = _read(folder)
     try:
         # Which layers and kernels computed it says nothing of the model; here may be no GPU.
-        elsewhere = {"transformer_impl": "local", "attention_backend": "auto", "model_provider": None}
+        elsewhere = {
+            "transformer_impl": "local",
+            "attention_backend": "auto",
+            "model_provider": None,
+        }
         return _sound(Config().with_fields(**_known(saved_fields(saved)) | elsewhere))
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError):
         raise _damaged(folder) from None
@@ -98,7 +102,9 @@ def _read(folder: Path) -> dict[str, Any]:
         raise _damaged(folder) from None
     if (folder / commit.MANIFEST).exists():
         files = commit.read_manifest(folder)
-        commit.verify(folder, files, files.keys() & {STATE})  # another number may be a model of another kind
+        commit.verify(
+            folder, files, files.keys() & {STATE}
+        )  # another number may be a model of another kind
     return config
 
 
@@ -111,7 +117,9 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in values.items() if name in RULES}
     if odd := [name for name, value in found.items() if not _fits(KINDS[name], value)]:
         raise TypeError(", ".join(odd))
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
 
 
 def _sound(config: Config) -> Config:

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -21,7 +24,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 from megapipe.checkpoint import commit
-from megapipe.distributed.layout import HISTORY, Layout, histories, layout_of, saved_tensors, whole_name
+from megapipe.distributed.layout import (
+    HISTORY,
+    Layout,
+    histories,
+    layout_of,
+    saved_tensors,
+    whole_name,
+)
 from megapipe.distributed.meeting.together import room
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError
@@ -64,16 +74,22 @@ def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
 
 def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
     if lacking := [name for name in written if name not in files]:
-        raise CheckpointError(f"{folder} has shards that no rank has read back: {', '.join(lacking)}. Not saved")
+        raise CheckpointError(
+            f"{folder} has shards that no rank has read back: {', '.join(lacking)}. Not saved"
+        )
 
 
-def tensors_of(stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh) -> dict[str, Tensor]:
+def tensors_of(
+    stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
+) -> dict[str, Tensor]:
     """Tensors of this rank by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
     hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
     saved = {name: param for name, param in params.items() if not _of_twin(layouts[name], mesh)}
-    own = {name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params}
+    own = {
+        name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params
+    }
     kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
     return {
         prefix + whole_name(layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
@@ -98,7 +114,11 @@ def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if not any(key.endswith(HISTORY) for key in tensors):
         return tensors
     stored, facts = _stored(folder), facts_of(tensors)
-    return {key: x for key, x in tensors.items() if not key.endswith(HISTORY) or stored.get(key) == facts[key]}
+    return {
+        key: x
+        for key, x in tensors.items()
+        if not key.endswith(HISTORY) or stored.get(key) == facts[key]
+    }
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -110,7 +130,9 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
     """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
     there = _stored(folder)
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):
-        raise CheckpointError(f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim")
+        raise CheckpointError(
+            f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim"
+        )
     # The state of a parameter that has been frozen since is left where it is.
     unread = {key for key in there if key.startswith("optimizer.")} - needed.keys()
     if with_optimizer:
@@ -127,7 +149,10 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
     problems = [
         f"{folder.name} {text}: {_few(keys)}"
         for text, keys in (
-            ("lacks state of parameters that were frozen then (add --no-load-optim)", lacking if state else []),
+            (
+                "lacks state of parameters that were frozen then (add --no-load-optim)",
+                lacking if state else [],
+            ),
             ("lacks parameters that this model has", [] if state else lacking),
             ("has parameters that this model lacks", [key for key in there if key not in needed]),
             ("has other shapes or types (--bf16?) than this model", wrong),
@@ -142,7 +167,9 @@ def _stored(folder: Path) -> dict[str, str]:
     """Full shape and dtype of what a folder has. Raises: CheckpointError."""
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors and DCP have no common class for a file that is none of theirs
+    except (
+        Exception
+    ) as error:  # safetensors and DCP have no common class for a file that is none of theirs
         raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
     return {
         key: _fact(list(entry.size), entry.properties.dtype)
@@ -158,17 +185,24 @@ def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: ob
             call(*args, **kwargs)
     except CheckpointException as error:
         raise CheckpointError(
-            [f"{folder}, on rank {rank}: {why}{room(why, folder)}" for rank, (why, _) in error.failures.items()]
+            [
+                f"{folder}, on rank {rank}: {why}{room(why, folder)}"
+                for rank, (why, _) in error.failures.items()
+            ]
         ) from error
 
 
 def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(result.storage_data.relative_path for row in results for result in row))
+    return tuple(
+        dict.fromkeys(result.storage_data.relative_path for row in results for result in row)
+    )
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
     local = tensor.view(layout.local(mesh.tp))
-    along = {dim: axis for dim, name in layout.splits.items() if (axis := mesh.tp.named(name)).size > 1}
+    along = {
+        dim: axis for dim, name in layout.splits.items() if (axis := mesh.tp.named(name)).size > 1
+    }
     shared = layout.part[1] > 1
     if not along and not shared:
         return local
