@@ -6,7 +6,6 @@ torch.distributed for its rank.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -21,18 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU, Axis
-from megapipe.distributed.device import backend_of, gpu_name
+from megapipe.distributed.device import backend_of
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import (
     Sets,
-    check_backend,
     device_mesh_of,
     group_of,
     group_of_one,
     links_of,
 )
-from megapipe.distributed.meeting.agreement import agree, agree_in, taken
-from megapipe.distributed.meeting.meeting import meet
+from megapipe.distributed.meeting.met import Met
 from megapipe.distributed.meeting.position import Position
 from megapipe.distributed.shared_memory import SharedMemory
 from megapipe.errors import ConfigError
@@ -151,6 +148,7 @@ class ProcessMesh:
         shares: Mapping[str, Sequence[int]] = SHARES,
         facts: Mapping[str, str] | None = None,
         joint: Collection[str] = (),
+        met: Met | None = None,
     ) -> ProcessMesh:
         """Make the mesh of this process, as torchrun started it, and activate it.
 
@@ -165,31 +163,24 @@ class ProcessMesh:
                 share weights. See Plan.shares.
             facts: what must be equal on all ranks, see `agreement.agree`; by default the sizes.
             joint: the keys of JOINT that get a group.
+            met: the result of `Met.of`, where ranks have met and compared their facts already.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
             if their facts differ.
         """
-        guest = dist.is_initialized()
-        if guest:
-            world_size = dist.get_world_size()
-            rank = dist.get_rank()
-        else:
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            rank = int(os.environ.get("RANK", "0"))
-        grids = Grids.of(parallel, world_size)
-        if world_size == 1:
-            return replace(ProcessMesh.single(device), is_guest=guest).activate()
-        equal = {**(facts or grids.sizes), "the kind of device": device.type}
+        met = met or Met.of(parallel, device, facts)
+        grids = Grids.of(parallel, met.world_size)
+        if met.world_size == 1:
+            return replace(ProcessMesh.single(device), is_guest=met.is_guest).activate()
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        store = _compare(guest, rank, world_size, device, timeout, equal)
         # Naming the device lets NCCL connect at once and split its communicators, see `group_of`.
         device_id = device if device.type == "cuda" else None
         try:
-            if store is not None:
+            if met.store is not None:
                 dist.init_process_group(
                     backend_of(device),
-                    store=store,
-                    rank=rank,
-                    world_size=world_size,
+                    store=met.store,
+                    rank=met.rank,
+                    world_size=met.world_size,
                     timeout=timeout,
                     device_id=device_id,
                 )
@@ -199,10 +190,10 @@ class ProcessMesh:
         except RuntimeError as error:
             # The full text, because NCCL gives its reason in the last lines.
             raise ConfigError(
-                f"rank {rank} on {socket.gethostname()} could not make its process groups "
+                f"rank {met.rank} on {socket.gethostname()} could not make its process groups "
                 f"({backend_of(device)}, {device}):\n{error}"
             ) from error
-        mesh = replace(mesh, store=store, is_guest=guest)
+        mesh = replace(mesh, store=met.store, is_guest=met.is_guest)
         mesh.set_timeout(timeout.total_seconds())
         return mesh.activate()
 
@@ -254,33 +245,6 @@ _current: ContextVar[ProcessMesh | None] = ContextVar("mesh", default=None)
 def axis_names() -> list[str]:
     """Return the names of the fields of ProcessMesh that are axes."""
     return [x.name for x in fields(ProcessMesh) if isinstance(x.default, Axis)]
-
-
-def _compare(
-    guest: bool,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout: timedelta,
-    facts: dict[str, str],
-) -> PrefixStore | None:
-    """Check that all ranks agree, before any group of the mesh exists.
-
-    Args:
-        guest: torch.distributed is initialised already.
-        facts: what must be equal on all ranks.
-    Returns: the store of all processes; None for a guest.
-    Raises: ConfigError if ranks differ or do not come.
-    """
-    if guest:
-        check_backend(device)
-        world = Axis(rank, world_size, tuple(range(world_size)), dist.group.WORLD, device)
-        agree_in(world, facts)
-        return None
-    store = meet(rank, world_size, timeout.total_seconds())
-    gpu = taken(PrefixStore("gpus", store), gpu_name(device))
-    agree(PrefixStore("agreement", store), rank, world_size, facts | gpu)
-    return store
 
 
 def _joined(

@@ -29,6 +29,9 @@ from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.shapes.pairs.asked import Pairing
 
+EFFORT = 1.0
+SECONDS = 3.0
+"""Effort of a search for a run, and CPU seconds after which it takes the best order so far."""
 SHARE = 0.2
 """Part of a forward and of an input gradient that counts as communication where --pipeline-costs does not say."""
 
@@ -87,9 +90,8 @@ def order_of(config: Config, microbatches: int) -> Recipe:
 def _search(config: Config, microbatches: int) -> Search:
     # With post-validation steps follow each other without a barrier.
     objective = "period" if config.parallel.enable_optimizer_post_validation else "makespan"
-    # Every rank searches by itself: the effort is counted, about seconds of one core, more for larger tables.
-    effort = min(4.0, microbatches * config.parallel.pipeline_model_parallel_size / 32)
-    return Search(placements(config), objective, effort, portable=True)
+    effort = min(EFFORT, microbatches * config.parallel.pipeline_model_parallel_size / 64)
+    return Search(placements(config), objective, effort, seconds=SECONDS)
 
 
 def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:

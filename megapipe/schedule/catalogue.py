@@ -31,7 +31,6 @@ def _zb_auto(
     memory: float | None = None,
     objective: str = "makespan",
     effort: float = 4.0,
-    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
     given = locals()

@@ -93,7 +93,7 @@ class Search:
 
     Attributes:
         placements: the placements to choose from.
-        objective, effort, seconds, portable: as `search.auto` takes them.
+        objective, effort, seconds: as `search.auto` takes them.
         progress: called with the share of the effort spent.
     """
 
@@ -101,5 +101,4 @@ class Search:
     objective: str = "makespan"
     effort: float = 4.0
     seconds: float = inf
-    portable: bool = False
     progress: Callable[[float], None] | None = field(default=None, compare=False, repr=False)

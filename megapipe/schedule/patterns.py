@@ -182,13 +182,13 @@ def fixed(
         placement: only patterns of this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
-    if ranks * microbatches * chunks <= _KEPT:
+    if ranks * microbatches * chunks < _KEPT:
         return iter(_fixed(*arguments))
     return _each(*arguments)
 
 
 _KEPT = 4096
-"""Most forwards of a table that is cached: searches ask for the same small tables repeatedly."""
+"""Tables of fewer forwards are cached: searches ask for the same small tables repeatedly."""
 
 
 @lru_cache(maxsize=32)

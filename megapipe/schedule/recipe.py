@@ -234,7 +234,6 @@ class Recipe:
             candidates.append(Candidate(place, costs, most))
         chosen: dict[str, Any] = {
             "effort": search.effort,
-            "portable": search.portable,
             "progress": search.progress,
         }
         if self.cuts:
@@ -370,9 +369,7 @@ def _where_needed(
     tables = [plain]
     if asked.any_order and plain.kinds <= _PLAIN and not (plain.placement.depths or plain.cuts):
         place = plain.placement
-        tables += searched(
-            place.num_ranks, plain.num_microbatches, costs, room, place=place, portable=True
-        )
+        tables += searched(place.num_ranks, plain.num_microbatches, costs, room, place=place)
     try:
         found = replace(solve(tables, costs, room, tries=asked.tries).schedule, name=plain.name)
     except ScheduleError:

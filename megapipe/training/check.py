@@ -29,6 +29,7 @@ from megapipe.models.provider import Provider, find_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
+from megapipe.plan.split import is_searched, schedule_name
 from megapipe.plan.table import saved_bytes
 from megapipe.schedule.recipe_line import to_line
 from megapipe.training.guards.ranks import contents
@@ -71,7 +72,7 @@ class Launch:
 
     Attributes:
         config: the configuration, with everything that tokenizer and checkpoint determine.
-        plan: the plan of the run.
+        plan: the plan of the run; None where rank 0 searches it for all ranks.
         provider: builds the stages.
         data: the datasets.
         eod: end-of-document id of the tokenizer.
@@ -79,7 +80,7 @@ class Launch:
     """
 
     config: Config
-    plan: Plan
+    plan: Plan | None
     provider: Provider
     data: Datasets
     eod: int
@@ -108,7 +109,9 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
     impl, layers = choose_layers(config, on_gpus)
     model = replace(inline(config.model), padded_vocab_size=vocab, transformer_impl=impl)
     config = settled(config, model)
-    plan = make_plan(config)
+    # A search takes seconds, so rank 0 makes it for all ranks once they have met.
+    searches = config.world_size > 1 and is_searched(schedule_name(config))
+    plan = None if searches else make_plan(config)
     refuse_save(config.checkpoint, find(config.checkpoint))
     return Launch(config, plan, provider, datasets(config, tokenizer), tokenizer.eod, layers)
 

@@ -21,7 +21,6 @@ import torch
 
 from megapipe.data.loader import Microbatch
 from megapipe.distributed.late import Late, read_together
-from megapipe.plan import with_batch
 from megapipe.training.guards.numbers import Guard
 from megapipe.training.hooks import Hooks
 from megapipe.training.reading import Awaited, BatchesAt
@@ -135,7 +134,7 @@ class Driver:
         size = run.config.batch_sizes.at(consumed)
         if size != run.stages.config.global_batch_size:
             config = run.config.with_batch(size)
-            run.stages.take(config, with_batch(run.plan, config).schedule)
+            run.stages.take(config, run.schedule_of(config))
         # Time spent on waiting for samples is reported separately.
         with run.report.reading():
             step = self._batches_at(consumed)

@@ -12,7 +12,6 @@ from operator import add
 
 from megapipe.data.build import Datasets
 from megapipe.pipeline_parallel.passes.begin import Weights
-from megapipe.plan import with_batch
 from megapipe.training.hooks import Hooks
 from megapipe.training.reading import BatchesAt, Reading
 from megapipe.training.run import Run
@@ -72,7 +71,7 @@ class Evaluation:
         self._check_files = check_files
         config = run.config.evaluation
         # The same modules with another batch size, which --rampup-batch-size does not change.
-        self._stages = run.stages.under(config, with_batch(run.plan, config).schedule)
+        self._stages = run.stages.under(config, run.schedule_of(config))
         self._valid = reading.evaluation(data.valid)
         self._test = reading.evaluation(data.test)
 

@@ -23,6 +23,7 @@ from megapipe.distributed.device import (
     require_fp8,
     versions,
 )
+from megapipe.distributed.meeting.met import Met
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.provider import Provider
@@ -85,8 +86,8 @@ def pretrain(
         return
     started = time.monotonic()
     launch = checked(config, provider, datasets)
-    with _meeting(launch, forward_step, datasets) as mesh:
-        training = _build(launch, mesh, forward_step, started, hooks)
+    with _meeting(launch, forward_step, datasets) as (mesh, plan):
+        training = _build(launch, mesh, plan, forward_step, started, hooks)
         exit_code = training.train()
         # The mesh closes after the last reference to what uses it is gone.
         del training
@@ -95,10 +96,12 @@ def pretrain(
 
 
 @contextmanager
-def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[ProcessMesh]:
-    """Meet the other ranks, which must have equal flags and programs; close the mesh at the end."""
+def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[ProcessMesh, Plan]]:
+    """Meet the other ranks, which must have equal flags and programs; close the mesh at the end.
+
+    Yields: the mesh and the plan. If the order is searched, it is the plan of rank 0.
+    """
     config = launch.config
-    plan = launch.plan
     if config.precision.deterministic_mode:
         be_deterministic()
     device = pick_device(config.parallel)
@@ -108,13 +111,15 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[ProcessM
     # Without equal facts on all ranks, groups would deadlock or train different models.
     same = {}
     if config.world_size > 1:
-        same = facts(config, plan, (launch.provider, *programs))
-    mesh = ProcessMesh.create(config.parallel, device, plan.shares, same)
+        same = facts(config, launch.plan, (launch.provider, *programs))
+    met = Met.of(config.parallel, device, same)
+    plan = launch.plan or met.from_first("plan", partial(make_plan, config))
+    mesh = ProcessMesh.create(config.parallel, device, plan.shares, met=met)
     try:
         # The lock on --save comes before the model: a second run there is refused before it
         # allocates memory.
         with Watch(mesh), one_run(config.checkpoint.save, mesh):
-            yield mesh
+            yield mesh, plan
     finally:
         mesh.close()
         gc.enable()
@@ -124,10 +129,15 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[ProcessM
 
 
 def _build(
-    launch: Launch, mesh: ProcessMesh, forward_step: ForwardStep, started: float, hooks: Hooks
+    launch: Launch,
+    mesh: ProcessMesh,
+    plan: Plan,
+    forward_step: ForwardStep,
+    started: float,
+    hooks: Hooks,
 ) -> Training:
     """Build this rank's part of the run; a device with too little memory is a ConfigError."""
-    with room(mesh, launch.plan):
+    with room(mesh, plan):
         return Training(
             launch.config,
             mesh,
@@ -137,7 +147,7 @@ def _build(
             launch.eod,
             started,
             launch.layers,
-            launch.plan,
+            plan,
             hooks,
         )
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from megapipe.config import Config
+from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.lr import LRSchedule, decoupled_rate, learning_rate, weight_decay
 from megapipe.optim.optimizer import Optimizer
 from megapipe.optim.rule import Rates
-from megapipe.plan import Plan
+from megapipe.plan import Plan, with_batch
+from megapipe.plan.split import is_searched, schedule_name
+from megapipe.schedule import Schedule, from_json, to_json
 from megapipe.training.progress import Progress
 from megapipe.training.report.reporter import Reporter
 from megapipe.training.steps.stages import Stages
@@ -56,6 +59,16 @@ class Run:
     def say(self, text: str) -> None:
         """Print on the rank that writes the log."""
         self.report.say(text)
+
+    def schedule_of(self, config: Config) -> Schedule:
+        """Return the table of the same layers for the batch size of `config`.
+
+        All ranks call it. Where the order is searched, rank 0 searches for all of them.
+        """
+        if not is_searched(schedule_name(config)):
+            return with_batch(self.plan, config).schedule
+        found = on_first(self.mesh, lambda: to_json(with_batch(self.plan, config).schedule))
+        return from_json(found)
 
     def rate(self) -> float:
         """Return the learning rate of the next step."""

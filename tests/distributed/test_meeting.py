@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch.distributed import PrefixStore, TCPStore
 from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.meeting.meeting import _listens, call_the_roll
+from megapipe.distributed.meeting.met import Met
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, ScheduleError
 
 
 def free_port() -> int:
@@ -88,8 +90,8 @@ def test_what_nccl_says_is_told_to_its_last_line(monkeypatch):
         raise dist.DistBackendError(text)
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    monkeypatch.setattr("megapipe.distributed.mesh.meet", lambda *args: dist.HashStore())
-    monkeypatch.setattr("megapipe.distributed.mesh.agree", lambda *args: None)
+    monkeypatch.setattr("megapipe.distributed.meeting.met.meet", lambda *args: dist.HashStore())
+    monkeypatch.setattr("megapipe.distributed.meeting.met.agree", lambda *args: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError) as caught:
@@ -133,3 +135,42 @@ def test_nobody_listens_after_three_refusals(monkeypatch):
     monkeypatch.setattr("time.sleep", slept.append)
     assert not _listens("127.0.0.1", free_port())
     assert len(slept) == 3
+
+
+def in_threads(ranks: int, body: Callable[[Met], object]) -> list[object]:
+    """Return what `body` returns or raises on each rank of a world with one store."""
+    store = PrefixStore("test", dist.HashStore())
+
+    def answer(rank: int) -> object:
+        try:
+            return body(Met(rank, ranks, False, store))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(answer, range(ranks)))
+
+
+def test_rank_0_alone_makes_what_all_ranks_get():
+    made = []
+
+    def body(met: Met) -> object:
+        return met.from_first("numbers", lambda: made.append(met.rank) or (1, "two", {3: 4.0}))
+
+    assert in_threads(3, body) == [(1, "two", {3: 4.0})] * 3
+    assert made == [0]
+
+
+def test_an_error_of_rank_0_is_every_ranks_error():
+    def refuses() -> None:
+        raise ScheduleError(["no room", "no time"])
+
+    answers = in_threads(3, lambda met: met.from_first("table", refuses))
+    assert [type(answer) for answer in answers] == [ScheduleError, ConfigError, ConfigError]
+    assert {str(answer) for answer in answers} == {"2 problems\n  no room\n  no time"}
+
+
+def test_a_defect_on_rank_0_holds_nobody_up():
+    first, second = in_threads(2, lambda met: met.from_first("table", lambda: 1 / 0))
+    assert isinstance(first, ZeroDivisionError)
+    assert str(second) == "on rank 0: ZeroDivisionError('division by zero')"

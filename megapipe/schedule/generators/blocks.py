@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from math import ceil
 
 from megapipe.schedule.costs import UNIT, Costs
@@ -34,7 +35,9 @@ def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     return shortest(patterns, costs, memory)
 
 
-def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
+# A search asks for the same tables under several costs.
+@lru_cache(maxsize=4)
+def v_half_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
     """Return the tables from which costs choose V-Half, and their memory."""
     # Without it, passes of a rank share slots if the number of ranks is even.
     clash = 0 if ranks % 2 else 3
@@ -50,7 +53,8 @@ def v_half_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]
     return _patterns("v-half", ranks, microbatches, block, (ranks + 2) // 2)
 
 
-def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
+@lru_cache(maxsize=4)
+def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
     """Return the tables from which costs choose V-Min, and their memory."""
     # Without it, passes of a rank share slots if 3 divides the number of ranks.
     clash = 0 if ranks % 3 else 2
@@ -68,11 +72,11 @@ def v_min_patterns(ranks: int, microbatches: int) -> tuple[list[Schedule], int]:
 
 def _patterns(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
-) -> tuple[list[Schedule], int]:
+) -> tuple[tuple[Schedule, ...], int]:
     """Return `memory` and two tables of a block: with packed ramps, and run slot by slot."""
     blocks = [block(rank) for rank in range(ranks)]
     rows = (packed(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
-    return [Schedule(name, vee(ranks), microbatches, r) for r in rows], memory
+    return tuple(Schedule(name, vee(ranks), microbatches, r) for r in rows), memory
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:

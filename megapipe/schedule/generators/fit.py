@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.generators.compiled import compiled_fill
 from megapipe.schedule.generators.orders import (
     Orders,
     Problem,
@@ -76,8 +78,9 @@ def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) 
         if fitting is None:
             return
         bare.append(fitting)
+    fill = compiled_fill(of, bare) or partial(fill_weights, of, bare)
     for overrun in overruns:
-        filled = fill_weights(of, bare, overrun)
+        filled = fill(overrun)
         if filled:
             yield filled
 

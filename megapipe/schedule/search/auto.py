@@ -17,15 +17,18 @@ from typing import Any
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.compiled import library
 from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import check_size, fixed, one_of
 from megapipe.schedule.search.bound import bound_of_any
-from megapipe.schedule.search.compiled import library
-from megapipe.schedule.search.contest import Spending, contest, pace_here
-from megapipe.schedule.search.seeds import is_large
+from megapipe.schedule.search.contest import Spending, contest
+from megapipe.schedule.search.seeds import few, is_large
 from megapipe.schedule.simulate import Timeline, simulate
+
+# Part of a limited time that annealing may take. The rest is for the schedules of the catalogue.
+CONTEST = 0.6
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ def describe_search(
     lines = [f"lower bound: {bound:.5g}; {took / bound - 1 if bound else 0.0:.1%} above it"]
     if library() is None:
         lines.append(
-            "searched in Python: with a C compiler (cc, or $CC) it tries "
-            "some fifty times as many orders"
+            "not annealed: the moves of the search are C, and this machine has no C compiler "
+            "(cc, or $CC)"
         )
     return lines
 
@@ -106,7 +109,6 @@ def search(
     objective: str = "makespan",
     effort: float = 4.0,
     seconds: float = inf,
-    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Search schedules with a split backward. Equal arguments give equal schedules.
@@ -121,10 +123,10 @@ def search(
             memory of 1F1B, p.
         objective: "makespan" if a barrier ends the step, "period" (longest span of a rank) if not.
         effort: about the seconds to spend on one core; 40 finds what 4 may miss. It is a number of
-            moves, fifty times as large with a C compiler.
+            moves. Without a C compiler there are none: the result is the best known order, with W
+            refilled.
         seconds: CPU seconds of this process after which the search returns what it has. The result
             then depends on the machine.
-        portable: make only the moves of a machine without a compiler: equal results everywhere.
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments contradict each other, or the memory does not
         hold one microbatch.
@@ -138,7 +140,6 @@ def search(
         objective=objective,
         effort=effort,
         seconds=seconds,
-        portable=portable,
         progress=progress,
     )
 
@@ -150,7 +151,6 @@ def search_among(
     objective: str = "makespan",
     effort: float = 4.0,
     seconds: float = inf,
-    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
     """Search placements that each have their own costs, such as different splits of one model.
@@ -161,20 +161,21 @@ def search_among(
     """
     period = objective == "period"
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
-    spending = Spending(pace_here(portable), process_time() + seconds, Random(0))
+    began = process_time()
+    spending = Spending(began + CONTEST * seconds, Random(0))
     best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
     schedule = decode(best.problem, best.found.orders, "zb-auto")
     of = best.problem
     timeline = simulate(schedule, of.costs)
-    for x in (
-        problems
-    ):  # also of those a search does not make: whole backwards cost one overhead, not two
+    # The catalogue also has tables that a search does not make: a whole backward pass costs one
+    # overhead, and not two.
+    for x in problems:
         least = _worth(timeline, period)[0]
         if bound_of_any(x.placement, microbatches, x.costs, x.memory, objective) > least * (
             1 + 1e-9
         ):
             continue
-        for made, time in _fitting(x, timeline):
+        for made, time in _fitting(x, timeline, began + seconds):
             if _worth(time, period) < _worth(timeline, period):
                 schedule = made
                 of = x
@@ -185,20 +186,26 @@ def search_among(
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 
 
-def _fitting(of: Problem, best: Timeline) -> Iterator[tuple[Schedule, Timeline]]:
+def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedule, Timeline]]:
     """Yield the catalogue's schedules that fit this placement and memory, with their times.
 
     A large table is made only if it may be better than the best.
+
+    Args:
+        until: CPU time of this process at which to stop.
     """
     place = of.placement
     size = place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs
-    for made in _promising(of, best) if is_large(of) else fixed(*size, place):
+    tables = _promising(of, best, until) if is_large(of) else fixed(*size, place)
+    for made in tables:
+        if process_time() > until:
+            return
         time = simulate(made, of.costs)
         if _fits(of, time):
             yield replace(made, name="zb-auto"), time
 
 
-def _promising(of: Problem, best: Timeline) -> Iterator[Schedule]:
+def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
     """Yield the catalogue's schedules that may be better than the best.
 
     A schedule is made for few microbatches first. It is left out if it is worse even when each
@@ -208,9 +215,11 @@ def _promising(of: Problem, best: Timeline) -> Iterator[Schedule]:
     ranks = of.placement.num_ranks
     m = of.microbatches
     chunks = place.num_stages // ranks
-    n = 2 * ranks + m % ranks
+    n = few(of) + m % ranks
     least, least_held = _worth(best, of.period)
     for small in fixed(ranks, n, chunks, of.costs, place):
+        if process_time() > until:
+            return
         time = simulate(small, of.costs)
         took, held = _worth(time, of.period)
         grown = float(f"{took + max(time.busy) / n * (m - n):.9g}")

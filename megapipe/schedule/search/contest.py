@@ -10,40 +10,23 @@ from time import process_time
 from megapipe.schedule.generators.orders import Problem, problem
 from megapipe.schedule.generators.waves import loop
 from megapipe.schedule.passes import Placement
-from megapipe.schedule.search.anneal import Cooling, Found
+from megapipe.schedule.search.anneal import Cooling, Found, anneal
 from megapipe.schedule.search.bound import lower_bound
-from megapipe.schedule.search.compiled import anneal_fast, library
 from megapipe.schedule.search.seeds import blocks, deals, few, is_large, pattern, patterns, unroll
 
 # Effort is counted in passes and not in time, so that faster or busier machines find the same
 # schedule. Measured on a shared core: an effort of 60 is about a minute.
-_PASSES_PER_SECOND = 1_600_000  # passes that a second of effort may place to find starts
-_PER_MOVE = 32  # cost of a move in passes, in addition to the passes of the table
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The pace of annealing on a machine.
-
-    Attributes:
-        passes: passes that a second of effort may place.
-        long: moves of one annealing; further moves are better spent on heating again.
-        heats: temperature factor of each heating, in turns. Which one frees a schedule is not
-            known in advance.
-        spreads: `Cooling.spread` of each heating, in turns, for a loop of several chunks. Other
-            placements use _SPREADS.
-    """
-
-    passes: int
-    long: int
-    heats: tuple[float, ...]
-    spreads: tuple[float, ...]
-
-
-# Python makes few moves. In a loop a gain shows only if several ranks gain together, so the mean
-# over ranks has a larger weight.
-PYTHON = Pace(_PASSES_PER_SECOND, 16_000, (1.0, 0.5, 2.0, 4.0), (4.0, 1.0, 4.0, 0.3))
-COMPILED = Pace(90_000_000, 200_000, (1.0, 0.5, 1.5, 2.0), (0.3, 0.3, 1.0, 0.1))
+PASSES_PER_SECOND = 90_000_000  # passes that a second of effort may place by moves
+PER_MOVE = 32  # cost of a move in passes, in addition to the passes of the table
+PASSES_PER_SECOND_OF_STARTS = 1_600_000  # starts are made in Python
+# Moves of one annealing; further moves are better spent on heating again.
+LONG = 200_000
+# Temperature factor of each heating, in turns. Which one frees a schedule is not known in advance.
+HEATS = (1.0, 0.5, 1.5, 2.0)
+# `Cooling.spread` of each heating, in turns. The ranks of a loop of several chunks must gain
+# together, so the mean over ranks has other weights there.
+SPREADS_OF_LOOPS = (0.3, 0.3, 1.0, 0.1)
+SPREADS = (0.3, 4.0, 0.05, 1.0)
 
 # Rounds of (entrants that continue, share of the effort after the starts, first temperature).
 _ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
@@ -51,19 +34,12 @@ _ROUNDS = ((20, 0.4, 0.4), (5, 0.3, 0.3), (1, 0.3, 0.3))
 # annealing the full table is slow.
 _START = 0.2
 _LONG_START = 0.5
-_SPREADS = (0.3, 4.0, 0.05, 1.0)
-
-
-def pace_here(portable: bool) -> Pace:
-    """Return the pace of this machine; if portable, the pace of a machine without a compiler."""
-    return PYTHON if portable or library() is None else COMPILED
 
 
 @dataclass(frozen=True)
 class Spending:
-    """The pace of a search, its last CPU time of the process, and its random numbers."""
+    """The last CPU time of the process for a search, and the random numbers of the search."""
 
-    pace: Pace
     until: float
     random: Random
 
@@ -89,16 +65,15 @@ class Entrant:
             seconds: effort.
             hot: first temperature, in units of the longest pass.
         """
-        pace = of.pace
-        steps = int(seconds * pace.passes / (self.problem.num_passes + _PER_MOVE))
-        rounds = max(1, steps // pace.long)
+        steps = int(seconds * PASSES_PER_SECOND / (self.problem.num_passes + PER_MOVE))
+        rounds = max(1, steps // LONG)
         found = self.found
         for i in range(rounds if steps else 0):
-            heat = hot * pace.heats[i % len(pace.heats)] * min(1.0, steps / 5000)
+            heat = hot * HEATS[i % len(HEATS)] * min(1.0, steps / 5000)
             cooling = Cooling(
                 steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], of.until
             )
-            found = anneal_fast(
+            found = anneal(
                 self.problem, found, cooling, of.random.getrandbits(64), self.bound * (1 + 1e-9)
             )
         return replace(self, found=found)
@@ -116,7 +91,7 @@ def contest(
     Args:
         problems: one for each placement.
         seconds: effort.
-        of: pace and random numbers.
+        of: last time and random numbers.
         progress: called with the share of the effort spent.
         known: the best pattern, if there is one problem and the caller has it.
     """
@@ -159,7 +134,7 @@ def _entrants(
             starts = [known] if known else [patterns(x)[0][0]]
             if starts[0].length > bound * (1 + 1e-9):
                 starts += _starts(x, each, of)
-        spreads = of.pace.spreads if _is_dealt(x.placement) else _SPREADS
+        spreads = SPREADS_OF_LOOPS if _is_dealt(x.placement) else SPREADS
         turns = [
             spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))
         ]
@@ -196,7 +171,7 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
         small = problem(full.placement, few(full), full.costs, full.memory, full.period)
         best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None)
         return unroll(full, small, best.found)[:2]
-    tries = int(seconds * _PASSES_PER_SECOND / full.num_passes / 2)
+    tries = int(seconds * PASSES_PER_SECOND_OF_STARTS / full.num_passes / 2)
     dealt = deals(full, tries // 6, of.until, of.random) if _is_dealt(full.placement) else []
     islands = max(1, min(16 - len(dealt), tries // 200))
     return dealt + [

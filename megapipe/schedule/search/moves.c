@@ -218,3 +218,21 @@ int anneal(const Problem *p, State *st, int moves) {
     free(real);
     return done;
 }
+
+/* fit.fill_weights of orders of F and B, size[r] of rank r. Returns 0 if they block or do not fit. */
+int fill(const Problem *p, const int *bare, const int *size, double patience, int *full, double *end) {
+    size_t n = (size_t)p->passes + p->ranks + 1;
+    int *whole = calloc(6 * n, sizeof(int)); /* twice for ready, the last: a rank may be there more than once */
+    double *real = calloc(2 * n, sizeof(double));
+    int done = 0;
+    if (whole && real) {
+        Scratch s = {.owed = whole, .at = whole + n, .paid = whole + 2 * n, .owes = whole + 3 * n, .ready = whole + 4 * n};
+        s.now = real;
+        s.held = real + n;
+        s.size = (int *)size;
+        done = fill_weights(p, bare, patience, full, end, &s);
+    }
+    free(whole);
+    free(real);
+    return done;
+}

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.generators.compiled import library
 from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import fixed
-from megapipe.schedule.search.compiled import library
 from megapipe.schedule.shapes.pairs.pairs import limits_in_pairs, pairs, refuse_unpairable
 from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.verify import verify

@@ -27,7 +27,9 @@ from megapipe.schedule.generators.orders import (
 )
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import fixed, one_of
-from megapipe.schedule.search.anneal import OVERRUNS, Found
+from megapipe.schedule.search.anneal import Found
+
+OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 
 
 def patterns(problem: Problem) -> list[tuple[Found, str]]:
@@ -179,7 +181,8 @@ _MIDDLE = (0.3,)
 
 def few(problem: Problem) -> int:
     """Return the microbatches of a smaller problem with the same ramps and a middle to repeat."""
-    return 3 * problem.placement.num_ranks
+    ranks = problem.placement.num_ranks
+    return 2 * ranks if problem.placement.num_stages * problem.microbatches > _LARGE else 3 * ranks
 
 
 def is_large(problem: Problem) -> bool:

@@ -32,7 +32,6 @@ def searched_slices(
     *,
     documents: Documents = (),
     effort: float,
-    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule | None:
     """Return the fastest table found for these stages and slices; None if none fits the memory.
@@ -45,7 +44,7 @@ def searched_slices(
         cuts: lengths of the slices.
         memory: limit of each rank, in the unit of the costs.
         documents: as in `Schedule.documents`.
-        effort, portable, progress: as in `search.auto`.
+        effort, progress: as in `search.auto`.
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
@@ -72,9 +71,7 @@ def searched_slices(
         for _ in range(_TRIES):
             asked = [Candidate(place, mean, room)]
             part = effort / _TRIES
-            found = search_among(
-                asked, n * microbatches, effort=part, portable=portable, progress=progress
-            )
+            found = search_among(asked, n * microbatches, effort=part, progress=progress)
             more = over(found.schedule)
             room = (
                 tuple(most - x for most, x in zip(room, more, strict=True)) if any(more) else memory
@@ -94,7 +91,6 @@ def fastest_slices(
     *,
     documents: Documents = (),
     effort: float,
-    portable: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
     """Return the fastest table for any of these placements. Arguments are as in `searched_slices`.
@@ -105,9 +101,7 @@ def fastest_slices(
     for i, one in enumerate(candidates):
         size = (one.placement, microbatches, cuts, one.costs, one.memory)
         part = effort / len(candidates)
-        made = searched_slices(
-            *size, documents=documents, effort=part, portable=portable, progress=progress
-        )
+        made = searched_slices(*size, documents=documents, effort=part, progress=progress)
         found += [] if made is None else [(simulate(made, one.costs).makespan, i, made)]
     if not found:
         most = max(max(one.memory) for one in candidates)

@@ -11,7 +11,7 @@ import gzip
 import json
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ CHUNKS = (2, 3, 4)
 SLICES = (1, 2, 3, 4, 6, 8)
 """Stages of a rank where the schedule leaves a choice, and slices of a microbatch."""
 
-_FITTED: dict[str, Callable[[int, int], tuple[list[Schedule], int]]] = {
+_FITTED: dict[str, Callable[[int, int], tuple[Sequence[Schedule], int]]] = {
     "zb-v": lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
     "v-half": v_half_patterns,
     "v-min": v_min_patterns,

@@ -37,14 +37,16 @@ RANGE = 1 << 16
 """Bytes of a range. A smaller file is read as a whole."""
 
 
-def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -> dict[str, str]:
+def facts(
+    config: Config, plan: Plan | None, functions: Sequence[Callable[..., Any]]
+) -> dict[str, str]:
     """Return facts by name, as an error shows them.
 
     Files count by their contents: each machine may have them in another place.
 
     Args:
         config: the run's configuration.
-        plan: the plan of the run.
+        plan: the plan of the run; None where rank 0 hands its plan to the others.
         functions: the user's, which build the model, the batch and the data. The files that define
             them count, but not what these files import.
     Raises: DataError for a file that cannot be read.
@@ -55,13 +57,16 @@ def facts(config: Config, plan: Plan, functions: Sequence[Callable[..., Any]]) -
         if dataclasses.is_dataclass(group):
             for name, value in vars(group).items():
                 flags[spelled.get(name, name)] = str(value)
-    table = to_json(plan.schedule) + str(plan.counts)
+    table = {}
+    if plan is not None:
+        text = to_json(plan.schedule) + str(plan.counts)
+        table["the schedule (SHA-256 of its table)"] = _short(text.encode())
     return {
         **flags,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "megapipe (SHA-256 of its source)": _package(),
-        "the schedule (SHA-256 of its table)": _short(table.encode()),
+        **table,
         **dict(_files(config)),
         **dict(_programs(functions)),
     }

@@ -214,7 +214,7 @@ DEFECTS = {
     ),
     "a stage of a later batch size keeps the first one's table": Planted(
         "training/driver.py",
-        "            run.stages.take(config, with_batch(run.plan, config).schedule)",
+        "            run.stages.take(config, run.schedule_of(config))",
         "            run.stages.config = config",
         {"batch": ["grows"]},
     ),

@@ -32,11 +32,11 @@ from megapipe.schedule.families.offload.weigh import (
     places,
     scales,
 )
+from megapipe.schedule.generators.compiled import library
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import PATTERNS, make
 from megapipe.schedule.search.auto import Candidate, search, search_among
-from megapipe.schedule.search.compiled import library
 from megapipe.schedule.simulate import run_clock, uncollected
 
 TRIES = 2000
@@ -89,7 +89,6 @@ def searched(
     *,
     place: Placement | None = None,
     effort: float = EFFORT,
-    portable: bool = False,
 ) -> Iterator[Schedule]:
     """Yield tables that will fit this memory once most of their activations are moved.
 
@@ -98,24 +97,17 @@ def searched(
 
     Args:
         place: the placement; None for the best of loops and V.
-        effort, portable: of each of six searches, as in `search.auto`.
+        effort: of each of six searches, as in `search.auto`.
     """
     for part, limit in _MOVED_LATER:
         counted = replace(costs, mem_b=times(part, costs.mem_b))
         rooms = tuple(limit * x for x in by_rank(memory, ranks))
         try:
             if place is None:
-                found = search(
-                    ranks,
-                    microbatches,
-                    costs=counted,
-                    memory=rooms,
-                    effort=effort,
-                    portable=portable,
-                )
+                found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort)
             else:
                 candidate = Candidate(place, counted, rooms)
-                found = search_among([candidate], microbatches, effort=effort, portable=portable)
+                found = search_among([candidate], microbatches, effort=effort)
             yield found.schedule
         except ScheduleError:  # not even one microbatch fits
             continue

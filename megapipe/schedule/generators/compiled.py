@@ -1,0 +1,108 @@
+"""The compiled code of searches, on machines that have a C compiler (see megapipe/compiled.py)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from math import log
+from pathlib import Path
+from statistics import NormalDist
+
+from megapipe.compiled import compiled
+from megapipe.schedule.generators.orders import Orders, Problem
+
+_FILES = "search/clock.h", "search/moves.c", "shapes/pairs/play.c", "families/offload/weigh.c"
+SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
+FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
+
+Fill = Callable[[float], tuple[Orders, list[float]] | None]
+Ints, Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+# 1,024 quantiles of a normal and of an exponential distribution. The moves of a search draw these.
+QUANTILES = [(i + 0.5) / 1024 for i in range(1024)]
+# Rounded: the same on every machine, whatever the last bit of its logarithm is.
+NORMAL = tuple(round(NormalDist().inv_cdf(x), 6) for x in QUANTILES)
+DECAY = tuple(round(-log(x), 6) for x in QUANTILES)
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("passes", "microbatches", "ranks", "stages", "period")),
+        ("unit", ctypes.c_double),
+        *((name, Doubles) for name in ("duration", "lag", "holds", "memory")),
+        *((name, Ints) for name in ("source", "target", "rank", "row")),
+        *((name, Doubles) for name in ("normal", "decay")),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled code; None where it cannot be made."""
+    return compiled("moves", SOURCES, FLAGS)
+
+
+def ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
+    """Whole numbers as C has them."""
+    return (ctypes.c_int * len(values))(*values)
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """Numbers as C has them."""
+    return (ctypes.c_double * len(values))(*values)
+
+
+def given_to_c(of: Problem, rows: list[int]) -> _Problem:
+    """Return a problem as C reads it.
+
+    Args:
+        rows: where the order of each rank begins in an array of all orders, and its end.
+    """
+    limits = [limit * (1 + 1e-9) for limit in of.memory]
+    return _Problem(
+        *(
+            of.num_passes,
+            of.microbatches,
+            len(rows) - 1,
+            of.placement.num_stages,
+            of.period,
+            of.unit,
+        ),
+        *map(doubles, (of.duration, of.lag, of.holds, limits)),
+        *map(ints, (of.source, of.target, of.rank, rows)),
+        *map(doubles, (NORMAL, DECAY)),
+    )
+
+
+def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
+    """Return a function of the overrun that returns what `fit.fill_weights` does, to the bit.
+
+    Args:
+        orders: F and B of each rank.
+    Returns: None on a machine without a C compiler.
+    """
+    code = library()
+    if code is None:
+        return None
+    # In the filled orders each B of a rank has brought its W.
+    m = of.microbatches
+    lengths = [sum(2 if x // m % 3 else 1 for x in order) for order in orders]
+    rows = [0, *accumulate(lengths)]
+    bare = [0] * rows[-1]
+    for order, row in zip(orders, rows, strict=False):
+        bare[row : row + len(order)] = order
+    given = given_to_c(of, rows)
+    sizes = ints([len(order) for order in orders])
+    bare_in_c = ints(bare)
+
+    def fill(overrun: float) -> tuple[Orders, list[float]] | None:
+        full = ints(bare)
+        end = doubles([0.0] * (of.num_passes + 1))
+        if not code.fill(
+            ctypes.byref(given), bare_in_c, sizes, ctypes.c_double(overrun), full, end
+        ):
+            return None
+        found = list(full)
+        return [found[a:b] for a, b in pairwise(rows)], list(end)
+
+    return fill
