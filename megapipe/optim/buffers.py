@@ -190,6 +190,8 @@ class FlatBuffers:
         self.main = self.shard.to(main_dtype) if self.rounds else self.shard
         for name, param in params.items():
             setattr(param, "main_grad", self.view(self.grads, name))  # noqa: B010
+            # A W pass may run after the release, so it must not read this weight.
+            setattr(param, "is_dropped", drops)  # noqa: B010
             # megapipe's layers add to main_grad themselves. For any other layer, autograd's `.grad`
             # is added after it is complete, and released.
             param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]

@@ -103,9 +103,14 @@ class _HeadLoss(torch.autograd.Function):
         if into is None:
             into = torch.zeros_like(weight, dtype=lse.dtype)
         owner = ctx.weight_grads
-        if main_grad is not None and owner is not None and owner.is_deferring and wants_weight:
-            # Unless the logits are kept, the W pass computes them once more. Holding them until
-            # then would lose the memory that this operation saves.
+        defers = main_grad is not None and owner is not None and owner.is_deferring
+        # Unless the logits are kept, the W pass computes them once more. Holding them until then
+        # would lose the memory that this operation saves. Sharded weights are released before W, so
+        # their gradient is computed here, with the logits of this pass.
+        is_dropped = getattr(ctx.weight, "is_dropped", False)
+        if defers and wants_weight and (kept is not None or not is_dropped):
+            assert owner is not None
+            assert main_grad is not None
             owner.submit(partial(weight_pass, main_grad))
             wants_weight = False
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)

@@ -23,6 +23,7 @@ from megapipe.distributed.layout import histories, layout_of
 from megapipe.models.provider import Provider, gpt_provider
 from megapipe.partition.spans import LayerSpan
 from megapipe.tensor_parallel import fused_cross_entropy, vocabulary
+from megapipe.training import build
 from megapipe.training.driver import Driver
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.forward_step import forward_step
@@ -136,8 +137,7 @@ def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
 
 
 def _keep_few_logits() -> None:
-    module: Any = sys.modules[pretrain.__module__]
-    module.most_kept = lambda *_: KEPT_LOGITS
+    build.most_kept = lambda *_: KEPT_LOGITS  # type: ignore[attr-defined]
     vocabulary.KEPT_ELEMENTS = KEPT_LOGITS  # type: ignore[attr-defined]
     fused_cross_entropy._step = lambda rows: BLOCK_ROWS
 
