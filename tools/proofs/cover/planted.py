@@ -58,14 +58,14 @@ DEFECTS = {
     ),
     "an undone update leaves the biases of routers moved": Planted(
         "training/steps/step.py",
-        "return [*(b.main for b in self.optimizer.owned), *moments, *(x for x, _ in self.moved)]",
-        "return [*(b.main for b in self.optimizer.owned), *moments]",
+        "return [*mains, *moments, *(x for x, _ in self.buffers)]",
+        "return [*mains, *moments]",
         {"update": ["validated"], "router": ["sigmoid"], "spoiled": ["infinite"]},
     ),
     "gradients are divided by context-parallel ranks too": Planted(
         "training/steps/step.py",
-        "else 1 / stages.mesh.dp.size",
-        "else 1 / stages.mesh.dp_cp.size",
+        "scale: float | Tensor = 1 / stages.mesh.dp.size",
+        "scale: float | Tensor = 1 / stages.mesh.dp_cp.size",
         {"cp": _CP, "loss": ["mean"]},
     ),
     "a loss is divided by this rank's tokens alone": Planted(
@@ -88,8 +88,8 @@ DEFECTS = {
     ),
     "what was reduced in one step is not reduced in the next": Planted(
         "training/steps/step.py",
-        "    sums, position = optimizer.reduction(), stages.mesh.position\n",
-        "    sums = vars(optimizer).setdefault('sums', optimizer.reduction())\n    position = stages.mesh.position\n",
+        "    optimizer.zero_grad()\n    sums = optimizer.reduction()\n",
+        "    optimizer.zero_grad()\n    sums = vars(optimizer).setdefault('sums', optimizer.reduction())\n",
         {"dp": ["2"], "overlap": ["none"]},
     ),
     "loads of experts are not summed over context parallel": Planted(
@@ -154,8 +154,8 @@ DEFECTS = {
     ),
     "the loss scale of an open step is not doubled": Planted(
         "training/driver.py",
-        "return (now.after(False, run.config.precision) if course.open else now).scale",
-        "return now.scale",
+        "return progress.loss_scale.after(False, run.config.precision).scale",
+        "return progress.loss_scale.scale",
         {
             "precision": ["fp16"],
             "update": ["validated"],
@@ -232,8 +232,8 @@ DEFECTS = {
     ),
     "histories of largest values are not shared by data-parallel ranks": Planted(
         "training/steps/scales.py",
-        "self._axes = [mesh.tp, mesh.dp_cp,",
-        "self._axes = [mesh.tp,",
+        "self._axes = [mesh.tp, mesh.dp_cp]",
+        "self._axes = [mesh.tp]",
         {"precision": ["fp8"], "dp": ["2"]},
     ),
 }
