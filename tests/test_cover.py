@@ -133,13 +133,30 @@ def test_a_bias_that_went_another_step_differs_in_float32(off, named):
     assert bool(differences(case, [mine], whole)) == named
 
 
-@pytest.mark.parametrize("off, named", [(0.4, False), (0.6, True)])
-def test_largest_values_of_8_bits_are_those_of_one_process_but_for_rounding(off, named):
-    case, values = PLAIN | {"precision": "fp8"}, torch.tensor([[1.0, 0.5]])
+INPUTS_WEIGHTS_GRADIENTS = torch.tensor([[1.0, 0.5], [0.1, 0.2], [0.03, 0.04]])
+
+
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize("off, named", [(0.2, False), (0.3, True)])
+def test_largest_values_of_8_bits_are_those_of_one_process_but_for_rounding(off, named, row):
+    values = INPUTS_WEIGHTS_GRADIENTS.clone()
+    values[row] *= 1 - off
+    assert bool(histories_differ("1", values)) == named
+
+
+@pytest.mark.parametrize("dp, factor, named", [("1", 2.0, True), ("2", 2.0, False), ("2", 4.0, True)])
+def test_gradients_of_a_replica_are_larger_by_the_number_of_replicas_until_they_are_averaged(dp, factor, named):
+    values = INPUTS_WEIGHTS_GRADIENTS * torch.tensor([[1.0], [1.0], [factor]])
+    assert bool(histories_differ(dp, values)) == named
+
+
+def histories_differ(dp: str, values: torch.Tensor) -> list[str]:
+    case = PLAIN | {"precision": "fp8", "dp": dp}
     whole, mine = (
-        replace(numbers(1.0, 3.0), tensors={HISTORIES: {"linear": Part(values * (1 - x), {})}}) for x in (0.0, off)
+        replace(numbers(1.0, 3.0), tensors={HISTORIES: {"linear": Part(x, {})}})
+        for x in (INPUTS_WEIGHTS_GRADIENTS, values)
     )
-    assert bool(differences(case, [mine], whole)) == named
+    return differences(case, [mine], whole)
 
 
 def test_the_next_loss_scale_is_exact():
