@@ -304,8 +304,16 @@ def _idle_of_copies(place: Placement, args: argparse.Namespace) -> list[str]:
 
 
 def cutting(args: argparse.Namespace) -> Cutting:
-    """How --slices, --cuts and --documents cut the sequence."""
+    """Return how --slices, --cuts and --documents cut the sequence.
+
+    Raises: ScheduleError if --cuts gives another number of lengths than there are slices.
+    """
     how = args.cuts or "work"
+    if isinstance(how, tuple) and len(how) != args.slices:
+        raise ScheduleError(
+            f"--cuts gives {len(how)} length(s), and --slices {args.slices} needs {args.slices}: give one for each "
+            "slice, or --cuts equal"
+        )
     return Cutting(args.slices, how if isinstance(how, str) else "equal", args.documents or 1)
 
 

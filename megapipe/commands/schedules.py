@@ -207,6 +207,8 @@ def run_compare(args: argparse.Namespace) -> int:
     parts = with_parts(NONE, args)
     if problems := list(parts.problems(FLAGS)):
         raise ScheduleError(" ".join(problems))
+    if isinstance(args.cuts, tuple):
+        raise ScheduleError("compare cuts every schedule the same way: give --cuts equal or work, or see one by show")
     slices = cutting(args) if args.slices else None
     if args.pairs and slices:
         raise ScheduleError("--pairs are made in tables of whole microbatches: leave out --pairs or --slices")

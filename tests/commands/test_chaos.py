@@ -59,3 +59,12 @@ def test_a_launch_line_without_dashes_before_it_is_answered_with_the_line_to_typ
     """It was `unexpected torchrun: values follow a flag`."""
     with pytest.raises(ConfigError, match=r"^give the command to run after --, as in megapipe chaos .* -- torchrun"):
         chaos.main(["--minutes", "1", "torchrun", "pretrain_gpt.py", "--save-interval", "5"])
+
+
+@pytest.mark.parametrize("flag", [["--save-interval=5"], ["--save-interval", "5"]])
+def test_a_launch_line_names_its_save_interval_in_either_form(flag, tmp_path):
+    (tmp_path / "broken").mkdir()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        chaos.main(["--folder", str(tmp_path), "--", "torchrun", "pretrain_gpt.py", *flag])
+    with pytest.raises(ConfigError, match="has no --save-interval"):
+        chaos.main(["--folder", str(tmp_path), "--", "torchrun", "pretrain_gpt.py"])

@@ -295,7 +295,7 @@ def main(argv: Sequence[str]) -> int:
     command = [*argv[at + 1 :]]
     if not command:
         raise ConfigError(f"give the launch line after --, as in {_EXAMPLE}")
-    if "--save-interval" not in command:
+    if not any(word.partition("=")[0] == "--save-interval" for word in command):
         raise ConfigError(
             "the launch line has no --save-interval, and without a checkpoint a broken run starts "
             "from the beginning. Add --save-interval 10."

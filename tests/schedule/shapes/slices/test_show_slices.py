@@ -70,6 +70,14 @@ def test_flags_of_slices_need_more_than_one(flags):
         schedules.main([*ASKED[:6], "--slices", "1", *flags])
 
 
+def test_lengths_of_slices_are_as_many_as_slices_and_are_of_show():
+    """They were ignored in silence (found by drawn command lines)."""
+    with pytest.raises(ScheduleError, match=r"--cuts gives 1 length.s., and --slices 2 needs 2"):
+        schedules.main([*ASKED[:6], "--slices", "2", "--cuts", "0.5"])
+    with pytest.raises(ScheduleError, match="compare cuts every schedule the same way: give --cuts equal"):
+        schedules.main(["compare", *ASKED[2:6], "--slices", "2", "--cuts", "3,2"])
+
+
 def test_an_order_of_slices_is_searched(capsys, monkeypatch):
     monkeypatch.setattr(sliced, "_EFFORT", 0.3)
     asked = ["show", "zb-auto", "--pp", "2", "--microbatches", "2", "--slices", "2", "--chunks", "1"]
