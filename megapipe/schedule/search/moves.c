@@ -1,8 +1,8 @@
-/* Moves of a search, compiled: anneal.py says what they are, and makes the same of the same draws. */
+/* Moves of a search. anneal.py says what they are. */
 
 #include "clock.h"
 
-static const int SETS[] = {1, 2, 6, 4, 3}; /* KIND_SETS, bit k for kind k */
+static const int SETS[] = {1, 2, 6, 4, 3}; /* kinds of passes that a shift moves, bit k for kind k of F, B, W */
 static const double PATIENCE[] = {0.0, 0.3, 0.6, 1.0};
 
 static int below(State *s, int n) {
