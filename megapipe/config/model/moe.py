@@ -268,7 +268,11 @@ def _product(words: list[str]) -> int | list[int]:
     while words and words[-1] == "*":
         words.pop()
         more = _value(words)
-        times, items = (total, more) if isinstance(total, int) else (more, total)
+        times = total
+        items = more
+        if not isinstance(total, int):
+            times = more
+            items = total
         if not isinstance(times, int) or isinstance(items, int) or times * len(items) > MOST_LAYERS:
             raise ValueError("not a list times an integer")
         total = items * times

@@ -38,25 +38,25 @@ class _Problem(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled code; None where it cannot be made."""
+    """Return the compiled code; None without a compiler."""
     return compiled("moves", SOURCES, FLAGS)
 
 
 def ints(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
-    """Whole numbers as C has them."""
+    """Return a C array of integers."""
     return (ctypes.c_int * len(values))(*values)
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
-    """Numbers as C has them."""
+    """Return a C array of doubles."""
     return (ctypes.c_double * len(values))(*values)
 
 
 def given_to_c(of: Problem, rows: list[int]) -> _Problem:
-    """Return a problem as C reads it.
+    """Return a problem as the C code reads it.
 
     Args:
-        rows: where the order of each rank begins in an array of all orders, and its end.
+        rows: the place of each rank's first pass in an array of all orders, and the array's length.
     """
     limits = [limit * (1 + 1e-9) for limit in of.memory]
     return _Problem(
