@@ -97,9 +97,8 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:  # a NullTokenizer takes numbers
         raise ConfigError(f"--prompt {flags.prompt}: {error}") from None
     new = generate(model.float().eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
-    for name in ("top_k", "seed") if flags.temperature == 0 else ():
-        if (value := getattr(flags, name)) != getattr(Flags, name):
-            say(f"{flag(name)} {value} is without effect: --temperature 0 takes the likeliest token each time")
+    for sentence in _idle(flags, tokenizer.vocab_size):
+        say(sentence)
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
 
 
@@ -151,6 +150,22 @@ def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
         kind = "HuggingFaceTokenizer or SentencePieceTokenizer" if flags.tokenizer_model else "GPT2BPETokenizer"
         raise ConfigError(f"a {data.tokenizer} does not read {given}. Add --tokenizer-type {kind}.")
     return data
+
+
+def _idle(flags: Flags, vocab_size: int) -> Iterator[str]:
+    """Yield a sentence for each given flag that changes nothing next to the other flags."""
+    if flags.temperature == 0:
+        names, why = ["top_k", "seed"], "--temperature 0 takes the likeliest token each time"
+    elif flags.top_k == 1:
+        names, why = ["temperature", "seed"], "--top-k 1 takes the likeliest token each time"
+    elif flags.top_k >= vocab_size:
+        names, why = ["top_k"], f"the vocabulary has {vocab_size} tokens, and all of them are drawn from"
+    else:
+        return
+    for name in names:
+        value = getattr(flags, name)
+        if value != getattr(Flags, name):
+            yield f"{flag(name)} {value} is without effect: {why}"
 
 
 def _nothing(x: None) -> None:

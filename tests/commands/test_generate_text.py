@@ -80,6 +80,20 @@ def test_flags_of_a_draw_are_named_where_nothing_is_drawn(load, capsys):
     assert second.startswith("--seed 5 is without effect")
 
 
+@pytest.mark.parametrize(
+    ("given", "idle"),
+    [
+        (["--top-k", "1", "--seed", "5", "--temperature", "2"], ["--temperature 2.0", "--seed 5"]),
+        (["--top-k", "1000", "--temperature", "2"], ["--top-k 1000"]),
+        (["--top-k", "2", "--seed", "5", "--temperature", "2"], []),
+    ],
+)
+def test_a_flag_that_no_draw_depends_on_is_named(load, capsys, given, idle):
+    generate.main([*load[:-2], "--model-provider", "next", *given])
+    notes = [line for line in capsys.readouterr().out.splitlines() if "without effect" in line]
+    assert [note.partition(" is without effect: ")[0] for note in notes] == idle
+
+
 @pytest.mark.parametrize("temperature", ["0", "1e-300", "5e-324"])
 def test_a_temperature_may_be_as_small_as_a_number_is(load, capsys, temperature):
     generate.main([*load[:-1], temperature, "--model-provider", "next"])
