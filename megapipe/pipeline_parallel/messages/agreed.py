@@ -1,4 +1,4 @@
-"""Size and type of what pipeline ranks send each other, agreed on before the first message."""
+"""Agree on the size and type of messages between pipeline ranks, before the first one is sent."""
 
 from __future__ import annotations
 
@@ -12,35 +12,53 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 
 
-def size_of(seq_length: int | None, micro_batch_size: int | None, config: Any) -> tuple[int, int, int]:
-    """[s, b, h] of whole sequences. Raises: ConfigError naming what is missing."""
-    names, hidden = ("seq_length", "micro_batch_size", "config.hidden_size"), getattr(config, "hidden_size", None)
-    said = dict(zip(names, (seq_length, micro_batch_size, hidden), strict=True))
-    if missing := [name for name, value in said.items() if value is None]:
+def size_of(
+    seq_length: int | None, micro_batch_size: int | None, config: Any
+) -> tuple[int, int, int]:
+    """Return [s, b, h] of whole sequences. Raises: ConfigError for missing numbers."""
+    hidden = getattr(config, "hidden_size", None)
+    sizes = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "config.hidden_size": hidden,
+    }
+    if missing := [name for name, value in sizes.items() if value is None]:
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"the size of messages between pipeline ranks is [seq_length, micro_batch_size, config.hidden_size], and "
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} None or absent. Give a number."
+            "the size of messages between pipeline ranks is [seq_length, micro_batch_size, "
+            f"config.hidden_size], and {' and '.join(missing)} {verb} None or absent. "
+            "Give a number."
         )
     return int(seq_length or 0), int(micro_batch_size or 0), int(hidden or 0)
 
 
-def dtype_of(modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None = None) -> torch.dtype:
-    """The type of messages, as all ranks of a pipeline say: a rank's stages may have no parameters to tell.
+def dtype_of(
+    modules: Sequence[nn.Module], pp: Axis, dtype: torch.dtype | None = None
+) -> torch.dtype:
+    """Return the type of messages on which all ranks of a pipeline agree. Collective.
+
+    A rank whose stages have no parameters takes the type of the others.
 
     Args:
         modules: this rank's stages.
-        dtype: where a configuration says it; else that of all parameters.
-    Raises: ConfigError if the ranks say several types and send messages.
+        dtype: the type that a configuration names; None for the type of all parameters.
+    Raises: ConfigError if the ranks find several types and send messages.
     """
-    found = {dtype} if dtype is not None else {p.dtype for module in modules for p in module.parameters()}
-    dtypes = sorted(name_of(dtype) for dtype in found)
+    if dtype is None:
+        found = {p.dtype for module in modules for p in module.parameters()}
+    else:
+        found = {dtype}
+    dtypes = sorted(map(name_of, found))
     everyone = pp.gather_json(dtypes)
     found_by_all = sorted({dtype for dtypes in everyone for dtype in dtypes})
     if len(found_by_all) != 1 and pp.size > 1:
-        of_ranks = "; ".join(f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, dtypes in enumerate(everyone))
+        of_ranks = [
+            f"pipeline rank {rank}: {', '.join(dtypes)}" for rank, dtypes in enumerate(everyone)
+        ]
         raise ConfigError(
-            f"parameters are of {len(found_by_all)} types ({of_ranks}), and messages between stages need one. "
-            "Let the model provider make all of one type, or say the type of messages in config.pipeline_dtype."
+            f"parameters are of {len(found_by_all)} types ({'; '.join(of_ranks)}), and messages "
+            "between stages need one. Let the model provider make all of one type, or say the "
+            "type of messages in config.pipeline_dtype."
         )
     return getattr(torch, found_by_all[0]) if found_by_all else torch.float32
 

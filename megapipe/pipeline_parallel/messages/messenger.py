@@ -1,6 +1,7 @@
-"""Messages between pipeline ranks: posted as lists of operations in one of three modes, waited for when used.
+"""Send and receive the messages of one pipeline rank's program.
 
-Between two ranks messages have no names, only an order; every path here keeps that order the same at both ends.
+An exchange is posted as a list of operations and waited for when its tensors are used. Messages
+between two ranks are known by their order alone, so both ends keep the order of the program.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from megapipe.pipeline_parallel.messages.transport import Ahead, InFlight, Op, S
 from megapipe.schedule import Exchange, Message, Pass, Placement, Program
 from megapipe.schedule.kinds import Made
 
+_MADE = tuple(Made)
+
 
 class Messenger:
-    """Sends and receives what one pipeline rank's program says.
+    """Sends and receives what a pipeline rank's program says.
 
     Args:
         pp: the pipeline axis.
-        shape, dtype: of every message, hidden states [s, b, h] and their gradients.
-        transport: how they are posted; plain by default.
-        shape_of: the shape of a message that is none of these, by the pass that makes it.
-        beyond_neighbours: messages go to other ranks too, over the axis' own group.
-        variable_seq_lengths: the shape of each message is sent before it; `shape` then says only its dimensions.
-        sends_in_flight: how many sends may be under way before the oldest is waited for; bounds the memory they hold.
-            Gloo does not say when a tensor has left, so it is also how many stay that left long ago.
+        shape, dtype: of hidden states [s, b, h] and their gradients, which most messages are.
+        transport: posts the operations; plain by default.
+        shape_of: returns the shape of a message of another kind, given the pass that makes it, and
+            None for hidden states.
+        beyond_neighbours: messages also go to other ranks, over the axis' own group.
+        variable_seq_lengths: the shape of each message is sent before it. Of `shape` only the
+            number of dimensions counts then.
+        sends_in_flight: number of sends under way before the oldest is waited for. It bounds the
+            memory that they hold.
     """
 
     def __init__(
@@ -46,28 +51,35 @@ class Messenger:
         variable_seq_lengths: bool = False,
         sends_in_flight: int = 16,
     ) -> None:
-        self.pp, self.shape, self.dtype, self.shape_of = pp, tuple(shape), dtype, shape_of
+        self.pp = pp
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.shape_of = shape_of
         self.transport = transport or Transport(pp)
         self.beyond_neighbours = beyond_neighbours
-        self.variable_seq_lengths, self.sends_in_flight = variable_seq_lengths, sends_in_flight
+        self.variable_seq_lengths = variable_seq_lengths
+        self.sends_in_flight = sends_in_flight
+        # Gloo does not say when a tensor has left, so with gloo this always holds the last
+        # `sends_in_flight` tensors, even if they left long ago.
         self.sends: deque[tuple[Message, InFlight]] = deque()
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn; one of unknown size cannot be.
-
-        With a shared vocabulary a GPU's ranks also wait for the group's messages. Receives ahead would save 0.1 to 1.2%
-        of a step by NCCL's rules, where messages take 5% of a pass, and hold 2.1 multiprocessors, where it is 0.9; in
-        one queue of the device (CUDA_DEVICE_MAX_CONNECTIONS=1) ranks stood in a circle behind them.
-        """
-        keeps_turns = self.variable_seq_lengths or (self.beyond_neighbours and self.pp.device.type == "cuda")
+        """The receives that may be posted before their turn."""
+        # A receive of unknown size has no buffer yet.
+        keeps_turns = self.variable_seq_lengths
+        # With a shared vocabulary a GPU's ranks also wait for messages of the whole group. By
+        # NCCL's rules receives ahead would save 0.1 to 1.2% of a step there, if messages take 5% of
+        # a pass. They hold 2.1 multiprocessors instead of 0.9. With one queue of the device
+        # (CUDA_DEVICE_MAX_CONNECTIONS=1) ranks waited for each other in a circle.
+        keeps_turns |= self.beyond_neighbours and self.pp.device.type == "cuda"
         return Ahead(0, frozenset()) if keeps_turns else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
         """Use every link of a placement once, in one order on all ranks.
 
-        NCCL connects two ranks of a communicator at their first message; done in the middle of a step, two ranks can
-        wait for each other in different ones.
+        NCCL connects two ranks of a communicator at their first message, and both must be there. In
+        the middle of a step two ranks could each wait for the other in a different connection.
         """
         self.pp.barrier()
         rank_of = placement.rank_of
@@ -76,41 +88,52 @@ class Messenger:
         ends = [s for s in stages if placement.reads(s)]
         linked += [(s, end) for end in ends for s in placement.shares(end)]
         pairs = {(rank_of[a], rank_of[b]) for a, b in linked}
-        # Sorted, so that ranks take the links in one order; each way once, as it has a communicator of its own.
+        # Sorted, so that ranks take the links in one order. Both directions are used, as each may
+        # have a communicator of its own.
         for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
             for src, dst in ((low, high), (high, low)):
                 if self.pp.rank in (src, dst):
                     sends = self.pp.rank == src
                     one = torch.zeros(1, device=self.pp.device)
-                    self.transport.post([Op(sends, dst if sends else src, one)])[0].wait()
+                    peer = dst if sends else src
+                    self.transport.post([Op(sends, peer, one)])[0].wait()
 
-    def exchange(self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]) -> dict[Pass, InFlight]:
-        """Post the messages; those of other ranks come back as receives, by the pass that made them.
+    def exchange(
+        self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
+    ) -> dict[Pass, InFlight]:
+        """Post messages, and return the ones that arrive here, by the pass that made them.
 
         Args:
-            messages: all with this rank as src or dst, in the global order of `schedule.lower`.
-            payload: gives the tensor of a message that leaves here.
+            messages: this rank is the src or dst of each; in the global order of `schedule.lower`.
+            payload: returns the tensor of a message that leaves here, given its pass.
         """
         if self.variable_seq_lengths:
             return self._exchange_with_shapes(messages, payload)
-        rank = self.pp.rank
-        ops = [
-            Op(True, dst, self._checked(made_by, payload(made_by)), _tag(made_by))
-            if src == rank
-            else Op(False, src, self._buffer(self.shape_of(made_by) or self.shape), _tag(made_by))
-            for made_by, src, dst in messages
-        ]
+        ops = []
+        for made_by, src, dst in messages:
+            tag = _tag(made_by)
+            if src == self.pp.rank:
+                tensor = self._checked(made_by, payload(made_by))
+                ops.append(Op(True, dst, tensor, tag))
+            else:
+                buffer = self._buffer(self.shape_of(made_by) or self.shape)
+                ops.append(Op(False, src, buffer, tag))
         return self._track(messages, ops)
 
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
-        """A tensor as it leaves; of another form it would end in the receiver's buffer, in gloo's or NCCL's words."""
+        """Return a tensor in the form in which it leaves.
+
+        Raises: ConfigError if it does not fit the receiver's buffer. Otherwise the error would come
+            from gloo or NCCL, in their words and on the other rank.
+        """
         shape = tuple(self.shape_of(made_by) or self.shape)
-        same = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
-        if not (same and x.dtype == self.dtype):
+        fits = x.ndim == len(shape) if self.variable_seq_lengths else x.shape == shape
+        if not (fits and x.dtype == self.dtype):
             raise ConfigError(
-                f"stage {made_by.stage} of the model gives {list(x.shape)} of {name_of(x.dtype)} in pass {made_by}, "
-                f"and stages pass on [s, b, h] = {list(shape)} of {name_of(self.dtype)}, the type of "
-                "config.pipeline_dtype or of all parameters. Let the forward of the stage return that."
+                f"stage {made_by.stage} of the model gives {list(x.shape)} of {name_of(x.dtype)} "
+                f"in pass {made_by}, and stages pass on [s, b, h] = {list(shape)} of "
+                f"{name_of(self.dtype)}, the type of config.pipeline_dtype or of all parameters. "
+                "Let the forward of the stage return that."
             )
         # Transports send memory from end to end: strides do not travel.
         return x.contiguous()
@@ -123,16 +146,21 @@ class Messenger:
     def _exchange_with_shapes(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """One message after the other, its shape right before it: the other rank may have grouped them differently."""
+        """Post messages one by one, each right after its shape.
+
+        All shapes first would not do: the other rank may have grouped these messages differently.
+        """
         received: dict[Pass, InFlight] = {}
         for message in messages:
-            sends = message.src == self.pp.rank
-            peer = message.dst if sends else message.src
-            tensor = self._checked(message.made_by, payload(message.made_by)) if sends else None
-            # In a message of its own before the tensor: a receive needs its buffer first, and only the sender knows
-            # the size.
-            shape = torch.tensor(self.shape if tensor is None else tensor.shape, device=self.pp.device)
-            tag = _tag(message.made_by)
+            made_by, src, dst = message
+            sends = src == self.pp.rank
+            peer = dst if sends else src
+            tensor = self._checked(made_by, payload(made_by)) if sends else None
+            # The shape is a message of its own, because a receive needs its buffer first and only
+            # the sender knows the size.
+            known = self.shape if tensor is None else tensor.shape
+            shape = torch.tensor(known, device=self.pp.device)
+            tag = _tag(made_by)
             (work,) = self.transport.post([Op(sends, peer, shape, tag)])
             if tensor is None:
                 work.wait()
@@ -143,18 +171,22 @@ class Messenger:
         return received
 
     def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
+        """Post operations, keep the sends, and return the receives by pass."""
         received: dict[Pass, InFlight] = {}
         for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
+            in_flight = InFlight(op.tensor, work)
             if op.sends:
-                self.sends.append((message, InFlight(op.tensor, work)))  # the tensor must live until it is sent
+                self.sends.append((message, in_flight))  # the tensor must live until it is sent
             else:
-                received[message.made_by] = InFlight(op.tensor, work)
-        # Only the oldest is asked whether it is over: sends leave about in order, and each question costs a call.
+                received[message.made_by] = in_flight
+        # Only the oldest is asked whether it is over: sends leave about in order, and each question
+        # costs a call.
         while len(self.sends) > self.sends_in_flight or (self.sends and self.sends[0][1].is_over):
             self._finish_oldest()
         return received
 
     def _finish_oldest(self) -> None:
+        # It stays in the queue while it is waited for: a diagnosis of a hang reads the queue.
         self.sends[0][1].wait()
         self.sends.popleft()
 
@@ -163,29 +195,42 @@ class Messenger:
 
 
 def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """A program with each receive posted where the one `ahead` places before it stood, but none before V that stood
-    behind it; the rest stays where it is.
+    """Return the program with its receives posted `ahead.places` places earlier.
 
-    Safe where posting a receive blocks nothing: each link keeps its order, and no send waits longer.
+    The nth receive stands where the one `ahead.places` before it stood, and everything else stays.
+    With one place, and receives of a, b and c:
+
+        recv a  F0  recv b  F1  recv c  F2        before
+        recv a  recv b  F0  recv c  F1  F2        after
+
+    It is safe if posting a receive blocks nothing: each link keeps its order, and no send waits
+    longer.
     """
     if not ahead.places:
         return program
-    # V may send the program back to its beginning: what other ranks send behind V must not be received before.
+    # V may send the program back to its beginning. Other ranks then send what follows V a second
+    # time, so none of it may be received before V.
     cut = next((n for n, item in enumerate(program, 1) if _validates(item)), 0)
     return (*_ahead(program[:cut], rank, ahead), *_ahead(program[cut:], rank, ahead))
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
+    """Return a part of a program without V, with its receives earlier."""
+
     def early(m: Message) -> bool:
         return m.dst == rank and m.src in ahead.peers
 
-    # One iterator feeds all exchanges: each takes as many receives as it had, from `ahead.places` further on.
-    incoming = (m for item in program if isinstance(item, Exchange) for m in item.messages if early(m))
+    # One iterator feeds all exchanges: each takes as many receives as it had, from `ahead.places`
+    # further on.
+    incoming = (
+        m for item in program if isinstance(item, Exchange) for m in item.messages if early(m)
+    )
     items: list[tuple[Pass, ...] | Exchange] = [Exchange(tuple(islice(incoming, ahead.places)))]
     for item in program:
         if isinstance(item, Exchange):
             rest = tuple(m for m in item.messages if not early(m))
-            item = Exchange((*rest, *islice(incoming, len(item.messages) - len(rest))))
+            receives = islice(incoming, len(item.messages) - len(rest))
+            item = Exchange((*rest, *receives))
         items.append(item)
     return tuple(item for item in items if not isinstance(item, Exchange) or item.messages)
 
@@ -195,13 +240,15 @@ def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
 
 
 def _tag(made_by: Pass) -> int:
-    """Return a number for a message: another for each of 32,768 microbatches in turn, or 512 of slices.
+    """Return a number for a message, unlike the number of any other message under way.
 
-    More than an int32 holds would be no tag, and fewer are under way at a time.
+    The number repeats after 32,768 microbatches, or after 512 microbatches of slices. Fewer
+    messages than that are under way at a time.
     """
-    number = made_by.microbatch if made_by.slice is None else made_by.microbatch << 6 | made_by.slice
-    number &= 0x7FFF
-    return number << 16 | made_by.stage << 4 | _MADE.index(made_by.kind.traits.makes[0])
-
-
-_MADE = tuple(Made)
+    number = made_by.microbatch
+    if made_by.slice is not None:
+        number = number << 6 | made_by.slice
+    # An int32: 15 bits for the microbatch, 12 for the stage and 4 for the thing that is sent, which
+    # is one of the first 16 in `Made`. Gloo takes no larger tag.
+    made = _MADE.index(made_by.kind.traits.makes[0])
+    return (number & 0x7FFF) << 16 | made_by.stage << 4 | made

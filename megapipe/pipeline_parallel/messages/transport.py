@@ -1,6 +1,7 @@
-"""Transport of tensors between two pipeline ranks: three modes of posting operations, and handles to wait for.
+"""Post sends and receives between two pipeline ranks, in one of three modes.
 
-Between two ranks messages have no names, only an order: what one end sends first, the other must receive first.
+Messages between two ranks have no names. The first one that an end sends is the first one that the
+other end must receive. So every mode keeps the order of the operations between two ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ Shape = Sequence[int]
 
 
 class P2PMode(StrEnum):
-    """A way of posting the operations of one call.
+    """A way to post the operations of one call.
 
     plain: one by one; each completes on its own.
-    batched: as one group (one NCCL launch on the axis' communicator).
-    ring: as groups with at most one send and one receive per neighbour; a group completes as a unit.
+    batched: as one group, which is one NCCL launch on the axis' communicator.
+    ring: as groups with at most one send and one receive per neighbour. A group completes as a
+        unit.
     """
 
     PLAIN = "plain"
@@ -33,20 +35,20 @@ class P2PMode(StrEnum):
 
 
 class Handle(Protocol):
-    """Something that completes."""
+    """An operation that completes at some time."""
 
     def wait(self) -> Any:
-        """Return once it has."""
+        """Return once it has completed."""
 
     def is_completed(self) -> bool:
-        """Has it completed? Gloo's sends say no until they are waited for."""
+        """Return whether it has completed. Sends of gloo return False until they are waited for."""
 
 
 class Op(NamedTuple):
-    """A tensor from here to the rank at position `peer` of the axis, or (not sends) from there to here.
+    """A send to the rank at position `peer` of the axis, or a receive from it.
 
-    Gloo pairs a send with the receive of the same tag, so a lost message stops the ranks where it is missing; NCCL
-    knows only the order.
+    Gloo pairs a send with the receive of the same tag, so a lost message stops the ranks at the
+    place where it is missing. NCCL has no tags and pairs by order.
     """
 
     sends: bool
@@ -56,27 +58,38 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The number of receives that may be posted before their turn, and the ranks that they are from."""
+    """The number of receives that may be posted before their turn, and the ranks they come from."""
 
     places: int
     peers: frozenset[int]
 
 
 class InFlight:
-    """A tensor that may still be on its way."""
+    """A tensor that may still be on its way.
+
+    Args:
+        then: called once the tensor has arrived or left.
+    """
 
     __slots__ = ("_then", "_work", "tensor")
 
-    def __init__(self, tensor: Tensor, work: Handle, then: Callable[[], None] | None = None) -> None:
-        self.tensor, self._work, self._then = tensor, work, then
+    def __init__(
+        self, tensor: Tensor, work: Handle, then: Callable[[], None] | None = None
+    ) -> None:
+        self.tensor = tensor
+        self._work = work
+        self._then = then
 
     @property
     def is_over(self) -> bool:
-        """Would `wait` return at once? A handle may not know."""
+        """Whether `wait` would return at once. A handle that cannot know says False."""
         return self._work.is_completed()
 
     def wait(self) -> Tensor:
-        """The tensor, once it has arrived or left. To be called once: gloo would wait for a second message."""
+        """Return the tensor once it has arrived or left.
+
+        Call it only once: at a second wait gloo would wait for another message.
+        """
         self._work.wait()
         if self._then is not None:
             self._then()
@@ -84,83 +97,122 @@ class InFlight:
 
 
 class Transport:
-    """Posts operations over the axis' group.
+    """Posts operations over the group of an axis.
 
     Args:
-        pp: the pipeline axis; its group may be a bare ProcessGroup that torch.distributed does not know (threads).
-            Where it has links, plain messages between neighbours go over these.
+        pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
+            know, as in threads. If the axis has links, plain messages between neighbours use them.
     """
 
     def __init__(self, pp: Axis, mode: str = P2PMode.PLAIN) -> None:
-        self.pp, self.mode = pp, P2PMode(mode)
+        self.pp = pp
+        self.mode = P2PMode(mode)
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn.
-
-        Over gloo a message whose receive is there saves a round trip. Over NCCL a transfer begins when the passes that
-        were enqueued before it are over: posted one place early it runs beside a pass. That needs a communicator of one
-        way, as it holds up what is posted behind it; and a batch must stay together. Where the host waits for each
-        kernel (CUDA_LAUNCH_BLOCKING=1) a receive ahead of its turn would wait for a sender that waits for this rank.
-        """
-        if self.mode is not P2PMode.PLAIN or (self.pp.device.type == "cuda" and waits_for_kernels()):
-            return Ahead(0, frozenset())
+        """The receives that may be posted before their turn."""
+        none = Ahead(0, frozenset())
+        # A batch must stay together: its peers post the same group.
+        if self.mode is not P2PMode.PLAIN:
+            return none
+        # With CUDA_LAUNCH_BLOCKING=1 the host waits for each kernel. An early receive would block
+        # it until the sender comes, and that sender may be waiting for this rank.
+        if self.pp.device.type == "cuda" and waits_for_kernels():
+            return none
+        # Gloo saves a round trip if the receive is there when the message comes.
         if self.pp.device.type == "cpu":
             return Ahead(4, frozenset(range(self.pp.size)))
-        linked = [peer for peer in range(self.pp.size) if link(peer, self.pp.rank, self.pp.size) is not None]
-        return Ahead(1, frozenset(linked if self.pp.links else ()))
+        # NCCL begins a transfer once the passes enqueued before it are over. Posted one place early
+        # it runs during a pass. It also holds up all that is posted after it on its communicator,
+        # so this needs links, which have one communicator for each direction.
+        linked = []
+        if self.pp.links:
+            peers = range(self.pp.size)
+            linked = [p for p in peers if link(p, self.pp.rank, self.pp.size) is not None]
+        return Ahead(1, frozenset(linked))
 
     def post(self, ops: list[Op]) -> Sequence[Handle]:
-        """Start the operations, in their order as far as the mode has one; a handle for each."""
+        """Start the operations and return a handle for each.
+
+        They start in the order of the list, as far as the mode has an order.
+        """
         if not ops:  # a batch of nothing is an IndexError in torch
             return []
         if self.mode is P2PMode.PLAIN:
             return [self.one(op) for op in ops]
         if self.mode is P2PMode.BATCHED:
             return self._batch(ops)
-        return [unit for group in _rounds(ops) for unit in [self._ring(group)] * len(group)]
+        handles: list[Handle] = []
+        for group in _rounds(ops):
+            handles += [self._ring(group)] * len(group)
+        return handles
 
     def one(self, op: Op) -> Handle:
         """Start one operation."""
-        # A communicator for each way of each link, where there are any: NCCL runs those of one communicator in order.
-        group = (self._link(self.pp.rank, op.peer) if op.sends else self._link(op.peer, self.pp.rank)) or self.pp.group
+        # NCCL runs the operations of one communicator in order. A link has one communicator for
+        # each direction, so there a send never waits for a receive that was posted before it.
+        if op.sends:
+            group = self._link(self.pp.rank, op.peer) or self.pp.group
+        else:
+            group = self._link(op.peer, self.pp.rank) or self.pp.group
         assert group is not None
-        return (group.send if op.sends else group.recv)([op.tensor], op.peer, op.tag)
+        post = group.send if op.sends else group.recv
+        return post([op.tensor], op.peer, op.tag)
 
     def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
+        """Return the communicator for messages from src to dst, None if the axis' group has them.
+
+        With a shared vocabulary one more communicator serves ranks that are no neighbours.
+        """
         number = link(src, dst, self.pp.size)
-        number = num_links(self.pp.size) if number is None else number  # beyond neighbours
+        if number is None:
+            number = num_links(self.pp.size)
         return self.pp.links[number] if number < len(self.pp.links) else None
 
     def _batch(self, ops: list[Op]) -> Sequence[Handle]:
-        if self.pp.device.type != "cuda":  # gloo coalesces nothing, and P2POp refuses groups of threads
+        """Start the operations as one group."""
+        # Gloo coalesces nothing, and P2POp refuses the groups of threads.
+        if self.pp.device.type != "cuda":
             return [self.one(op) for op in ops]
-        calls = [
-            dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, group=self.pp.group, group_peer=op.peer)
-            for op in ops
-        ]
+        calls = []
+        for op in ops:
+            do = dist.isend if op.sends else dist.irecv
+            calls.append(dist.P2POp(do, op.tensor, group=self.pp.group, group_peer=op.peer))
         works: list[dist.Work] = dist.batch_isend_irecv(calls)
-        return works if len(works) == len(ops) else works * len(ops)  # NCCL gives one for all
+        # NCCL returns one Work for the whole batch.
+        return works if len(works) == len(ops) else works * len(ops)
 
     def _ring(self, ops: list[Op]) -> _Unit:
-        """torch.distributed.ring_exchange in builds that have it (stock PyTorch has not), else a group of our own."""
+        """Start one round of the ring.
+
+        Uses torch.distributed.ring_exchange in builds that have it, which stock PyTorch has not.
+        Otherwise the round is a group like a batch.
+        """
         native = getattr(dist, "ring_exchange", None)
-        before, after = (self.pp.rank - 1) % self.pp.size, (self.pp.rank + 1) % self.pp.size
-        # With two ranks both neighbours are one, and the native call could not tell which tensor is which.
-        if native is None or before == after or any(op.peer not in (before, after) for op in ops):
+        before = (self.pp.rank - 1) % self.pp.size
+        after = (self.pp.rank + 1) % self.pp.size
+        # With two ranks both neighbours are the same rank, and the native call could not
+        # distinguish its tensors.
+        is_ring = before != after and all(op.peer in (before, after) for op in ops)
+        if native is None or not is_ring:
             return _Unit(self._batch(ops))
-        named = {f"tensor_{'send' if op.sends else 'recv'}_{'next' if op.peer == after else 'prev'}": op for op in ops}
-        native(**{name: op.tensor for name, op in named.items()}, group=self.pp.group)
+        named = {}
+        for op in ops:
+            way = "send" if op.sends else "recv"
+            side = "next" if op.peer == after else "prev"
+            named[f"tensor_{way}_{side}"] = op.tensor
+        native(**named, group=self.pp.group)
         return _Unit(())
 
 
 class _Unit:
-    """Operations that complete together."""
+    """Operations that complete together. Each of them has this object as its handle."""
 
     def __init__(self, works: Sequence[Handle]) -> None:
         self._works = list(works)
 
     def wait(self) -> None:
+        # Each Work is waited for once, however many operations ask.
         while self._works:
             self._works.pop().wait()
 
@@ -169,7 +221,7 @@ class _Unit:
 
 
 def _rounds(ops: list[Op]) -> list[list[Op]]:
-    """Runs of consecutive operations in which no direction occurs twice."""
+    """Split operations into consecutive groups in which no direction to a peer occurs twice."""
     rounds: list[list[Op]] = []
     seen: set[tuple[bool, int]] = set()
     for op in ops:

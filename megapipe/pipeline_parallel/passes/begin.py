@@ -1,4 +1,4 @@
-"""The beginning of a pass on its stage: what it is, and how those of layers begin."""
+"""Say what it means to begin a pass on a stage, and how the passes of layers begin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from megapipe.schedule import Kind
 
 
 class Begun(NamedTuple):
-    """A pass that has begun; `wait` returns what it makes once it is over. span: of a copy, marks of its beginning and
-    end, once it is over."""
+    """A pass that has begun, such as a copy or a collective.
+
+    Attributes:
+        wait: waits for the end of the pass and returns what it makes.
+        span: of a copy: returns the marks of its beginning and end. Call it once the copy is over.
+    """
 
     wait: Callable[[], Tensor | None]
     span: Callable[[], tuple[Any, Any]] | None = None
@@ -29,27 +33,31 @@ class Again:
 AGAIN: Final = Again()
 Made = Tensor | Begun | Again | None
 Begin = Callable[[Any, int, list[Tensor]], Made]
-"""(stage, number of the microbatch or step, what other passes give it) -> what the pass makes for other stages.
+"""A function (stage, number of the microbatch or step, inputs) -> what the pass makes.
 
-The executor waits at once for what is pending on the compute lane, elsewhere where a pass of another lane first needs
-it. Passes of one lane begin in the order of the table, and whoever runs them keeps that order.
+The inputs are results of other passes, in the order of the table's links. The executor waits at
+once for a `Begun` of the compute stream. For one of another stream it waits when a pass of yet
+another stream first needs the result. Passes of one stream begin in the order of the table, and
+whoever runs them keeps that order.
 """
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Work on the weights of a stage as a whole. The first two begin it and return what waits for its end.
+    """Work on the weights of a stage as a whole. The trainer gives it, and the passes call it.
+
+    `reduce` and `gather` begin their work, and return a function that waits for its end.
 
     Attributes:
-        reduce: sum their gradients over data parallel.
-        gather: the updated weights over data parallel, or those of a run of passes.
-        update: those that the rank owns; None where no table has U.
-        validate: what the step before has updated; returns whether it was wrong, so that what stood before it runs
-            again. None where no table has V.
-        begin: take memory for the gradients of a run of passes.
-        drop: let go of the weights that were gathered for one.
-        layer_done: called with the number of a layer and of all, as soon as the gradients of its weights and of later
-            layers have the part of every microbatch. None if nobody asks.
+        reduce: sums the stage's gradients over data parallelism.
+        gather: gathers the weights over data parallelism: updated ones, or for a run of passes.
+        update: updates the weights that the rank owns; None where no table has U.
+        validate: checks what the step before has updated. It returns whether the update was wrong,
+            so that the passes before it run again. None where no table has V.
+        begin: allocates memory for the gradients of a run of passes.
+        drop: frees the weights that were gathered for a run of passes.
+        layer_done: called as (layer, number of layers) once the gradients of the layer's and of all
+            later layers' weights have the part of every microbatch. None if nobody asks.
     """
 
     reduce: Callable[[], Callable[[], None]]
@@ -62,34 +70,39 @@ class Weights:
 
 
 def weights_of(stage: Any) -> Weights:
-    """The work on a stage of a table that has passes of its weights. Raises: ConfigError if nobody does it."""
+    """Return a stage's work on its weights. Raises: ConfigError if nobody has given it any."""
+    # A stage that Megatron's loop runs has none: its passes of weights are the caller's own.
     weights: Weights | None = stage.weights
     if weights is None:
         raise ConfigError(
-            "the schedule has passes of a stage's weights (G, U, A, V, AF, AB, RS), which megapipe's own training loop "
-            "runs. Leave them out of the table."
+            "the schedule has passes of a stage's weights (G, U, A, V, AF, AB, RS), which "
+            "megapipe's own training loop runs. Leave them out of the table."
         )
     return weights
 
 
 def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
-    """The input of a forward: what it is given added up, if the stage does not say otherwise."""
+    """Return the input of a forward: the sum of what it is given, unless the stage joins it."""
     ends: Ends | None = getattr(stage, "ends", None)
+    # Stages of a contract, such as DeepSeek's, have no ends.
     return sum_of(given) if ends is None else ends.joins(given)
 
 
 def sum_of(given: list[Tensor]) -> Tensor | None:
-    """The sum in their order, so that it has the same bits whatever arrives first."""
+    """Return the sum of tensors; None for no tensors."""
+    # In the order of the table and not of arrival: floating-point sums depend on it.
     return reduce(torch.add, given) if given else None
 
 
 class Ends(NamedTuple):
-    """What a stage has of the ends of the model.
+    """The ends of the model that a stage has.
 
     Attributes:
-        holds_loss: its forward ends in loss_func. goes_on: and gives hidden states to a next stage too.
-        depth: which one of multi-token prediction it is, from 1; 0: none. counts: what its loss does.
-        joins: what a forward is given, to its input.
+        holds_loss: its forward ends in loss_func.
+        goes_on: it gives hidden states to a next stage, maybe in addition to a loss.
+        depth: its depth of multi-token prediction, from 1; 0 if it has none.
+        counts: factor on its loss.
+        joins: returns the input of a forward, given the results that the forward takes.
     """
 
     holds_loss: bool = False
@@ -101,8 +114,13 @@ class Ends(NamedTuple):
 
 LAYERS: Mapping[Kind, Begin] = {
     Kind.F: lambda stage, microbatch, given: stage.forward(microbatch, input_of(stage, given)),
-    Kind.B: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=False),
-    Kind.BW: lambda stage, microbatch, given: stage.backward(microbatch, sum_of(given), weights=True),
+    # B is the backward whose weight gradients follow in W; BW computes both.
+    Kind.B: lambda stage, microbatch, given: stage.backward(
+        microbatch, sum_of(given), weights=False
+    ),
+    Kind.BW: lambda stage, microbatch, given: stage.backward(
+        microbatch, sum_of(given), weights=True
+    ),
     Kind.W: lambda stage, microbatch, _: stage.weight(microbatch),
 }
-"""The beginning of the passes of layers; `families` have those of the others."""
+"""How passes of layers begin. The other kinds are in `families`."""

@@ -1,7 +1,8 @@
-"""A diagnosis when ranks stop moving: each rank's report, and who is at fault. Pure functions over what each remembers.
+"""Diagnose ranks that have stopped: report where each one is, and find the one at fault.
 
-A rank waits for a message; the rank at its other end either waits too, or has passed the place of that message, or
-says nothing. Following the waits from any rank ends at the one that holds up the others.
+A rank waits for a message. The rank at the other end also waits, or has passed the place of that
+message, or does not answer. Following the waits from any rank ends at the one that holds up the
+others. The functions are pure: they read what each rank remembers.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.messages.transport import InFlight
 from megapipe.schedule import Exchange, Message
 
-TERMINATED = "told to stop (SIGTERM)"
+TERMINATED = "asked to stop (SIGTERM)"
 
 
 class Link(NamedTuple):
-    """A message seen from one end: its pass, the rank in the world at the other end, and whether it leaves here."""
+    """A message seen from one end.
+
+    Attributes:
+        what: the pass that makes it.
+        peer: the rank in the world at the other end.
+        sends: it leaves here.
+    """
 
     what: str
     peer: int
     sends: bool
 
     def __str__(self) -> str:
-        return f"to hand {self.what} to rank {self.peer}" if self.sends else f"for {self.what} from rank {self.peer}"
+        if self.sends:
+            return f"to hand {self.what} to rank {self.peer}"
+        return f"for {self.what} from rank {self.peer}"
 
 
 @dataclass(frozen=True)
@@ -35,14 +44,15 @@ class Report:
     """The place where a rank is.
 
     Attributes:
-        name: "rank 1 (pipeline rank 1, stage 1)", the first a rank of the world.
+        name: as "rank 1 (pipeline rank 1, stage 1)"; the first number is the rank in the world.
         place: the pass or call it is in, with its iteration.
         step: the iteration alone.
-        since_s: how long it has been there.
+        since_s: seconds that it has been there.
         waits: the message it waits for.
-        ahead: messages of this step it has not come to yet; None if it has not begun with the step's passes.
+        ahead: messages of this step that it has not come to yet; None if it has not begun the
+            step's passes.
         note: how it came to report.
-        cause: what went wrong in itself, which is no other rank's doing.
+        cause: an error of its own, which no other rank has caused.
     """
 
     name: str
@@ -56,7 +66,8 @@ class Report:
 
     def __str__(self) -> str:
         waits = f"waits {self.waits}, " if self.waits else ""
-        return f"{self.name} is in {self.place}, {waits}since {self.since_s:.1f} s: {self.cause or self.note}"
+        since = f"since {self.since_s:.1f} s"
+        return f"{self.name} is in {self.place}, {waits}{since}: {self.cause or self.note}"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -64,20 +75,29 @@ class Report:
     @staticmethod
     def from_json(text: str | bytes) -> Report:
         fields = json.loads(text)
-        waits, ahead = fields.pop("waits"), fields.pop("ahead")
-        return Report(
-            waits=None if waits is None else Link(*waits),
-            ahead=None if ahead is None else [Link(*link) for link in ahead],
-            **fields,
-        )
+        # JSON has made lists of the tuples.
+        if fields["waits"] is not None:
+            fields["waits"] = Link(*fields["waits"])
+        if fields["ahead"] is not None:
+            fields["ahead"] = [Link(*link) for link in fields["ahead"]]
+        return Report(**fields)
 
 
 def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
-    """The report of this rank as of now."""
+    """Return the report of this rank at this moment.
+
+    The thread of the watch calls it, and the main thread may move on meanwhile.
+    """
     position = mesh.position
     item, since = position.at or (None, monotonic())
-    stages = sorted({call.item.stage for i in position.plan or () if not isinstance(i, Exchange) for call in i})
-    held = f", stage {' and '.join(map(str, stages))}" if stages else ""
+    plan = position.plan
+    stages: set[int] = set()
+    for one in plan or ():
+        if not isinstance(one, Exchange):
+            stages |= {call.item.stage for call in one}
+    held = ""
+    if stages:
+        held = f", stage {' and '.join(map(str, sorted(stages)))}"
     step = position.step
     return Report(
         name=f"rank {mesh.world.rank} (pipeline rank {mesh.pp.rank}{held})",
@@ -85,85 +105,128 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
         step=step,
         since_s=monotonic() - since,
         waits=_waits(mesh, item),
-        ahead=None if position.plan is None else list(_ahead(mesh, item)),
+        ahead=None if plan is None else list(_ahead(mesh, item)),
         note=note,
         cause=cause,
     )
 
 
 def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
-    """The rank that holds up the others, and who waits for it. reports: by rank, of those that answered."""
+    """Return a sentence that names the rank that holds up the others, and who waits for it.
+
+    Args:
+        reports: by rank, of the ranks that answered.
+        world: number of ranks.
+    """
+    # 1. A rank's own error explains all that others see.
     failed = [rank for rank, report in reports.items() if report.cause]
     if failed:
-        return "; ".join(f"rank {rank} ended in {reports[rank].place}: {reports[rank].cause}" for rank in failed)
+        ends = [f"rank {r} ended in {reports[r].place}: {reports[r].cause}" for r in failed]
+        return "; ".join(ends)
+    # 2. A rank that does not answer was killed, stopped or cut off.
     silent = [rank for rank in range(world) if rank not in reports]
     if silent:
         links = {rank: report.waits for rank, report in sorted(reports.items())}
-        waiting = [f"; rank {rank} waits {link}" for rank, link in links.items() if link and link.peer in silent]
+        waiting = [
+            f"; rank {rank} waits {link}"
+            for rank, link in links.items()
+            if link and link.peer in silent
+        ]
         does = "does not answer" if len(silent) == 1 else "do not answer"
         return f"{_ranks(silent)} {does}: killed, stopped or cut off{''.join(waiting)}"
+    # 3. Some were asked to stop, and the others go on.
     ended = [rank for rank, report in reports.items() if report.note == TERMINATED]
     if ended:
-        return f"{_ranks(ended)} {'was' if len(ended) == 1 else 'were'} {TERMINATED}"
-    ends = {rank: end for rank in reports if (end := _follow(reports, rank))}
-    for culprit, text in ends.values():
-        others = sorted(rank for rank, end in ends.items() if end[0] == culprit != rank)
-        return f"rank {culprit} {text}; {_ranks(others)} {'waits' if len(others) == 1 else 'wait'} for it"
+        was = "was" if len(ended) == 1 else "were"
+        return f"{_ranks(ended)} {was} {TERMINATED}"
+    # 4. All answer, and some wait for a message: follow the waits.
+    ends_at = {rank: end for rank in reports if (end := _follow(reports, rank))}
+    for culprit, text in ends_at.values():
+        others = sorted(rank for rank, end in ends_at.items() if end[0] == culprit != rank)
+        wait = "waits" if len(others) == 1 else "wait"
+        return f"rank {culprit} {text}; {_ranks(others)} {wait} for it"
+    # 5. Nobody waits for a message: ranks are in different steps, or in one long call.
     if len({report.step for report in reports.values()}) > 1:
-        return "; ".join(f"rank {rank} is in {report.step}" for rank, report in sorted(reports.items()))
+        steps = [f"rank {rank} is in {report.step}" for rank, report in sorted(reports.items())]
+        return "; ".join(steps)
     longest = max(reports, key=lambda rank: reports[rank].since_s)
-    return f"no message is missing; rank {longest} has been longest in its place, {reports[longest].place}"
+    place = reports[longest].place
+    return f"no message is missing; rank {longest} has been longest in its place, {place}"
 
 
 def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
-    """The rank at the end of a chain of waits and what it did or does; None for a rank that waits for none."""
+    """Return the rank at the end of a chain of waits and what it did or does.
+
+    Returns: None for a rank that waits for no message, and for a circle of waits.
+    """
     seen = set()
     while (waits := reports[rank].waits) and rank not in seen:
         seen.add(rank)
-        here, there = reports[rank], reports[waits.peer]
-        left = f"{'received' if waits.sends else 'sent'} {waits.what} {'from' if waits.sends else 'to'} rank {rank}"
+        here = reports[rank]
+        there = reports[waits.peer]
+        left = f"sent {waits.what} to rank {rank}"
+        if waits.sends:
+            left = f"received {waits.what} from rank {rank}"
+        # The same message seen from the other end. If it is not ahead there, it was passed over.
         owed = Link(waits.what, rank, not waits.sends)
         if here.step == there.step and there.ahead is not None and owed not in there.ahead:
             return waits.peer, f"is in {there.place} and never {left}"
         if there.waits is None:
-            return waits.peer, f"is in {there.place} since {there.since_s:.1f} s and has not yet {left}"
+            since = f"since {there.since_s:.1f} s"
+            return waits.peer, f"is in {there.place} {since} and has not yet {left}"
         rank = waits.peer
     return None
 
 
 def _waits(mesh: ProcessMesh, item: Any) -> Link | None:
-    """The message that the main thread waits for, if it does."""
-    hand, comm, rank = mesh.position.hand, mesh.position.comm, mesh.pp.rank
+    """Return the message that the main thread waits for; None if it waits for none."""
+    hand = mesh.position.hand
+    comm = mesh.position.comm
     if item is None or comm is None:
         return None
+    # A pass waits for the first of its inputs that is on its way.
     if isinstance(item, tuple):
-        taken = [(p, r) for call in item for p, r in call.takes if isinstance(hand.get(p), InFlight)]
-        return Link(str(taken[0][0]), mesh.pp.ranks[taken[0][1]], False) if taken else None
-    if isinstance(item, Exchange) and comm.variable_seq_lengths:  # waits for shapes
-        arriving = [message for message in item.messages if message.dst == rank]
-        if arriving:
-            return _link(mesh, arriving[0])
+        for call in item:
+            for made_by, source in call.takes:
+                if isinstance(hand.get(made_by), InFlight):
+                    return Link(str(made_by), mesh.pp.ranks[source], False)
+        return None
+    # An exchange waits for shapes, where they are sent.
+    if isinstance(item, Exchange) and comm.variable_seq_lengths:
+        for message in item.messages:
+            if message.dst == mesh.pp.rank:
+                return _link(mesh, message)
+    # At the end, or with too many sends under way, the oldest send is waited for.
     if comm.sends and (isinstance(item, str) or len(comm.sends) > comm.sends_in_flight):
         return _link(mesh, comm.sends[0][0])
     return None
 
 
 def _ahead(mesh: ProcessMesh, item: Any) -> Iterable[Link]:
-    """Messages whose place in the plan has not come, and those posted that may not have left."""
+    """Yield messages whose place in the plan has not come, and sends that may not have left."""
     plan = list(mesh.position.plan or ())
     for message, _ in list(mesh.position.comm.sends):
         yield _link(mesh, message)
-    for later in plan[plan.index(item) :] if item in plan else []:
+    if item not in plan:
+        return
+    for later in plan[plan.index(item) :]:
         if isinstance(later, Exchange):
-            yield from (_link(mesh, message) for message in later.messages if message.src == mesh.pp.rank)
+            for message in later.messages:
+                if message.src == mesh.pp.rank:
+                    yield _link(mesh, message)
         else:
-            taken = (one for call in later for one in call.takes)
-            yield from (Link(str(p), mesh.pp.ranks[source], False) for p, source in taken if source != mesh.pp.rank)
+            # A receive counts at the pass that takes it. Where it was posted says little: that may
+            # be places earlier, and it may have arrived or not.
+            for call in later:
+                for made_by, source in call.takes:
+                    if source != mesh.pp.rank:
+                        yield Link(str(made_by), mesh.pp.ranks[source], False)
 
 
 def _link(mesh: ProcessMesh, message: Message) -> Link:
     sends = message.src == mesh.pp.rank
-    return Link(str(message.made_by), mesh.pp.ranks[message.dst if sends else message.src], sends)
+    peer = message.dst if sends else message.src
+    return Link(str(message.made_by), mesh.pp.ranks[peer], sends)
 
 
 def _name(item: Any) -> str:

@@ -1,7 +1,8 @@
-"""Ends a run that cannot go on: says where every rank stands and which one holds up the others, then exits.
+"""End a run that cannot go on: say where ranks are and which one holds up the others, then exit.
 
-A thread beside the main one, which may be stuck in a call that never returns. The ranks tell each other over the
-launcher's store, which needs none of the broken groups. Exit codes are in docs/troubleshooting.md.
+A thread watches, because the main thread may be in a call that never returns. Ranks exchange their
+reports over the launcher's store, which does not need the broken process groups. Exit codes are in
+docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -23,47 +24,70 @@ from torch.distributed import DistError, DistStoreError, PrefixStore  # type: ig
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import UserError
-from megapipe.pipeline_parallel.watch.diagnosis import TERMINATED, Report, first_mismatch, report_of
+from megapipe.pipeline_parallel.watch.diagnosis import (
+    TERMINATED,
+    Report,
+    first_mismatch,
+    report_of,
+)
 
 T = TypeVar("T")
 
-FAULT, LOST, STUCK = 1, 3, 4
-"""Exit codes: an error of this rank's own; a message or collective failed; a call did not return in time."""
+# Exit codes.
+FAULT = 1
+"""An error of this rank's own."""
+LOST = 3
+"""A message or collective failed."""
+STUCK = 4
+"""A call did not return in time."""
 
 LAUNCHER = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-"""The process of torchrun; a rank that was started by hand may outlive its shell."""
+"""The process of torchrun. None if the rank was started by hand: it may outlive its shell."""
 
 POLL_S = 1.0
 ANSWER_S = 3.0
-"""Seconds that the other ranks have to say where they are."""
+"""Seconds that the other ranks have to report."""
 SILENCE_S = 20.0
 """Seconds that the ranks' store may owe answers before it counts as gone.
 
-A process that ends closes its connections, which is heard at once: silent are a stopped one and a machine that is cut
-off. A healthy store was 16 s late where 100 programs shared two cores.
+A process that ends closes its connections, which is noticed at once. So this is for a stopped
+process and for a machine that is cut off. A healthy store was 16 s late where 100 programs shared
+two cores.
 """
 RELAY_S = 5.0
-"""Seconds after a Ctrl-C, which a terminal sends to every process, in which torchrun may still pass it on."""
+"""Seconds after a Ctrl-C in which torchrun may still pass it on.
+
+The terminal has sent that Ctrl-C to every process already, so it comes twice.
+"""
 GRACE_S = 1.0
 """Seconds that a call may take beyond the timeout before it counts as one that never returns."""
+PAUSE_S = 0.05
+"""Seconds between two questions to the store."""
 
 
 class Watch:
-    """Watches over one rank while it is entered; `with Watch(mesh): train()`.
+    """Watches over one rank while it is entered: `with Watch(mesh): train()`.
 
-    A message or collective that fails or takes longer than the timeout, an error, a rank gone: each rank prints one
-    line, one of them the first mismatch, and the process ends with a code of its own. Ctrl-C ends it with 130. An
-    error for the user passes through, and other ranks that wait for this one are told of it; so does a normal end. A
-    rank whose launcher or store is gone ends too: started again, the run would meet it.
+    When a message or collective fails or times out, a rank ends in an error or is gone, the run
+    ends. Each rank prints one line, one of them also the first mismatch, and the process exits with
+    a code of its own. Ctrl-C ends it with 130.
+
+    An error for the user passes through, and so does a normal end; ranks that wait for this one are
+    informed of both. A rank whose launcher or store is gone ends too. Otherwise a run that is
+    started again would meet its old ranks.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self.mesh = mesh
         self._store: Any = None
-        if mesh.store is not None:  # a client of its own: calls of one client wait for each other
+        if mesh.store is not None:
+            # A client of its own: calls of one client wait for each other, and the main thread may
+            # be in one that does not return.
             self._store = PrefixStore("watch", mesh.store.clone())  # type: ignore[attr-defined]
         self._failure: tuple[Report, int] | None = None
-        self._closed, self._lost, self._silent_s = False, False, 0.0
+        self._closed = False
+        self._lost = False
+        self._silent_s = 0.0
         self._old: dict[int, Any] = {}
         self._noted: float | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -73,43 +97,59 @@ class Watch:
         self._bell.setblocking(False)
         self._ear.settimeout(POLL_S)
         if threading.current_thread() is threading.main_thread():
-            # A signal's number goes straight to the thread: the main one may be where Python handlers wait for ever.
+            # Python's handlers run in the main thread, which may be in a call that never returns.
+            # So the interpreter writes each signal's number to a socket, and the thread reads it.
             self._wakeup = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, _ignore)
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        _: TracebackType | None,
+    ) -> None:
         lost = error is not None and is_lost(error)
         ours = error is not None and (lost or not isinstance(error, UserError | SystemExit))
         if ours and self.mesh.store is not None:
+            cause = None
             if not lost:
+                cause = f"{type(error).__name__}: {error}"
                 with suppress(OSError):
                     traceback.print_exception(error)
-            cause = None if lost else f"{type(error).__name__}: {error}"
-            self._failure = report_of(self.mesh, _short(str(error)), cause), LOST if lost else FAULT
+            report = report_of(self.mesh, _short(str(error)), cause)
+            self._failure = report, LOST if lost else FAULT
             self._bell.send(b"\0")
             self._thread.join()  # does not return: the thread ends the process
+        limit_s = self.mesh.position.limit_s or ANSWER_S
         if error is not None:
+            limit_s = ANSWER_S
             self._post(report_of(self.mesh, "", f"{type(error).__name__}: {error}"))
         self.mesh.position.leave()
-        self._take_leave(ANSWER_S if error is not None else self.mesh.position.limit_s or ANSWER_S)
+        self._take_leave(limit_s)
         self._close()
 
     def _take_leave(self, limit_s: float) -> None:
-        """The rank that keeps the store is the last: the others would take the run for one that broke off."""
-        left, until = self._ask(lambda store: store.add("left", 1)), time.monotonic() + limit_s
-        keeps = self.mesh.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        """Wait for the other ranks to leave, if this rank keeps the store.
+
+        If it left first, the others would take the run for one that broke off.
+        """
+        left = self._ask(lambda store: store.add("left", 1))
+        until = time.monotonic() + limit_s
+        of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeps = self.mesh.world.rank == 0 and not of_launcher
         while keeps and left and left < self.mesh.world.size and time.monotonic() < until:
-            time.sleep(0.05)
+            time.sleep(PAUSE_S)
             left = self._ask(lambda store: store.add("left", 0))
 
     def _close(self) -> None:
         if self._old:
             signal.set_wakeup_fd(self._wakeup)
             for number, handler in self._old.items():
-                if signal.getsignal(number) is _ignore:  # else the run has been told to stop and ignores repeats
+                # Another handler than ours: the run was asked to stop, and ignores repetitions.
+                if signal.getsignal(number) is _ignore:
                     signal.signal(number, handler)
         self._closed = True
         self._bell.send(b"\0")
@@ -118,6 +158,7 @@ class Watch:
         self._ear.close()
 
     def _run(self) -> None:
+        """Look at the rank every POLL_S, and at once when the bell rings or a signal comes."""
         said = ""
         while not self._closed:
             try:
@@ -126,39 +167,61 @@ class Watch:
                 heard = b"\0"
             try:
                 self._look(heard)
-            except Exception as error:  # it goes on: without it nothing would end a hang
-                if said != (said := f"{type(error).__name__}: {error}"):
-                    _say(f"the watch over rank {self.mesh.world.rank} met an error of its own and goes on: {said}")
+            except Exception as error:
+                # The thread goes on: without it nothing would end a hang.
+                text = f"{type(error).__name__}: {error}"
+                if text != said:
+                    rank = self.mesh.world.rank
+                    _say(f"the watch over rank {rank} met an error of its own and goes on: {text}")
+                said = text
 
     def _look(self, heard: bytes) -> None:
-        if not self._closed:
-            if signal.SIGINT in heard and self._interrupted():
-                self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))
-                self._leave("interrupted", signal.SIGINT)
-            if self._failure:
-                self._end(*self._failure)
-            if self._alone():
-                self._end(report_of(self.mesh, "this rank ends"), LOST)
-            if signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is _ignore:
-                self._terminated()
-            if self._too_long():
-                self._end(report_of(self.mesh, "timed out"), STUCK)
-            if self._others_failed():
-                self._end(report_of(self.mesh, "another rank failed"), LOST)
+        """End the process if there is a reason to; a user's wish and an own error come first.
+
+        Args:
+            heard: numbers of the signals that came.
+        """
+        if self._closed:
+            return
+        if signal.SIGINT in heard and self._interrupted():
+            self._post(report_of(self.mesh, "", "interrupted (Ctrl-C)"))
+            self._leave("interrupted", signal.SIGINT)
+        if self._failure:
+            self._end(*self._failure)
+        if self._alone():
+            self._end(report_of(self.mesh, "this rank ends"), LOST)
+        # A handler of the run's own saves and ends the run in its own time.
+        if signal.SIGTERM in heard and signal.getsignal(signal.SIGTERM) is _ignore:
+            self._terminated()
+        if self._too_long():
+            self._end(report_of(self.mesh, "timed out"), STUCK)
+        if self._others_failed():
+            self._end(report_of(self.mesh, "another rank failed"), LOST)
 
     def _interrupted(self) -> bool:
-        """Does this Ctrl-C end the run? A first one that saves does not, nor the same as torchrun passes it on."""
-        handler, now = signal.getsignal(signal.SIGINT), time.monotonic()
-        if getattr(handler, "first_saves", False):
-            first, self._noted = self._noted, self._noted or now
-            return first is not None and now - first > (0.0 if LAUNCHER is None else RELAY_S)
-        return handler is _ignore
+        """Return whether this Ctrl-C ends the run.
+
+        Where a first Ctrl-C saves, only a second one does. The first one that torchrun passes on
+        is no second one.
+        """
+        handler = signal.getsignal(signal.SIGINT)
+        if not getattr(handler, "first_saves", False):
+            return handler is _ignore
+        now = time.monotonic()
+        first = self._noted
+        if first is None:
+            self._noted = now
+            return False
+        relay_s = 0.0 if LAUNCHER is None else RELAY_S
+        return now - first > relay_s
 
     def _alone(self) -> str | None:
-        """The reason why no other rank can be heard any more, and no new one will be started beside this one."""
+        """Return why no other rank can be heard any more, and none will be started; else None."""
         if LAUNCHER is not None and os.getppid() != LAUNCHER:
             return "its launcher has ended"
-        return "the process or machine that keeps the ranks' store (by hand: rank 0) is gone" if self._lost else None
+        if self._lost:
+            return "the process or machine that keeps the ranks' store (by hand: rank 0) is gone"
+        return None
 
     def _too_long(self) -> bool:
         position = self.mesh.position
@@ -170,6 +233,7 @@ class Watch:
         return bool(self._ask(lambda store: store.check(["failed"])))
 
     def _leave(self, why: str, number: int) -> NoReturn:
+        """Exit by a signal; one rank of each machine says so."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             position = self.mesh.position
             where = "in" if position.at or position.plan is None else "after"
@@ -177,14 +241,19 @@ class Watch:
         _exit(128 + number)
 
     def _terminated(self) -> NoReturn:
-        """All ranks are to stop, and nothing is wrong; or the launcher ends those that outlived another."""
-        report, size, until = report_of(self.mesh, TERMINATED), self.mesh.world.size, time.monotonic() + ANSWER_S
-        # A signal to all is no failure, but one to this rank alone is: torchrun ends so what outlives a failed rank.
-        told = self._ask(lambda store: store.add("terminated", 1)) or 1
-        while told < size and time.monotonic() < until and not self._others_failed():
-            time.sleep(0.05)
-            told = self._ask(lambda store: store.add("terminated", 0)) or 1
-        if told == size:
+        """Exit by SIGTERM, as a failure or not.
+
+        If all ranks were asked to stop, nothing is wrong. If only some were, a rank has failed:
+        torchrun ends so the ranks that outlive it.
+        """
+        report = report_of(self.mesh, TERMINATED)
+        size = self.mesh.world.size
+        until = time.monotonic() + ANSWER_S
+        asked = self._ask(lambda store: store.add("terminated", 1)) or 1
+        while asked < size and time.monotonic() < until and not self._others_failed():
+            time.sleep(PAUSE_S)
+            asked = self._ask(lambda store: store.add("terminated", 0)) or 1
+        if asked == size:
             self._leave(TERMINATED, signal.SIGTERM)
         self._end(report, 128 + signal.SIGTERM)
 
@@ -193,40 +262,51 @@ class Watch:
         try:
             self._tell(report)
         except Exception as error:
-            _say(f"{report}; the other ranks could not be heard: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            _say(f"{report}; the other ranks could not be heard: {reason}")
         _exit(code)
 
     def _tell(self, report: Report) -> None:
         self._post(report)
+        # Nobody else can be heard, so there is no mismatch to name.
         if why := self._alone():
             _say(f"{report}; {why}; any checkpoint saved before is complete")
             _exit(LOST)
         _say(str(report))
-        # The first to fail names the mismatch; the others wait until that is said, lest the launcher ends it
-        # meanwhile.
+        # The first rank to fail names the mismatch. The others wait until that is said: when one
+        # process ends, the launcher may end the first one before it has spoken.
+        world = self.mesh.world
         first = self._ask(lambda store: store.add("failed", 1)) == 1
-        reports = {self.mesh.world.rank: report} | (self._collect() if first else {})
         if first:
-            _say(f"first mismatch: {first_mismatch(reports, self.mesh.world.size)}")
+            reports = {world.rank: report} | self._collect()
+            _say(f"first mismatch: {first_mismatch(reports, world.size)}")
             self._ask(lambda store: store.set("named", "yes"))
         else:
-            self._ask(lambda store: store.wait(["named"], timedelta(seconds=ANSWER_S)), ANSWER_S + 1)
-        if self.mesh.world.rank == 0:
-            time.sleep(POLL_S)  # by hand it keeps the store, which others are still reading
+            limit = timedelta(seconds=ANSWER_S)
+            self._ask(lambda store: store.wait(["named"], limit), ANSWER_S + 1)
+        if world.rank == 0:
+            # Started by hand, this process keeps the store, which others are still reading.
+            time.sleep(POLL_S)
 
     def _collect(self) -> dict[int, Report]:
-        """Reports that the ranks, this one among them, post until all have or the time is over, in one request."""
+        """Return the reports of all ranks that have posted one within ANSWER_S."""
         ranks: set[int] = set()
+        size = self.mesh.world.size
         until = time.monotonic() + ANSWER_S
-        while len(ranks) < self.mesh.world.size and self._store is not None and time.monotonic() < until:
-            time.sleep(0.05)
-            ranks = set(map(int, (self._ask(lambda store: store.get("reported")) or b"").split()))
-        texts = self._ask(lambda store: store.multi_get([f"rank{rank}" for rank in ranks])) or ()
+        while len(ranks) < size and self._store is not None and time.monotonic() < until:
+            time.sleep(PAUSE_S)
+            posted = self._ask(lambda store: store.get("reported")) or b""
+            ranks = set(map(int, posted.split()))
+        # One request for all of them. When every rank asked for every other, 1,024 ranks made two
+        # million requests.
+        keys = [f"rank{rank}" for rank in ranks]
+        texts = self._ask(lambda store: store.multi_get(keys)) or ()
         return {rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=False)}
 
     def _post(self, report: Report) -> None:
-        """Post a report for `_collect`, which asks for those of all ranks in one list."""
-        rank, text = self.mesh.world.rank, report.to_json()
+        """Post a report, and then this rank's number in the one list that `_collect` reads."""
+        rank = self.mesh.world.rank
+        text = report.to_json()
 
         def post(store: Any) -> None:
             store.set(f"rank{rank}", text)
@@ -235,31 +315,38 @@ class Watch:
         self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
-        """The store's answer; None without one. When it is gone it is not asked again."""
+        """Return the store's answer; None without one. A store that is gone is not asked again."""
         answer: list[T] = []
 
         def ask() -> None:
             try:
                 answer.append(call(self._store))
             except DistStoreError:
-                pass  # what was waited for did not come
+                pass  # the key that it waited for did not come
             except RuntimeError:
-                self._store, self._lost = None, True
+                self._give_up()
 
         if self._store is None:
             return None
-        # A thread for each: a call to a store whose process is stopped does not return.
+        # A thread for each call: a call to a store whose process is stopped does not return.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(limit_s)
-        self._silent_s = self._silent_s + limit_s if asking.is_alive() else 0.0
+        if asking.is_alive():
+            self._silent_s += limit_s
+        else:
+            self._silent_s = 0.0
         if self._silent_s > SILENCE_S:
-            self._store, self._lost = None, True
+            self._give_up()
         return answer[0] if answer else None
+
+    def _give_up(self) -> None:
+        self._store = None
+        self._lost = True
 
 
 def _ignore(*_: object) -> None:
-    """The watch hears the signal by its number."""
+    """Do nothing: the watch hears the signal by its number."""
 
 
 def _say(text: str) -> None:
@@ -274,20 +361,26 @@ def _exit(code: int) -> NoReturn:
 
 def is_lost(error: BaseException) -> bool:
     """Return whether a message or collective has failed, which another rank may have caused."""
-    gloos = any(part in str(error) for part in ("gloo", _CLOSED))
-    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and gloos)
+    of_gloo = any(part in str(error) for part in ("gloo", _CLOSED))
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_gloo)
 
 
 _CLOSED = "Application timeout caused pair closure"
-"""Gloo's words to all that wait for a rank after the first of them has timed out: the only ones without its name."""
+"""The text of gloo's error at ranks that wait for a rank that has timed out.
+
+It is the only one of its errors without the name gloo.
+"""
 
 
 def _short(text: str) -> str:
-    """Gloo's and NCCL's page in two words."""
+    """Return in two words what gloo or NCCL says in a page; of another error its first line."""
     known = {
         "Timed out": "timed out",
         _CLOSED: "timed out",
         "Connection closed": "connection closed",
         "reset by peer": "connection lost",
     }
-    return next((words for part, words in known.items() if part in text), text.split("\n")[0][:200])
+    for part, words in known.items():
+        if part in text:
+            return words
+    return text.split("\n")[0][:200]

@@ -57,7 +57,7 @@ PENDING = SKIPPED | {1: replace(SKIPPED[1], ahead=[gives("1F2", 2), *SKIPPED[1].
             SKIPPED | {1: replace(SKIPPED[1], cause="ValueError: shapes")},
             "rank 1 ended in pass 1B2 of iteration 7: ValueError: shapes",
         ),
-        (SKIPPED | {1: replace(SKIPPED[1], note=TERMINATED)}, "rank 1 was told to stop (SIGTERM)"),
+        (SKIPPED | {1: replace(SKIPPED[1], note=TERMINATED)}, "rank 1 was asked to stop (SIGTERM)"),
         (
             {rank: report("0F0", step=f"iteration {7 + (rank == 2)}") for rank in range(3)},
             "rank 0 is in iteration 7; rank 1 is in iteration 7; rank 2 is in iteration 8",
