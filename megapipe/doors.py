@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 
@@ -73,6 +72,8 @@ def _script_of(name: str, processes: str | None) -> str:
 
 def version() -> str:
     """The installed one; a clone that was never installed has none."""
+    from importlib import metadata  # here: it is an eighth of the start of `megapipe schedules show`
+
     try:
         return metadata.version("megapipe")
     except metadata.PackageNotFoundError:

@@ -26,7 +26,9 @@ from megapipe.flags.stop import say
 
 _LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
 _LEAST_IDS = 261
-_MOST_IDS = 2**31 - 1  # SentencePiece counts in 32 bits
+# SentencePiece trains toward 1.1 times the vocabulary and counts in 32 bits: with 2^31 - 1 ids its
+# unigram trainer never ends.
+_MOST_IDS = 2**30
 
 
 @dataclass(frozen=True)

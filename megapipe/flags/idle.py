@@ -18,11 +18,9 @@ T = TypeVar("T")
 
 def noted(kind: type[T]) -> list[tuple[Flag, T]]:
     """Return each note of a kind with its flag."""
-    found = []
-    for flag in flags_of(Config).values():
-        for note in notes_of(flag.owner, kind).get(flag.field, ()):
-            found.append((flag, note))
-    return found
+    flags = flags_of(Config).values()
+    notes = {owner: notes_of(owner, kind) for owner in {flag.owner for flag in flags}}
+    return [(flag, note) for flag in flags for note in notes[flag.owner].get(flag.field, ())]
 
 
 IDLE = [(flag, note.where, note.text) for flag, note in noted(Idle)]

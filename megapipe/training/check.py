@@ -17,7 +17,6 @@ from megapipe.checks.machine import on_cpus
 from megapipe.checks.run import flag_problems, tokenizer_problems, validate
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
-from megapipe.convert.upcycle import refuse_upcycling
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
 from megapipe.data.gpt_dataset import TokenDataset
 from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
@@ -230,6 +229,9 @@ def _refuse(
         unread = ask(lambda: parts.extend(open_parts(config, tokenizer)))
     if start is not None:
         if flags.moe_use_upcycling:
+            # Here, as a conversion imports half a second of torch that no other check needs.
+            from megapipe.convert.upcycle import refuse_upcycling
+
             problems += ask(lambda: refuse_upcycling(start, config))
         else:
             train = parts[0] if parts else None

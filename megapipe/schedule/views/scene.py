@@ -9,7 +9,7 @@ from functools import cached_property
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Placement, Schedule
-from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.simulate import Timeline, simulate, uncollected
 from megapipe.schedule.views.lanes import ARITHMETIC, LINK, communicates, stretches
 
 COLOURS = {kind: kind.traits.colour for kind in Kind}
@@ -100,6 +100,7 @@ def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
     return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
 
 
+@uncollected()
 def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
     """Return the tracks of a table with this timeline."""
     return [
