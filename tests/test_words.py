@@ -33,6 +33,7 @@ ROOMS = [
     "megapipe/optim",
     "megapipe/optim/sharded",
     "megapipe/partition",
+    "megapipe/pipeline_parallel/contracts",
     "megapipe/pipeline_parallel/messages",
     "megapipe/pipeline_parallel/passes",
     "megapipe/pipeline_parallel/watch",

@@ -1,15 +1,19 @@
-"""DeepSeek's contract for DualPipe's pairs, through one adapter: a module whose class can run a forward and a backward
-as one (github.com/deepseek-ai/DualPipe) becomes a stage, and every schedule of the table runs it.
+"""Run modules of DeepSeek's contract for DualPipe's pairs as stages, under every schedule.
 
-The module is called with tensors, as nn.Modules are, and its class has
+The contract is a module whose class can run a forward and a backward as one
+(github.com/deepseek-ai/DualPipe). The module is called with tensors, as nn.Modules are, and its
+class has
 
     @classmethod
-    def overlapped_forward_backward(cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, grads1):
+    def overlapped_forward_backward(
+        cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, grads1
+    ):
         ...
         return outputs0, loss0
 
-which runs module0(*inputs0) and, if there is a criterion0, loss0 = criterion0(*outputs0, *labels0); and the backward
-of loss1, or where that is None of outputs1 with the gradients grads1. In which order is its own affair.
+It runs module0(*inputs0) and, if there is a criterion0, loss0 = criterion0(*outputs0, *labels0). It
+also runs the backward of loss1, or, where loss1 is None, of outputs1 with the gradients grads1. The
+order in which it does so is its own affair.
 """
 
 from __future__ import annotations
@@ -47,34 +51,39 @@ class _Saved(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """DeepSeek's WeightGradStore as its modules use it, in a backward: `if enabled: put(job) else: job()`.
+    """DeepSeek's WeightGradStore as its modules use it in a backward.
 
-    Kept by thread and not by context: on a GPU a thread of autograd's own asks, and the rank is then the only one here.
+    They call `if enabled: put(job) else: job()`.
     """
 
     def __init__(self) -> None:
+        # By thread and not by context: on a GPU the backward runs in a thread of autograd's own. It
+        # has no owner here, but then the process has one rank only.
         self._of_thread: dict[int, WeightGrads] = {}
 
     @property
     def enabled(self) -> bool:
-        """Does a W pass come for the backward that runs?"""
+        """Whether a W pass will follow the backward that runs."""
         owner = self._owner()
         return owner is not None and owner.is_deferring
 
     def put(self, job: Callable[[], None]) -> None:
         """Leave a weight gradient to the W pass."""
-        if (owner := self._owner()) is None:
+        owner = self._owner()
+        if owner is None:
             job()
         else:
             owner.submit(job)
 
     def _owner(self) -> WeightGrads | None:
         owner = self._of_thread.get(get_ident())
-        return next(iter(self._of_thread.values())) if owner is None and len(self._of_thread) == 1 else owner
+        if owner is None and len(self._of_thread) == 1:
+            (owner,) = self._of_thread.values()
+        return owner
 
     @contextmanager
     def backward(self, owner: WeightGrads, microbatch: int, *, weights: bool) -> Iterator[None]:
-        """The backward of a microbatch, with its weight gradients or without."""
+        """Enter the backward of a microbatch, with its weight gradients or without."""
         self._of_thread[get_ident()] = owner
         try:
             if weights:
@@ -94,13 +103,15 @@ class PairedStage:
     """A stage that runs a module of DeepSeek's contract.
 
     Args:
-        module: as above; without the classmethod a pair is its forward, then the backward.
-        inputs: of each microbatch; None where they arrive from the stage before.
-        criterion, labels: criterion(*outputs, *labels[microbatch]) is its loss; None on stages without loss.
+        module: as the file describes. Without the classmethod a pair is its forward, then the
+            backward.
+        inputs: of each microbatch; None where they arrive from the previous stage.
+        criterion, labels: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch;
+            None on stages without loss.
         shapes: of the tensors that one stage sends to the next; several travel as one message.
         is_last: nothing is sent on.
-        overlaps: pairs are the classmethod's, if there is one.
-        keeps_outputs: of the last stage.
+        overlaps: the classmethod runs pairs, if there is one.
+        keeps_outputs: keep the outputs of the last stage.
     Attributes:
         losses: of each microbatch, without graph. Gradients are of their sum.
         outputs: of each microbatch, without graph, if they are kept.
@@ -125,11 +136,18 @@ class PairedStage:
         self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Input (None at the first stage) -> output (None at the loss)."""
-        return self._context.copy().run(self._forward, microbatch, x)  # two may run together
+        """Run a forward: input (None at the first stage) -> output (None at the loss)."""
+        # A copy, because a context cannot be entered twice: two forwards may run together.
+        return self._context.copy().run(self._forward, microbatch, x)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Gradient of the output (None at the loss) -> of the input (None at the first stage)."""
+        """Run a backward.
+
+        Args:
+            grad: gradient of the output; None at the loss.
+            weights: compute weight gradients too. Otherwise they are left to `weight`.
+        Returns: the gradient of the input; None at the first stage.
+        """
         saved = self._saved.pop(microbatch)
         with WeightGradStore.backward(self.weight_grads, microbatch, weights=weights):
             if saved.loss is not None:
@@ -148,46 +166,67 @@ class PairedStage:
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The results of `forward` and of `backward_stage.backward`."""
+        """Return the results of `forward` and of `backward_stage.backward`."""
         if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
             return output, backward_stage.backward(backward_microbatch, grad, weights=weights)
         saved = backward_stage._saved.pop(backward_microbatch)
-        outputs, grads = ((), []) if saved.loss is not None else (saved.outputs, self._unpacked(grad))
-        with WeightGradStore.backward(backward_stage.weight_grads, backward_microbatch, weights=weights):
-            other = (backward_stage.module, saved.loss, list(outputs), grads)
+        # The module differentiates either a loss, or outputs with gradients from the next stage.
+        outputs: list[Tensor] = []
+        grads: list[Tensor] = []
+        if saved.loss is None:
+            outputs += saved.outputs
+            grads = self._unpacked(grad)
+        owner = backward_stage.weight_grads
+        with WeightGradStore.backward(owner, backward_microbatch, weights=weights):
+            other = (backward_stage.module, saved.loss, outputs, grads)
             output = self._context.copy().run(self._forward, microbatch, x, other)
         return output, backward_stage._grad_of(saved)
 
     def weight(self, microbatch: int) -> None:
-        """The weight gradients that a backward without weights left out."""
+        """Compute the weight gradients that a backward without weights left out."""
+        # As in autograd's own backward: gradients must not grow a graph.
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
     def alike(self, microbatch: int, other: int) -> bool:
-        """Do backwards of these microbatches do the same, in the same order?"""
+        """Return whether backwards of these microbatches do the same, in the same order."""
         return True
 
     def forget(self) -> None:
-        """The forwards so far."""
+        """Forget the forwards so far."""
         self._saved.clear()
 
-    def _forward(self, microbatch: int, x: Tensor | None, other: tuple[Any, ...] | None = None) -> Tensor | None:
-        """The forward of a microbatch, together with a backward: `other` is module1, loss1, outputs1, grads1."""
+    def _forward(
+        self, microbatch: int, x: Tensor | None, other: tuple[Any, ...] | None = None
+    ) -> Tensor | None:
+        """Run the forward of a microbatch.
+
+        Args:
+            other: the backward that runs together with it: module1, loss1, outputs1, grads1.
+        """
+        train = torch.is_grad_enabled()
         if x is None:
             assert self.inputs is not None, "a stage has inputs, or a stage before it"
             inputs = list(self.inputs[microbatch])
         else:
-            inputs = [part.detach().requires_grad_(torch.is_grad_enabled()) for part in self._unpacked(x)]
+            # Leaves of this stage's own graph: autograd stops here, and their gradients are sent
+            # back.
+            inputs = [part.detach().requires_grad_(train) for part in self._unpacked(x)]
         labels = [] if self.labels is None else list(self.labels[microbatch])
+        # The classmethod does both passes in the one call, and returns what a forward returns.
         if other is not None:
-            outputs, loss = getattr(type(self.module), PAIR)(self.module, inputs, self.criterion, labels, *other)
+            run = getattr(type(self.module), PAIR)
+            outputs, loss = run(self.module, inputs, self.criterion, labels, *other)
         else:
-            outputs, loss = self.module(*inputs), None
+            outputs = self.module(*inputs)
             outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            loss = None
             if self.criterion is not None:
                 loss = self.criterion(*outputs, *labels)
-        if torch.is_grad_enabled():
+        # The outputs are kept whole until their backward: the module's class differentiates them
+        # itself, so a gradient edge alone would not do.
+        if train:
             self._saved[microbatch] = _Saved(inputs, outputs, loss)
         if not self.is_last:
             return self._packed(outputs)
@@ -198,18 +237,21 @@ class PairedStage:
         return None
 
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The tensor that is sent on: one as it is, of several their elements."""
-        given = [list(output.shape) for output in outputs]
-        if len(given) != len(self.shapes) or (len(given) > 1 and given != list(map(list, self.shapes))):
+        """Return the tensor that is sent on: a single one as it is, the elements of several."""
+        found = [list(output.shape) for output in outputs]
+        expected = list(map(list, self.shapes))
+        # The shape of a single tensor is the messenger's to check.
+        if len(found) != len(expected) or (len(found) > 1 and found != expected):
             raise ConfigError(
-                f"{type(self.module).__name__} gives tensors of {given} for the next stage, and stages send "
-                f"{list(map(list, self.shapes))}"
+                f"{type(self.module).__name__} gives tensors of {found} for the next stage, "
+                f"and stages send {expected}"
             )
-        return (
-            outputs[0].detach() if len(outputs) == 1 else torch.cat([output.detach().flatten() for output in outputs])
-        )
+        if len(outputs) == 1:
+            return outputs[0].detach()
+        return torch.cat([output.detach().flatten() for output in outputs])
 
     def _unpacked(self, message: Tensor | None) -> list[Tensor]:
+        """Return the tensors of a message."""
         if message is None:
             return []
         if len(self.shapes) == 1:
@@ -218,16 +260,23 @@ class PairedStage:
         return [part.view(*shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _grad_of(self, saved: _Saved) -> Tensor | None:
-        """The gradient of the input, of a stage that has one before it."""
+        """Return the gradient of the input; None on the first stage."""
         if self.inputs is not None:
             return None
-        return self._packed([torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs])
+        # Zeros where the output does not depend on an input: the stage before expects a message.
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
+        return self._packed(grads)
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """DeepSeek's: the backward of those outputs that have a gradient."""
-    pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if grad is not None and x.requires_grad]
-    torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+    """Run the backward of the outputs that have a gradient, as DeepSeek's function does."""
+    roots = []
+    given = []
+    for x, grad in zip(outputs, grads, strict=True):
+        if grad is not None and x.requires_grad:
+            roots.append(x)
+            given.append(grad)
+    torch.autograd.backward(roots, given)
 
 
 def paired_step(
@@ -241,36 +290,48 @@ def paired_step(
     shape: Shape,
     dtype: torch.dtype = torch.float32,
 ) -> dict[int, Tensor]:
-    """Forward and backward of all microbatches; gradients of the sum of losses are added to every parameter's `.grad`.
+    """Run forward and backward of all microbatches.
+
+    Gradients of the sum of losses are added to every parameter's `.grad`.
 
     Args:
-        modules: one per stage of this rank, in ascending stage order; a rank of DualPipe has two, of one chain each,
-            and the gradients of the two copies of a slice are summed here.
-        inputs, labels: of every microbatch; read by the first and by the last stage alone.
-        shape, dtype: of what one stage sends to the next.
+        modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
+            one of each chain; the gradients of the two copies of a slice are summed here.
+        inputs, labels: of every microbatch. Only the first stage reads inputs, and only the last
+            stage reads labels.
+        shape, dtype: of the tensor that one stage sends to the next.
     Returns: the loss of each microbatch whose last stage is here.
     """
-    table = build(schedule, mesh.pp.size, len(inputs)) if isinstance(schedule, str) else schedule
+    table = schedule
+    if isinstance(table, str):
+        table = build(table, mesh.pp.size, len(inputs))
     verify(table)
     place = table.placement
-    own = dict(zip(place.stages_on(mesh.pp.rank), modules, strict=True))
-    stages = {
-        number: PairedStage(
+    # Every stage is given what the ends of the model need, and only the ends keep it.
+    modules_of = dict(zip(place.stages_on(mesh.pp.rank), modules, strict=True))
+    stages = {}
+    for number, module in modules_of.items():
+        last = place.is_last(number)
+        stages[number] = PairedStage(
             module,
             inputs if place.is_first(number) else None,
-            criterion if place.is_last(number) else None,
-            labels if place.is_last(number) else None,
+            criterion if last else None,
+            labels if last else None,
             shapes=[shape],
-            is_last=place.is_last(number),
+            is_last=last,
         )
-        for number, module in own.items()
-    }
     messenger = Messenger(mesh.pp, shape, dtype)
     execute(lower(table)[mesh.pp.rank], place, stages, messenger, position=mesh.position)
-    if place.num_chains == 2:  # both ranks of a pair hold the same two slices of the model, in this order
-        for number in sorted(own, key=place.position):
-            for param in own[number].parameters():
+    if place.num_chains == 2:
+        # Both ranks of a pair hold the same two slices of the model. By position, both sum them in
+        # one order.
+        for number in sorted(modules_of, key=place.position):
+            for param in modules_of[number].parameters():
                 if param.requires_grad:
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
                     mesh.twins.all_reduce(param.grad)
-    return {microbatch: loss for stage in stages.values() for microbatch, loss in stage.losses.items()}
+    losses: dict[int, Tensor] = {}
+    for stage in stages.values():
+        losses |= stage.losses
+    return losses

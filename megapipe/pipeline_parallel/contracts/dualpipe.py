@@ -1,7 +1,8 @@
-"""DeepSeek's `DualPipe` and `DualPipeV` (github.com/deepseek-ai/DualPipe) by their names and signatures, on the tables
-dualpipe and dualpipe-v: a script changes its import line.
+"""Give DeepSeek's `DualPipe` and `DualPipeV` by their names and signatures, so that a script only
+changes its import line (github.com/deepseek-ai/DualPipe).
 
-Weight gradients that a module gives to `WeightGradStore` wait for the table's W passes.
+They run the tables dualpipe and dualpipe-v. Weight gradients that a module gives to
+`WeightGradStore` wait for the table's W passes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import CPU
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.contracts.deepseek import PAIR, PairedStage, WeightGradStore, run_backward
+from megapipe.pipeline_parallel.contracts.deepseek import (
+    PAIR,
+    PairedStage,
+    WeightGradStore,
+    run_backward,
+)
 from megapipe.pipeline_parallel.contracts.p2p import axis_of
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.messages.messenger import Messenger
@@ -35,17 +41,19 @@ __all__ = [
     "set_p2p_tensor_shapes",
 ]
 
+# DeepSeek keeps these two per process. A context variable is the same for a process of one rank,
+# and lets ranks be threads.
 _shapes: ContextVar[Sequence[Shape] | None] = ContextVar("p2p_tensor_shapes", default=None)
 _dtype: ContextVar[torch.dtype | None] = ContextVar("p2p_tensor_dtype", default=None)
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[Shape]) -> None:
-    """Set the shapes of the tensors that a stage gives the next one, for the steps of this thread from now on."""
+    """Set the shapes of the tensors that a stage gives the next one, for this thread's steps."""
     _shapes.set([tuple(shape) for shape in shapes])
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
-    """The one type of them all."""
+    """Set the one type of all these tensors."""
     _dtype.set(dtype)
 
 
@@ -53,11 +61,11 @@ class _Pipe(nn.Module):
     """The base of both classes.
 
     Args:
-        modules: this rank's two stages, in the order of the class. If both are of one class that has
-            overlapped_forward_backward, that runs the pairs, see pipeline_parallel.pairs.
-        batch_dim: dimension of inputs, labels and outputs that is cut into microbatches.
+        modules: this rank's two stages, in the order of the class. If both are of one class that
+            has overlapped_forward_backward, that method runs the pairs, see `deepseek`.
+        batch_dim: the dimension of inputs, labels and outputs that is cut into microbatches.
         process_group: the pipeline's ranks; default torch.distributed's own.
-        rank_mapping: of each rank of the group its place in the pipeline; default the same.
+        rank_mapping: the place in the pipeline of each rank of the group; default the same.
     """
 
     _schedule: str
@@ -70,21 +78,31 @@ class _Pipe(nn.Module):
         rank_mapping: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.module, self.batch_dim = nn.ModuleList(modules), batch_dim
+        self.module = nn.ModuleList(modules)
+        self.batch_dim = batch_dim
+        name = type(self).__name__
         if len(self.module) != 2:
-            raise ConfigError(f"{type(self).__name__} takes 2 modules of a rank, got {len(self.module)}")
+            raise ConfigError(f"{name} takes 2 modules of a rank, got {len(self.module)}")
         if process_group is None and not dist.is_initialized():
-            raise ConfigError(f"{type(self).__name__} needs torch.distributed.init_process_group before it")
+            raise ConfigError(f"{name} needs torch.distributed.init_process_group before it")
         axis = axis_of(process_group or dist.distributed_c10d._get_default_group())
-        places = list(range(axis.size)) if rank_mapping is None else list(rank_mapping)
-        if sorted(places) != list(range(axis.size)):
-            raise ConfigError(f"rank_mapping must have each of 0 to {axis.size - 1} once, got {places}")
-        self._of_group = tuple(places.index(place) for place in range(axis.size))
+        every = list(range(axis.size))
+        places = every if rank_mapping is None else list(rank_mapping)
+        if sorted(places) != every:
+            raise ConfigError(
+                f"rank_mapping must have each of 0 to {axis.size - 1} once, got {places}"
+            )
+        # From here on this rank and its peers are known by their places in the pipeline.
+        self._of_group = tuple(places.index(place) for place in every)
+        # Messages live where the model does. A model without parameters says nothing.
         device = next((param.device for param in self.module.parameters()), CPU)
         ranks = tuple(axis.ranks[n] for n in self._of_group)
         self._pp = replace(axis, rank=places[axis.rank], ranks=ranks, device=device)
-        self.rank, self.num_ranks, self.group = self._pp.rank, self._pp.size, self._pp.group
-        self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
+        self.rank = self._pp.rank
+        self.num_ranks = self._pp.size
+        self.group = self._pp.group
+        self.is_first_rank = self.rank == 0
+        self.is_last_rank = self.rank == self.num_ranks - 1
         self._is_open = False
 
     def step(
@@ -95,69 +113,99 @@ class _Pipe(nn.Module):
         labels: Sequence[Tensor | None] | Tensor | None = (),
         return_outputs: bool = False,
     ) -> tuple[Tensor | None, Tensor | tuple[Tensor, ...] | None]:
-        """Forward and backward of all microbatches, under torch.no_grad the forwards alone.
+        """Run forward and backward of all microbatches; under torch.no_grad only the forwards.
+
+        Gradients of the sum of losses are added to every parameter's `.grad`.
 
         Args:
-            inputs: of this rank's first stage, where it has one; cut into microbatches.
+            inputs: of the model's first stage, on ranks that have one; cut into microbatches.
             num_chunks: microbatches of the whole pipeline.
-            criterion, labels: criterion(*outputs, *labels) is the loss of a microbatch of this rank's last stage, where
-                it has one.
-            return_outputs: also the last stage's outputs.
-        Returns: losses by microbatch where a last stage is here, else None; outputs, one tensor or a tuple. Both
-            without a graph. Gradients of the sum of losses are added to every parameter's `.grad`.
-        Raises: ConfigError without shapes and type of messages, or criterion; ScheduleError for other numbers of ranks
-            and microbatches than the table can have.
+            criterion, labels: criterion(*outputs, *labels) is the loss of a microbatch, on ranks
+                that have a last stage.
+            return_outputs: also return the last stage's outputs.
+        Returns: (losses by microbatch, outputs), without a graph. Losses are None where no last
+            stage is; outputs are one tensor, a tuple, or None.
+        Raises: ConfigError without shapes and type of messages, or without a criterion.
+            ScheduleError for numbers of ranks and microbatches that the table cannot have.
         """
         train = torch.is_grad_enabled()
         table, programs = _table(self._schedule, self.num_ranks, num_chunks, train)
+        place = table.placement
         comm = self._messenger()
-        stages, microbatches = {}, num_chunks // table.placement.num_chains
-        overlaps = type(self.module[0]) is type(self.module[1]) and hasattr(type(self.module[0]), PAIR)
-        for number, module in zip(table.placement.stages_on(self.rank), self.module, strict=True):
-            first, last = table.placement.is_first(number), table.placement.is_last(number)
+        stages = {}
+        microbatches = num_chunks // place.num_chains
+        # Asked of the class, as the method is the class's and runs one stage of each direction.
+        one = type(self.module[0])
+        overlaps = one is type(self.module[1]) and hasattr(one, PAIR)
+        for number, module in zip(place.stages_on(self.rank), self.module, strict=True):
+            last = place.is_last(number)
             if last and train and criterion is None:
-                raise ConfigError(f"{type(self).__name__}.step trains by a criterion, on each rank with a last stage")
-            begin = number // table.placement.chain * microbatches
-            stages[number] = PairedStage(
+                raise ConfigError(
+                    f"{type(self).__name__}.step trains by a criterion, on each rank with a last "
+                    "stage"
+                )
+            # Each direction of the pipeline has its own consecutive microbatches.
+            begin = number // place.chain * microbatches
+            stage = PairedStage(
                 module,
-                self._cut(inputs, begin, microbatches) if first else None,
-                criterion if last else None,
-                self._cut(labels, begin, microbatches) if last else None,
                 shapes=_of_messages().shapes,
                 is_last=last,
                 overlaps=overlaps,
                 keeps_outputs=return_outputs and last,
             )
+            if place.is_first(number):
+                stage.inputs = self._cut(inputs, begin, microbatches)
+            if last:
+                stage.criterion = criterion
+                stage.labels = self._cut(labels, begin, microbatches)
+            stages[number] = stage
+        # At the first step, when every rank is here: NCCL connects ranks at their first message.
         if not self._is_open:
-            comm.open_links(table.placement)
+            comm.open_links(place)
             self._is_open = True
-        execute(programs[self.rank], table.placement, stages, comm)
-        losses = [loss for stage in stages.values() for _, loss in sorted(stage.losses.items())]
-        outputs = [made for stage in stages.values() for _, made in sorted(stage.outputs.items())]
+        execute(programs[self.rank], place, stages, comm)
+        # DeepSeek's callers get microbatches in order, whatever order the table ran them in.
+        losses = []
+        outputs = []
+        for stage in stages.values():
+            losses += [loss for _, loss in sorted(stage.losses.items())]
+            outputs += [made for _, made in sorted(stage.outputs.items())]
         return torch.stack(losses) if losses else None, self._joined(outputs)
 
     def _messenger(self) -> Messenger:
         shapes, dtype = _of_messages()
-        shape = shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+        shape = shapes[0]
+        if len(shapes) > 1:
+            # Several tensors travel as one row of all their elements.
+            shape = (sum(map(math.prod, shapes)),)
         return Messenger(self._pp, shape, dtype, transport=_Mapped(self._pp, self._of_group))
 
     def _cut(self, given: Any, begin: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-        """(tensors or None, ...) of all microbatches from `begin` on -> of each."""
-        given = (given,) if given is None or isinstance(given, Tensor) else given
-        parts = [[x] * microbatches if x is None else x.tensor_split(microbatches, self.batch_dim) for x in given]
+        """Cut tensors along the batch, and return the parts by microbatch from `begin` on."""
+        if given is None or isinstance(given, Tensor):
+            given = (given,)
+        parts = []
+        for x in given:
+            if x is None:
+                parts.append([None] * microbatches)
+            else:
+                parts.append(x.tensor_split(microbatches, self.batch_dim))
         return {begin + n: [part[n] for part in parts] for n in range(microbatches)}
 
     def _joined(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | tuple[Tensor, ...] | None:
         joined = tuple(torch.cat(parts, self.batch_dim) for parts in zip(*outputs, strict=True))
-        return (joined[0] if len(joined) == 1 else joined) if joined else None
+        if not joined:
+            return None
+        return joined[0] if len(joined) == 1 else joined
 
 
 class DualPipe(_Pipe):
-    """Two copies of the model in opposite directions (DeepSeek-V3 report, sec. 3.2.1), on an even number of p ranks.
+    """Two copies of the model in opposite directions (DeepSeek-V3 report, sec. 3.2.1).
 
-    modules of rank r: slice r of the model, for what enters at the first rank, and slice p-1-r, for what enters at the
-    last. Either rank is given its half of the batch, and the labels of the other's. Gradients of the two copies of a
-    slice, on ranks r and p-1-r, are left to the caller to add, as DeepSeek does.
+    The number p of ranks is even. Rank r has slice r of the model, for inputs of the first rank.
+    Its second module is slice p-1-r, for inputs of the last rank. Either of these two ranks is
+    given its half of the batch, and the labels of the other's half. The copies of a slice are on
+    ranks r and p-1-r. Adding their gradients is left to the caller, as DeepSeek does.
     """
 
     _schedule = "dualpipe"
@@ -166,7 +214,8 @@ class DualPipe(_Pipe):
 class DualPipeV(_Pipe):
     """One copy of the model down and up the p ranks (Qi et al. 2025).
 
-    modules of rank r: slices r and 2p-1-r of the model. Rank 0 is given the batch and the labels.
+    The modules of rank r are slices r and 2p-1-r of the model. Rank 0 is given the batch and the
+    labels.
     """
 
     _schedule = "dualpipe-v"
@@ -178,23 +227,30 @@ class _Messages(NamedTuple):
 
 
 def _of_messages() -> _Messages:
-    shapes, dtype = _shapes.get(), _dtype.get()
+    shapes = _shapes.get()
+    dtype = _dtype.get()
     if not shapes or dtype is None:
-        raise ConfigError("call set_p2p_tensor_shapes and set_p2p_tensor_dtype before a step, in the same thread")
+        raise ConfigError(
+            "call set_p2p_tensor_shapes and set_p2p_tensor_dtype before a step, in the same thread"
+        )
     return _Messages(shapes, dtype)
 
 
 @lru_cache(maxsize=16)
-def _table(name: str, ranks: int, microbatches: int, train: bool) -> tuple[Schedule, tuple[Program, ...]]:
+def _table(
+    name: str, ranks: int, microbatches: int, train: bool
+) -> tuple[Schedule, tuple[Program, ...]]:
     table = build(name, ranks, microbatches)
-    table = table if train else forward_only(table)
+    if not train:
+        table = forward_only(table)
     return table, lower(table)
 
 
 class _Mapped(Transport):
-    """Messages by places of the pipeline over a group that has its ranks in another order."""
+    """Posts messages by places in the pipeline, over a group with its ranks in another order."""
 
     def __init__(self, pp: Any, of_group: Sequence[int]) -> None:
+        # As DeepSeek posts them. A batch needs no links, which a caller's group does not have.
         super().__init__(pp, P2PMode.BATCHED)
         self._of_group = of_group
 

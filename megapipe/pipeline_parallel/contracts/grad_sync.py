@@ -1,7 +1,9 @@
-"""Functions that a Megatron config asks to be called around a step's passes, so that its DistributedDataParallel and
-finalize_model_grads work with any table: no_sync_func, grad_sync_func, param_sync_func, finalize_model_grads_func.
+"""Call the functions that a Megatron config asks to be called around a step's passes.
 
-Each is a function, or where a rank has several chunks a list of one per chunk; None, or absent, asks for nothing.
+They are no_sync_func, grad_sync_func, param_sync_func and finalize_model_grads_func. With them
+Megatron's DistributedDataParallel and finalize_model_grads work under any table. Each is a
+function, or a list of one per chunk where a rank has several chunks. None, or absent, asks for
+nothing.
 """
 
 from __future__ import annotations
@@ -32,56 +34,70 @@ REFUSED = (
 
 
 def check_config(config: Any, mesh: ProcessMesh) -> None:
-    """Raises: ConfigError naming each field that is on and would do nothing here, or contradicts the mesh."""
-    on = {name: value for name in REFUSED if (value := getattr(config, name, None))}
-    problems = [f"config.{name} is {value}, which megapipe's schedules do not implement" for name, value in on.items()]
+    """Raises: ConfigError for each field that would do nothing here, or contradicts the mesh."""
+    # A field that is ignored in silence would train another model than the user asked for.
+    problems = []
+    for name in REFUSED:
+        if value := getattr(config, name, None):
+            problems.append(
+                f"config.{name} is {value}, which megapipe's schedules do not implement"
+            )
     sizes = {
         "tensor_model_parallel_size": mesh.tp.size,
         "pipeline_model_parallel_size": mesh.pp.size,
         "context_parallel_size": mesh.cp.size,
     }
     for name, size in sizes.items():
-        if (value := getattr(config, name, None)) not in (None, 1, size):  # 1 is Megatron's default, and says nothing
+        value = getattr(config, name, None)
+        if value not in (None, 1, size):  # 1 is Megatron's default, and says nothing
             problems.append(f"config.{name} is {value}, and the mesh has {size}")
     if problems:
         raise ConfigError(problems)
 
 
 class GradSync:
-    """Synchronisation of gradients is off but while each stage's last backward runs, for that stage; or, with a
-    grad_sync_func, while that is called when the stage is done, and no backward synchronises.
+    """Turns the synchronisation of gradients off, except where a stage's gradients are complete.
 
-    A no_sync_func that is one for all chunks opens and closes for all. As it is closed for no longer than one backward,
-    which is of one chunk, no gradient of another arrives meanwhile.
+    It is on while the last backward of each stage runs, for that stage. If there is a
+    grad_sync_func, it is on instead while that function is called, when the stage is done.
+
+    A no_sync_func may be one for all chunks, and then opens and closes for all. That is safe: it is
+    closed for no longer than one backward, and no gradient of another chunk arrives meanwhile.
 
     Args:
         chunks: the modules of this rank by stage, in ascending order.
     """
 
     def __init__(self, config: Any, chunks: Mapping[int, nn.Module]) -> None:
-        self.config, self.chunks = config, chunks
+        self.config = config
+        self.chunks = chunks
         self._no_sync = _per_chunk(config, "no_sync_func", len(chunks), one_for_all=True)
-        self._of_stage = {stage: n if len(self._no_sync) > 1 else 0 for n, stage in enumerate(chunks)}
-        grad_sync = _per_chunk(config, "grad_sync_func", len(chunks))
-        self._grad_sync = dict(zip(chunks, grad_sync, strict=True)) if grad_sync else {}
-        param_sync = _per_chunk(config, "param_sync_func", len(chunks))
-        self._param_sync = dict(zip(chunks, param_sync, strict=True)) if param_sync else {}
+        self._grad_sync = self._by_stage("grad_sync_func")
+        self._param_sync = self._by_stage("param_sync_func")
         self._off: dict[int, AbstractContextManager[Any]] = {}
+
+    def _by_stage(self, name: str) -> dict[int, Callable[..., Any]]:
+        found = _per_chunk(self.config, name, len(self.chunks))
+        return dict(zip(self.chunks, found, strict=True)) if found else {}
 
     @contextmanager
     def off(self, training: bool) -> Iterator[None]:
-        """A step: param_sync_func of every chunk, then no synchronisation but where a stage ends."""
+        """Enter a step: call param_sync_func of every chunk, then keep the synchronisation off."""
         for stage, sync in self._param_sync.items():
             sync(self.chunks[stage].parameters())
         try:
-            for which in range(len(self._no_sync) if training else 0):
-                self._turn_off(which)
+            if training:
+                for which in range(len(self._no_sync)):
+                    self._turn_off(which)
             yield
         finally:
+            # Also after an error, which may come while one of them is on.
             for which in list(self._off):
                 self._turn_on(which)
 
     def _turn_off(self, which: int) -> None:
+        # Entered by hand: contexts of several chunks overlap, and do not end in the order of a
+        # stack.
         off = self._no_sync[which]()
         off.__enter__()
         self._off[which] = off
@@ -94,37 +110,53 @@ class GradSync:
         if not self._no_sync:
             yield
             return
-        self._turn_on(which := self._of_stage[stage])
+        # One function for all chunks, or the one of the stage.
+        which = 0
+        if len(self._no_sync) > 1:
+            which = list(self.chunks).index(stage)
+        self._turn_on(which)
         yield
         self._turn_off(which)
 
     def around_last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """While the stage's last backward runs."""
+        """Return a context for the last backward of a stage."""
         return nullcontext() if self._grad_sync else self._on(stage)
 
     def on_stage_done(self, stage: int) -> None:
+        """Call grad_sync_func of a stage whose gradients are complete."""
+        # A table may run W after the last backward, so only here every gradient is there.
         if self._grad_sync:
             with self._on(stage):
                 self._grad_sync[stage](self.chunks[stage].parameters())
 
     def finalize(self, tokens: Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
-        """finalize_model_grads_func([chunks], tokens), with those of the two keywords that it names."""
+        """Call finalize_model_grads_func([chunks], tokens), with the keywords that it has."""
         finalize = getattr(self.config, "finalize_model_grads_func", None)
         if finalize is None:
             return
         given = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+        # A function of the user's own may take neither of them.
         names = inspect.signature(finalize).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in names.values())
-        finalize(list(self.chunks.values()), tokens, **{k: v for k, v in given.items() if takes_all or k in names})
+        if not any(p.kind is p.VAR_KEYWORD for p in names.values()):
+            given = {name: value for name, value in given.items() if name in names}
+        finalize(list(self.chunks.values()), tokens, **given)
 
 
-def _per_chunk(config: Any, name: str, chunks: int, *, one_for_all: bool = False) -> Sequence[Callable[..., Any]]:
+def _per_chunk(
+    config: Any, name: str, chunks: int, *, one_for_all: bool = False
+) -> Sequence[Callable[..., Any]]:
+    """Return the functions of a field, one per chunk; none if the field is absent.
+
+    Args:
+        one_for_all: a single function is allowed for several chunks.
+    """
     found = getattr(config, name, None)
     if found is None:
         return ()
-    many = list(found) if isinstance(found, list | tuple) else [found]
-    if len(many) != chunks and not (one_for_all and len(many) == 1):
+    functions = list(found) if isinstance(found, list | tuple) else [found]
+    if len(functions) != chunks and not (one_for_all and len(functions) == 1):
         raise ConfigError(
-            f"config.{name} has {len(many)} functions for {chunks} model chunks; give one of each per chunk"
+            f"config.{name} has {len(functions)} functions for {chunks} model chunks; "
+            "give one of each per chunk"
         )
-    return many
+    return functions

@@ -1,4 +1,4 @@
-"""Megatron-LM's P2PCommunicator, for code written against it: its constructor and its nine methods, by its names.
+"""Give Megatron-LM's P2PCommunicator to code written against it: its constructor and nine methods.
 
 The executor does not use it: a program's messages go through `messenger`.
 """
@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.distributed.axis import CPU, Axis
+from megapipe.distributed.axis import ALONE, CPU, Axis
 from megapipe.distributed.device import synchronize
+from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode, Shape, Transport
 
@@ -22,25 +23,37 @@ from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode,
 class P2PCommunicator:
     """Sends and receives of one pipeline rank, called in Megatron's order.
 
+    A first or last stage lacks a neighbour, and that half of a call does nothing. Where Megatron
+    takes lists, with a shape or tensor per message, a single one comes back single.
+
     Args:
         pp_group: the pipeline's process group, or our Axis.
-        config: of a Megatron ModelParallelConfig these are heeded: pipeline_dtype, the type of what is received;
-            variable_seq_lengths, the shape of each message is sent before it; use_ring_exchange_p2p and batch_p2p_comm
-            (Megatron's default), how messages are posted; batch_p2p_sync, after a batch has been waited for the device
-            is synchronized (a guard against a race in batches of older PyTorch).
-            virtual_pipeline_model_parallel_size is only kept.
+        config: a Megatron ModelParallelConfig. These fields are read:
+
+            - pipeline_dtype: the type of received tensors.
+            - variable_seq_lengths: the shape of each message is sent before it.
+            - use_ring_exchange_p2p, batch_p2p_comm (Megatron's default): the way to post messages.
+            - batch_p2p_sync: synchronize the device once a batch has been waited for. It guards
+              against a race in batches of older PyTorch.
+            - virtual_pipeline_model_parallel_size: only kept.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup | Axis, config: Any) -> None:
         self.pp = axis_of(pp_group)
-        self.pp_group, self.config = self.pp.group, config
-        mode = P2PMode.BATCHED if getattr(config, "batch_p2p_comm", True) else P2PMode.PLAIN
+        self.pp_group = self.pp.group
+        self.config = config
+        # Megatron's defaults where a field is absent; a ring overrides a batch.
+        mode = P2PMode.PLAIN
+        if getattr(config, "batch_p2p_comm", True):
+            mode = P2PMode.BATCHED
         if getattr(config, "use_ring_exchange_p2p", False):
             mode = P2PMode.RING
         self.transport = Transport(self.pp, mode)
         self.variable_seq_lengths = bool(getattr(config, "variable_seq_lengths", False))
-        self.virtual_pipeline_model_parallel_size = getattr(config, "virtual_pipeline_model_parallel_size", None)
-        self.prev_rank, self.next_rank = (self.pp.ranks[(self.pp.rank + step) % self.pp.size] for step in (-1, 1))
+        size = getattr(config, "virtual_pipeline_model_parallel_size", None)
+        self.virtual_pipeline_model_parallel_size = size
+        self.prev_rank = self.pp.ranks[self._peer("prev")]
+        self.next_rank = self.pp.ranks[self._peer("next")]
         self._sync = getattr(config, "batch_p2p_sync", True) and mode is P2PMode.BATCHED
 
     @property
@@ -53,64 +66,91 @@ class P2PCommunicator:
 
     @property
     def total_stages(self) -> int:
-        """Ranks of the pipeline, in Megatron's word."""
+        """The number of pipeline ranks, in Megatron's word."""
         return self.pp.size
 
     @property
     def current_stage(self) -> int:
-        """The place of this rank among them."""
+        """The place of this rank in the pipeline."""
         return self.pp.rank
 
-    # A neighbour that a first or last stage lacks makes that half of a call nothing. Where Megatron takes lists, of a
-    # shape or tensor per message, a single one comes back single.
-
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """The output of the stage before, [s, b, h] with requires_grad; None on the first stage."""
-        return _each(tensor_shapes, lambda x: self._communicate(recv_prev=None if is_first_stage else x)[0])
+        """Return the previous stage's output, [s, b, h] with requires_grad; None on the first."""
+        if is_first_stage:
+            return _each(tensor_shapes, lambda shape: None)
+        return _each(tensor_shapes, lambda shape: self._communicate(recv_prev=shape)[0])
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """The gradient from the stage after, [s, b, h]; None on the last stage."""
-        return _each(tensor_shapes, lambda x: self._communicate(recv_next=None if is_last_stage else x)[1])
+        """Return the gradient from the next stage, [s, b, h]; None on the last stage."""
+        if is_last_stage:
+            return _each(tensor_shapes, lambda shape: None)
+        return _each(tensor_shapes, lambda shape: self._communicate(recv_next=shape)[1])
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """An output to the stage after; nothing on the last stage."""
-        _each(output_tensors, lambda x: self._communicate(send_next=None if is_last_stage else x))
+        """Send an output to the next stage; nothing on the last stage."""
+        if not is_last_stage:
+            _each(output_tensors, lambda x: self._communicate(send_next=x))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """A gradient to the stage before; nothing on the first stage."""
-        _each(input_tensor_grads, lambda x: self._communicate(send_prev=None if is_first_stage else x))
+        """Send a gradient to the previous stage; nothing on the first stage."""
+        if not is_first_stage:
+            _each(input_tensor_grads, lambda x: self._communicate(send_prev=x))
 
-    def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Both with the stage after: an output goes, a gradient comes. None on the last stage."""
-        return _each(
-            output_tensors,
-            lambda x, shape: None if is_last_stage else self._communicate(send_next=x, recv_next=shape)[1],
-            tensor_shapes,
-        )
+    def send_forward_recv_backward(
+        self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
+    ) -> Any:
+        """Exchange an output for a gradient with the next stage; None on the last stage."""
 
-    def send_backward_recv_forward(self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Both with the stage before: a gradient goes, an output comes. None on the first stage."""
-        return _each(
-            input_tensor_grads,
-            lambda x, shape: None if is_first_stage else self._communicate(send_prev=x, recv_prev=shape)[0],
-            tensor_shapes,
-        )
+        def call(x: Any, shape: Any) -> Any:
+            if is_last_stage:
+                return None
+            return self._communicate(send_next=x, recv_next=shape)[1]
+
+        return _each(output_tensors, call, tensor_shapes)
+
+    def send_backward_recv_forward(
+        self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
+    ) -> Any:
+        """Exchange a gradient for an output with the previous stage; None on the first stage."""
+
+        def call(x: Any, shape: Any) -> Any:
+            if is_first_stage:
+                return None
+            return self._communicate(send_prev=x, recv_prev=shape)[0]
+
+        return _each(input_tensor_grads, call, tensor_shapes)
 
     def send_forward_recv_forward(
-        self, output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+        self,
+        output_tensor: Tensor | None,
+        recv_prev: bool,
+        tensor_shape: Shape,
+        overlap_p2p_comm: bool = False,
     ) -> Any:
-        """An output to the next rank, one from the previous; with overlap_p2p_comm (tensor, handles to wait for)."""
+        """Send an output to the next rank, and return the previous rank's.
+
+        Returns: the tensor; with overlap_p2p_comm (tensor, handles to wait for).
+        """
+        shape = tensor_shape if recv_prev else None
         got, _, handles = self._communicate(
-            send_next=output_tensor, recv_prev=tensor_shape if recv_prev else None, wait=not overlap_p2p_comm
+            send_next=output_tensor, recv_prev=shape, wait=not overlap_p2p_comm
         )
         return (got, handles) if overlap_p2p_comm else got
 
     def send_backward_recv_backward(
-        self, input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, overlap_p2p_comm: bool = False
+        self,
+        input_tensor_grad: Tensor | None,
+        recv_next: bool,
+        tensor_shape: Shape,
+        overlap_p2p_comm: bool = False,
     ) -> Any:
-        """A gradient to the previous rank, one from the next; with overlap_p2p_comm (tensor, handles to wait for)."""
+        """Send a gradient to the previous rank, and return the next rank's.
+
+        Returns: the tensor; with overlap_p2p_comm (tensor, handles to wait for).
+        """
+        shape = tensor_shape if recv_next else None
         _, got, handles = self._communicate(
-            send_prev=input_tensor_grad, recv_next=tensor_shape if recv_next else None, wait=not overlap_p2p_comm
+            send_prev=input_tensor_grad, recv_next=shape, wait=not overlap_p2p_comm
         )
         return (got, handles) if overlap_p2p_comm else got
 
@@ -122,12 +162,17 @@ class P2PCommunicator:
         recv_next: bool,
         tensor_shape: Shape,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """All four directions at once: (output of the previous rank, gradient of the next)."""
+        """Send and receive in all four directions at once.
+
+        Returns: (output of the previous rank, gradient of the next rank).
+        """
+        from_prev = tensor_shape if recv_prev else None
+        from_next = tensor_shape if recv_next else None
         return self._communicate(
             send_next=output_tensor,
             send_prev=input_tensor_grad,
-            recv_prev=tensor_shape if recv_prev else None,
-            recv_next=tensor_shape if recv_next else None,
+            recv_prev=from_prev,
+            recv_next=from_next,
         )[:2]
 
     def _communicate(
@@ -139,57 +184,75 @@ class P2PCommunicator:
         recv_next: Shape | None = None,
         wait: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, dict[str, InFlight]]:
-        """(from the previous rank, from the next, handles by direction, empty if waited for)."""
-        wanted = {"send_next": send_next, "recv_prev": recv_prev, "send_prev": send_prev, "recv_next": recv_next}
-        # Sends to the next rank pair with receives from the previous before any gradient moves, so two ranks that are
-        # both of each other's neighbours agree; even ranks send first, so one of two blocking ranks always receives.
-        order = ("send_next", "recv_prev", "send_prev", "recv_next")
+        """Run one call in up to four directions.
+
+        Returns: (tensor of the previous rank, tensor of the next rank, handles by direction). There
+            are no handles if they have been waited for.
+        """
+        # Sends to the next rank pair with receives from the previous one before any gradient moves.
+        # Two ranks that are both of each other's neighbours then agree on the order. Even ranks
+        # send first: if sends block, the odd rank at the other end receives.
+        wanted: dict[str, Tensor | Shape | None] = {
+            "send_next": send_next,
+            "recv_prev": recv_prev,
+            "send_prev": send_prev,
+            "recv_next": recv_next,
+        }
         if self.pp.rank % 2:
             order = ("recv_prev", "send_next", "recv_next", "send_prev")
-        present = {name: x for name in order if (x := wanted[name]) is not None}
-        shapes: dict[str, Shape] = {name: x.shape if isinstance(x, Tensor) else x for name, x in present.items()}
+            wanted = {name: wanted[name] for name in order}
+        present = {name: x for name, x in wanted.items() if x is not None}
+        # The sender alone knows the shape, and a receive needs its buffer first.
         if self.variable_seq_lengths:
-            ops = {name: self._shape_op(name, x) for name, x in present.items()}
-            for work in self.transport.post(list(ops.values())):
+            shapes = {name: self._shape_op(name, x) for name, x in present.items()}
+            for work in self.transport.post(list(shapes.values())):
                 work.wait()
-            shapes = {name: op.tensor.tolist() for name, op in ops.items()}
-        posted = {
-            name: Op(True, self._peer(name), x.contiguous())
-            if isinstance(x, Tensor)
-            else Op(False, self._peer(name), self._buffer(shapes[name]))
-            for name, x in present.items()
-        }
+        posted = {}
+        for name, x in present.items():
+            peer = self._peer(name)
+            if isinstance(x, Tensor):
+                posted[name] = Op(True, peer, x.contiguous())
+                continue
+            if self.variable_seq_lengths:
+                x = shapes[name].tensor.tolist()
+            posted[name] = Op(False, peer, self._buffer(x))
         works = self.transport.post(list(posted.values()))
         sync = partial(synchronize, self.pp.device) if self._sync else None
-        handles = {n: InFlight(op.tensor, work, sync) for (n, op), work in zip(posted.items(), works, strict=True)}
+        handles = {}
+        for (name, op), work in zip(posted.items(), works, strict=True):
+            handles[name] = InFlight(op.tensor, work, sync)
         if wait:
             for handle in handles.values():
                 handle.wait()
-        got = [posted[n].tensor.requires_grad_() if n in posted else None for n in ("recv_prev", "recv_next")]
-        return got[0], got[1], {} if wait else handles
+        # Received tensors are leaves of the graphs that this rank makes of them.
+        got = {n: op.tensor.requires_grad_() for n, op in posted.items() if not op.sends}
+        return got.get("recv_prev"), got.get("recv_next"), {} if wait else handles
 
     def _peer(self, direction: str) -> int:
-        return (self.pp.rank + (1 if direction.endswith("next") else -1)) % self.pp.size
+        """Return the rank of the pipeline in a direction, such as recv_prev."""
+        step = 1 if direction.endswith("next") else -1
+        return (self.pp.rank + step) % self.pp.size
 
     def _shape_op(self, direction: str, x: Tensor | Shape) -> Op:
+        """Return the message of a shape; one that is received is overwritten."""
         sends = isinstance(x, Tensor)
-        numbers = torch.tensor(x.shape if isinstance(x, Tensor) else tuple(x), device=self.pp.device)
-        return Op(sends, self._peer(direction), numbers)
+        shape = x.shape if isinstance(x, Tensor) else tuple(x)
+        return Op(sends, self._peer(direction), torch.tensor(shape, device=self.pp.device))
 
     def _buffer(self, shape: Shape) -> Tensor:
         dtype = getattr(self.config, "pipeline_dtype", None)
         if dtype is None:
-            raise ConfigError("P2PCommunicator: config.pipeline_dtype must say the type of what is received")
+            raise ConfigError(
+                "P2PCommunicator: config.pipeline_dtype must say the type of received tensors"
+            )
         return torch.empty(tuple(shape), dtype=dtype, device=self.pp.device)
 
 
 def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
-    """Return a process group as an axis, and an axis as it is.
-
-    The group's tensors live on CPUs if gloo moves them, which says that it could GPUs' too.
-    """
+    """Return a process group as an axis, and an axis as it is."""
     if isinstance(group, Axis):
         return group
+    # Gloo also lists CUDA as a device, but its tensors live on CPUs here.
     cuda = torch.device("cuda")
     on_gpu = cuda in group._device_types and group._get_backend(cuda).name() != "gloo"
     try:
@@ -199,14 +262,49 @@ def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
     return Axis(group.rank(), group.size(), ranks, group, cuda if on_gpu else CPU)
 
 
+def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
+    """Return the mesh that a Megatron ProcessGroupCollection describes.
+
+    Its groups are tp and, if there, pp, dp, cp and dp_cp.
+
+    Args:
+        pp: the pipeline, where another group than the collection's is used. Without both there is
+            one pipeline rank.
+    Raises: ConfigError for a collection without tp.
+    """
+    names = ("pp", "tp", "dp", "cp", "dp_cp")
+    groups = {name: getattr(pg_collection, name, None) for name in names}
+    axes: dict[str, Any] = {n: axis_of(group) for n, group in groups.items() if group is not None}
+    # Only tp is asked for: a rank alone has groups of itself for all others.
+    if "tp" not in axes:
+        raise ConfigError(
+            "pg_collection must have the group tp, and over several pipeline ranks pp"
+        )
+    device = axes["tp"].device
+    axes["pp"] = pp or axes.get("pp", Axis(device=device))
+    # Random numbers are drawn by the rank of dp, which dp_cp and cp determine.
+    if "dp" not in axes and "dp_cp" in axes:
+        both = axes["dp_cp"]
+        cp = axes.get("cp", ALONE).size
+        axes["dp"] = both if cp == 1 else Axis(both.rank // cp, both.size // cp, device=device)
+    return ProcessMesh(**axes, device=device)
+
+
 def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
-    """`call` for each item of a list, or of a single item its own result."""
-    many = isinstance(tensors, list) and not all(isinstance(x, int) for x in tensors)
-    items = tensors if many else [tensors]
-    if shapes is None:
-        results = [call(x) for x in items]
-    else:
-        per = shapes if isinstance(shapes, list) and not all(isinstance(x, int) for x in shapes) else [shapes]
-        many = many or per is shapes
-        results = [call(x, shape) for x, shape in zip(items, per, strict=True)]
+    """Call for each tensor or shape of a list. A single one gives a single result.
+
+    Args:
+        shapes: a list too, or a single shape, for calls with a tensor and a shape.
+    """
+    many = _is_list(tensors)
+    rows = [tensors if many else [tensors]]
+    if shapes is not None:
+        rows.append(shapes if _is_list(shapes) else [shapes])
+        many = many or _is_list(shapes)
+    results = [call(*row) for row in zip(*rows, strict=True)]
     return results if many else results[0]
+
+
+def _is_list(x: Any) -> bool:
+    """Return whether x lists tensors or shapes. A list of numbers is one shape."""
+    return isinstance(x, list) and not all(isinstance(n, int) for n in x)
