@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that have another default here, other choices, or several values.
 
-It is the only such list. docs/megatron.md shows it, and a test derives it from Megatron-LM's own
-parser.
+It is the only such list. `megapipe.flags.table` shows it, and a test derives it from
+Megatron-LM's own parser.
 """
 
 from __future__ import annotations

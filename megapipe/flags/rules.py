@@ -2,7 +2,7 @@
 
 A Megatron-LM script should run after its launch line is changed, and an accepted name must keep its
 promise. So a flag is refused if it would change numbers or asks for a missing feature. The error
-says what to do. docs/megatron.md is generated from these tables.
+says what to do. `python -m megapipe.flags.table` prints these tables.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The table of every flag in docs/megatron.md.
+"""The table of every flag, in Markdown.
 
-`python -m megapipe.flags.table` writes it between two marks of the page.
+`python -m megapipe.flags.table` prints it, and the site of the docs has it as a page.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.config.notes import Refused
@@ -21,10 +20,6 @@ from megapipe.flags.megatron_flags import MEGATRON_FLAGS
 from megapipe.flags.noop_flags import MANY, NOOP_FLAGS
 from megapipe.flags.parse import OLD_NAMES, text_of
 from megapipe.flags.rules import reason
-
-PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
-BEGIN = "<!-- flags: begin -->\n"
-END = "<!-- flags: end -->\n"
 
 
 def table() -> str:
@@ -54,32 +49,26 @@ def table() -> str:
     count = sum(map(len, refused.values()))
     return "\n".join(
         (
-            f"### Flags that act ({len(acts)})\n",
+            f"## Flags that act ({len(acts)})\n",
             *_rows(("flag", "default", "meaning"), acts),
-            "\n### Old names and switches of forks, which act through another flag "
+            "\n## Old names and switches of forks, which act through another flag "
             f"({len(means)})\n",
             *_rows(("flag", "means"), old),
-            "\n### Hold already: accepted, and a line at start says what happens instead "
+            "\n## Hold already: accepted, and a line at start says what happens instead "
             f"({len(NOOP_FLAGS)})\n",
             *_rows(("what happens instead", "values", "flags"), noops),
-            "\n### Defaults, choices and numbers of values that are not Megatron-LM's "
+            "\n## Defaults, choices and numbers of values that are not Megatron-LM's "
             f"({len(DIFFERENCES)})\n",
             *_rows(("flag", "what", "Megatron-LM", "megapipe", "why"), differ),
-            "\n### Accepted with a line where there is nothing to act on, as in Megatron-LM\n",
+            "\n## Accepted with a line where there is nothing to act on, as in Megatron-LM\n",
             *_rows(("flag", "what happens instead"), idle),
-            "\n### Refused with another flag, or without one\n",
+            "\n## Refused with another flag, or without one\n",
             *_rows(("A", "B", "what the line says"), together),
-            f"\n### Refused in one line ({count})\n",
+            f"\n## Refused in one line ({count})\n",
             *_rows(("what the line says", "flags"), whys),
             "",
         )
     )
-
-
-def with_table(page: str) -> str:
-    """Return the page with its generated part replaced."""
-    head, rest = page.split(BEGIN)
-    return head + BEGIN + table() + END + rest.split(END)[1]
 
 
 def _rows(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -110,4 +99,4 @@ def _values(values: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    print(table(), end="")

@@ -14,7 +14,7 @@ from megapipe.config import Config
 from megapipe.doors import DOORS, as_called
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import flags_of, parse, parse_among, stop, to_flags
-from megapipe.flags.table import PAGE
+from megapipe.flags.table import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,7 +185,7 @@ def test_help_of_a_run_tells_of_each_flag_what_the_docs_do(capsys, monkeypatch):
     printed = help_of(Config, 80, capsys, monkeypatch)
     assert [line for line in printed.splitlines() if len(line) > 80 and " " in line.strip()] == []
     told = " ".join(printed.split())
-    rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", PAGE.read_text(), re.M)
+    rows = re.findall(r"^\| `(--\S+)` \| (?:off|`.*`|) \| (.*) \|$", table(), re.M)
     assert {name for name, _ in rows} >= flags_of(Config).keys()
     assert [
         name for name, text in rows if not re.search(rf" {name} (\S+ )?(\.\.\. )?{re.escape(as_called(text))}", told)

@@ -1,4 +1,4 @@
-"""What `mkdocs build` shows beside the files of docs/: README as the first page, a page for each schedule, the API.
+"""What `mkdocs build` adds to docs/: README as the first page, a page for each schedule, every flag, the API.
 
 A schedule's page is made of what stands elsewhere: its entry of the catalogue, its section of docs/schedules.md with
 picture, formula, paper and when to take it, and its numbers from the clock.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from megapipe.errors import ScheduleError  # noqa: E402
+from megapipe.flags.table import table  # noqa: E402
 from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
 from megapipe.schedule.views.compare import measure  # noqa: E402
 from megapipe.schedule.views.scene import short  # noqa: E402
@@ -64,7 +65,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made, and the files that pages link to."""
     from mkdocs.structure.files import File
 
-    made = {"index.md": readme(), "api.md": api()} | {f"schedule/{name}.md": page(name) for name in SCHEDULES}
+    made = {"index.md": readme(), "flags.md": flags(), "api.md": api()}
+    made |= {f"schedule/{name}.md": page(name) for name in SCHEDULES}
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
     for path in sorted({path for file in files.documentation_pages() for path in outside(file)}):
@@ -138,6 +140,11 @@ def numbers(name: str) -> str:
             shown = " | ".join(map(short, cells))
             lines.append(f"| {p} | {m} | {said} | {shown} | {row.bubble_share:.1%} | {short(row.peak)} |")
     return "\n".join(lines)
+
+
+def flags() -> str:
+    """Every flag of a run: what it does, or what happens instead."""
+    return f"# Every flag\n\n{table()}"
 
 
 def api() -> str:

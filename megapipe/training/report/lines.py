@@ -121,8 +121,8 @@ def held_up_messages(config: Config, schedule: Schedule) -> str:
     return (
         f"WARNING: {flag} sends the messages of an exchange as one, which holds up the next "
         f"exchange: under {schedule.name}, with several stages on a rank, a step may take 1% to "
-        "39% longer by NCCL's rules (docs/performance.md, By NCCL's rules). Leave it out to send "
-        "them one by one."
+        "39% longer by NCCL's rules (docs/log/performance.md, By NCCL's rules). Leave it out to "
+        "send them one by one."
     )
 
 
