@@ -33,7 +33,7 @@ REFUSED = {
     f"chaos --minutes nan {CHAOS}": "--minutes nan must be above 0",
     f"chaos --every 0 {CHAOS}": "--every 0 must be above 0",
     f"chaos --kinds kill,melt {CHAOS}": "--kinds kill,melt: melt is none of kill, stop",
-    f"tokenizer --input x --output y --vocab-size {10**20}": "must be at most 2147483647",
+    f"tokenizer --input x --output y --vocab-size {10**20}": "must be at most 1073741824",
     "tokenizer --input x --output y --sample-mb nan": "--sample-mb nan must be a number above 0",
 }
 
