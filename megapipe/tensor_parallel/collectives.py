@@ -45,13 +45,18 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     """Return the edge into a region, from [s, ...], or [s/t, ...] under sequence parallelism.
 
     Args:
+        tp: the ranks that split the region.
         in_pieces: overlap the product with the collective, see `Pieces`.
     """
     if tp.size == 1:
         return INSIDE
     pieces = Pieces(tp, sequence_parallel) if in_pieces else None
     if sequence_parallel:
+        # Every rank computes a gradient for all rows. The reduce-scatter sums them, and leaves each
+        # rank the rows that it gave to the all-gather.
         return Edge(tp.start_all_gather, tp.start_reduce_scatter, pieces=pieces)
+    # Forward needs nothing, as every rank has all rows. In backward a rank knows only its columns'
+    # summand of the input's gradient.
     return Edge(backward=tp.start_all_reduce, pieces=pieces)
 
 
@@ -66,6 +71,7 @@ def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     if tp.size == 1:
         return INSIDE
     pieces = Pieces(tp, sequence_parallel) if in_pieces else None
+    # Only rank 0 adds the bias (`first`): the sum over the ranks would contain it t times.
     if sequence_parallel:
         return Edge(tp.start_reduce_scatter, tp.start_all_gather, tp.rank == 0, pieces)
     return Edge(tp.start_all_reduce, first=tp.rank == 0, pieces=pieces)

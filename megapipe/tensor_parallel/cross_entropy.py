@@ -17,6 +17,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, tp: Axis) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
+        # The maximum keeps exp from overflowing. It must be the same on all ranks, because their
+        # sums of exponentials are added. In 16 bits it is exact, so it precedes the conversion.
         highest = tp.all_reduce(logits.amax(dim=-1).to(wide), "max")
         # The target's column in this rank's slice; column 0 stands in for a target elsewhere.
         local = target - tp.rank * width
@@ -32,6 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         exp = exp_(shifted)
         total = tp.all_reduce(exp.sum(dim=-1))
         ignored = without_loss(target, width * tp.size)
+        # The softmax takes the memory of the exponentials, so no second tensor of this size exists.
         ctx.save_for_backward(exp.div_(total.unsqueeze(-1)), local, outside, ignored)
         ctx.dtype = logits.dtype
         return (total.log() - at_target).masked_fill_(ignored, 0.0)
@@ -42,6 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad = grad.masked_fill(ignored, 0.0)
         # In place, though the tensor is saved: autograd refuses a second backward.
         softmax.mul_(grad.unsqueeze(-1))
+        # softmax - one_hot (Shoeybi et al. 2019). A label of another rank adds 0 to column 0.
         softmax.scatter_add_(-1, local, -grad.masked_fill(outside, 0.0).unsqueeze(-1))
         return softmax.to(ctx.dtype), None, None
 

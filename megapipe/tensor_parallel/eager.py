@@ -23,6 +23,7 @@ def eager(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # torch.compile imports this module. While it is absent, nothing is being compiled.
         if "torch._dynamo" in sys.modules:
             return uncompiled()(*args, **kwargs)
         return function(*args, **kwargs)

@@ -33,8 +33,12 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         local, weight = ctx.saved_tensors
         main_grad: Tensor | None = getattr(ctx.weight, "main_grad", None)
+        # Under sequence parallelism grad has this rank's tokens. The ids of all tokens may be in
+        # this rank's rows, so grad is gathered.
         rows = ctx.closes.backward(grad).wait()
         if main_grad is not None:
+            # Only the rows of these tokens change. A gradient for autograd would be as large as the
+            # weight, and be added to main_grad once for each microbatch.
             add_rows_gradient(local, rows, main_grad)
             return None, None, None, None
         grad_weight = torch.zeros_like(weight)

@@ -46,6 +46,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.opens = opening(tp, sequence_parallel)
         rows = _rows(ctx.opens.forward(x).wait())
+        # Counted from this rank's first row. A label of another rank is then in none of its blocks.
         labels = target.reshape(-1) - tp.rank * weight.shape[0]
         highest = rows.new_full((len(rows),), float("-inf"), dtype=wide_of(x))
         denominator = torch.zeros_like(highest)
@@ -65,11 +66,13 @@ class _HeadLoss(torch.autograd.Function):
             # Each rank's sum is relative to its own maximum. The sums can be added once they are
             # relative to the maximum over all ranks.
             denominator.mul_((highest - higher).exp_())
+            # Two sums in one message: its latency counts, not its n numbers.
             denominator, at_label = tp.all_reduce(torch.stack((denominator, at_label)))
             highest = higher
         lse = denominator.log_().add_(highest)
         losses = lse - at_label
         ignored = without_loss(target.reshape(-1), weight.shape[0] * tp.size)
+        # x as it was before its all-gather, 1/t of the rows. Each pass gathers them again.
         ctx.save_for_backward(x, weight, labels, lse, ignored)
         # Hooks on saved tensors may return the weight as a new object, without main_grad.
         ctx.weight = weight
@@ -83,8 +86,11 @@ class _HeadLoss(torch.autograd.Function):
         rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
         kept = ctx.kept
+        # The kept logits become gradients in place below. A second backward through a retained
+        # graph then finds none, and computes them again.
         ctx.kept = None
 
+        # Autograd switches itself off during backward only. W runs afterwards.
         @torch.no_grad()
         def weight_pass(into: Tensor) -> None:
             rows = _rows(opens.forward(x).wait())
@@ -113,6 +119,7 @@ class _HeadLoss(torch.autograd.Function):
             assert main_grad is not None
             owner.submit(partial(weight_pass, main_grad))
             wants_weight = False
+        # Summed over the blocks in float32: a 16-bit sum would be rounded once for each block.
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         space = space_of(rows, weight.shape[0])
         for n, block in enumerate(blocks_of(rows, weight.shape[0])):

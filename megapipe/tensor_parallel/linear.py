@@ -80,6 +80,8 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # In a B pass: the main_grad that the W pass will add to.
         owed: Tensor | None = None
+        # Without a main_grad autograd expects the gradient as this call's result, so W cannot add
+        # it.
         if needs_weight and owner is not None and owner.is_deferring:
             owed = getattr(ctx.weight, "main_grad", None)
         gathered = None
@@ -98,14 +100,19 @@ class _Linear(torch.autograd.Function):
             grad_x = Pending(opens.pieces.summed(grad, multiply, width))
         else:
             dy = closes.backward(grad).wait()
+            # Waited for only at the end: the weight's product of step 3 runs meanwhile.
             if needs_x:
                 grad_x = opens.backward(multiply(dy))
         # 2. The gradient of the bias.
+        # Of `grad` as it arrived. After a row-parallel layer under sequence parallelism these are
+        # this rank's tokens only; the bias's Layout has sum_over_tp.
         grad_bias = bias_grad(ctx.bias, grad) if needs_bias else None
         # 3. The gradient of the weight, now or in the W pass.
         grad_weight = None
         if owed is not None:
             assert owner is not None
+            # Until W the lambda holds both tensors as they were before their collectives. Gathered,
+            # they would be t times as large.
             into = owed
             owner.submit(
                 InTwo(lambda: _weight_pass(products, into, closes.backward(grad), opens.forward(x)))
@@ -194,6 +201,8 @@ class ColumnParallelLinear(nn.Module):
         # Checkpoints have this shape: with blocks, tp splits the dimension within a block.
         shape: tuple[int, ...] = (output_size,)
         if blocks > 1:
+            # Cut as one dimension, the first of two ranks would get the gate alone, and the second
+            # one the up projection.
             shape = (blocks, output_size // blocks)
         dim = len(shape) - 1
         layout = Layout((*shape, input_size), dim, tied_to, std=init_std)
@@ -245,6 +254,7 @@ class RowParallelLinear(nn.Module):
         )
         self.bias = None
         if bias:
+            # Under sequence parallelism each rank sees the gradient of its own tokens only.
             layout = Layout((output_size,), sum_over_tp=sequence_parallel)
             self.bias = set_layout(nn.Parameter(torch.empty(output_size)), layout)
 

@@ -62,6 +62,8 @@ class Pieces(NamedTuple):
             coming = None
             if step < t - 1:
                 coming = self.tp.start_shift(rows[here], into=rows[(here - 1) % t])
+            # The shift is under way during this product. Its send reads the same rows, which is
+            # safe.
             multiply(rows[here], out=products[here])
             if coming is not None:
                 coming.wait()
@@ -85,6 +87,8 @@ class Pieces(NamedTuple):
             # The sum of a rank's rows starts at the rank after it, goes around, and ends there.
             part = multiply(rows[(rank - step - 1) % t])
             if passed is not None:
+                # Summed from the next rank around to this one, so with three ranks or more the
+                # rounding differs from a reduce-scatter's.
                 part.add_(passed.wait())
             if step < t - 1:
                 passed = self.tp.start_shift(part)
@@ -96,6 +100,7 @@ class Pieces(NamedTuple):
         sums = []
         for rows, part in zip(torch.split(x, size), torch.split(out, size), strict=True):
             sums.append(self.tp.start_all_reduce(multiply(rows, out=part)))
+        # Each wait makes all work that follows it wait too, so no product may follow one.
         for pending in sums:
             pending.wait()
         return out

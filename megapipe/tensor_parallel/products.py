@@ -22,6 +22,8 @@ def _intel(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 _MKL = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+# On the 2-core machine of the measurement MKL had 118 GFLOP/s; oneDNN had 270 forward, and 225 for
+# dy^T x.
 _ONEDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise") and not (_MKL and _intel())
 _TILES = torch.cpu._is_amx_tile_supported()
 _ONEDNN_FROM = 1 << 20
@@ -50,6 +52,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
         out: [..., out], contiguous and of x's type.
     """
     if not out.is_cuda:
+        # Neither oneDNN's operator nor F.linear can write to a given tensor.
         return out.copy_(linear(x, weight, bias))
     rows = x.reshape(-1, x.shape[-1])
     into = out.view(-1, out.shape[-1])
@@ -92,6 +95,7 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     elif not dy.is_cuda:
         _add_rounded(main_grad, dy, x)
     else:
+        # bf16 operands, float32 sum and result, in one kernel. On a CPU torch has no such operator.
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
 
 

@@ -153,6 +153,7 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """
     if p == 0.0:
         return x
+    # GPUs draw other numbers than CPUs do: masks are equal in every layout, not on both devices.
     mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut) < p
     # Backward keeps the mask, one byte for each element.
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))
@@ -205,6 +206,7 @@ def _uniform(
         first, rows: the first row to return, and the number of rows.
     """
     row = math.prod(shape[1:])
+    # Small blocks would be dominated by their generators, which take 20 us each on a CPU.
     size = max(-(-shape[0] // _BLOCKS), -(-_BLOCK_ELEMENTS // max(row, 1)))
     start = first // size
     end = min(-(-(first + rows) // size) * size, shape[0])
@@ -259,6 +261,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
     # torch releases Python's lock while it draws.
     with ThreadPoolExecutor(threads) as pool:
         for done in [pool.submit(job) for job in jobs]:
+            # Raises what the job raised; the pool alone would swallow it.
             done.result()
 
 

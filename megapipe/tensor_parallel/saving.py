@@ -22,6 +22,7 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Owners are of this call only: later tensors may get the same addresses.
         before = _running.set((module, {}))
         try:
             return function(*args, **kwargs)

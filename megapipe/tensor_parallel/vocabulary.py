@@ -121,6 +121,8 @@ def share_of_loss(
         fewer = (highest - higher).exp_()
         exp = exp_of(logits, higher, space)
         total = total * fewer + exp.sum(1)
+        # Before the barrier, though only backward reads it: later it would need an exchange of its
+        # own.
         if differentiated:
             mean.mul_(fewer[:, None]).add_(linear(exp.to(rows.dtype), weight[block].t()))
         highest = higher
@@ -184,6 +186,8 @@ def combine(
         packed = share[2 * tokens * hidden :].clone().view(wide)
         numbers.append(packed.view(3, tokens)[:, own])
     highest, total, at_label = torch.stack(numbers, dim=1)
+    # The label's logit is -inf in all shares but one, so the maximum finds it. Where it is -inf in
+    # all of them, the label is outside of the vocabulary.
     most = torch.stack((highest.amax(0), at_label.amax(0)))
     if tp.size > 1:
         most = tp.all_reduce(most, "max")

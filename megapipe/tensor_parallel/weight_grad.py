@@ -37,6 +37,8 @@ class InTwo(NamedTuple):
         self.begin()()
 
 
+# Each stage runs in a contextvars context of its own, so a stage's layers find its WeightGrads even
+# while another stage's pass is in flight.
 _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=None)
 
 

@@ -131,6 +131,8 @@ class Scaled(Products, nn.Module):
         """Return Q(dy)^T Q(x) in float32; the unquantised product if the recipe says so."""
         if not self.recipe.weight_grads:
             return super().weight_grad(dy, x)
+        # This product sums over tokens. So blocks must lie along tokens, and both operands are
+        # quantised once more, from their own type.
         a = self.quantised(dy.t(), GRADIENT)
         b = self.quantised(x.t(), INPUT)
         return multiply(a, b, torch.float32)
@@ -154,7 +156,9 @@ class Scaled(Products, nn.Module):
 
     def _quantised_weight(self, weight: Tensor, place: int, transposed: bool) -> Quantised:
         if not self.given:
-            return self.quantised(weight.t() if transposed else weight, WEIGHT)
+            if transposed:
+                weight = weight.t()
+            return self.quantised(weight, WEIGHT)
         found, amax = self.given[place]
         self.seeing(amax, WEIGHT)
         return found.transposed(weight.shape[1]) if transposed else found
@@ -212,6 +216,7 @@ class Delayed(Scaled):
 
     def seeing(self, amax: Tensor, role: int) -> None:
         """Record the largest value of an operand for the running step."""
+        # On the device: a Python number would make the CPU wait for the GPU at each operand.
         torch.maximum(self.seen[role], amax, out=self.seen[role])
 
     def expected(self, amax: Tensor, role: int) -> Tensor:
@@ -259,6 +264,8 @@ def multiply(
     if a.block is None:
         product = linear(a.values.float(), b.values.float()) * (a.factors * b.factors)
     elif a.values.is_cuda and dtype == torch.bfloat16:
+        # Factors change along the sum, so they cannot be applied after it. bfloat16 holds an FP8
+        # value times a power of two exactly.
         product = linear(a.plain(dtype), b.plain(dtype))
     else:
         product = linear(a.plain(), b.plain())

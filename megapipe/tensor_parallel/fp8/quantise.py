@@ -92,6 +92,7 @@ def filled(x: Tensor, block: tuple[int, int]) -> Tensor:
     r, k = x.shape
     if r % rows == 0 and k % columns == 0:
         return x
+    # F.pad lists the last dimension first.
     return F.pad(x, (0, -k % columns, 0, -r % rows))
 
 
@@ -117,6 +118,7 @@ def factors_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
 @region("quantised(Tensor x, ScalarType dtype, Tensor amax, int margin) -> (Tensor, Tensor)")
 def _of_whole(x: Tensor, dtype: torch.dtype, amax: Tensor, margin: int) -> tuple[Tensor, Tensor]:
     scale = _limited(torch.finfo(dtype).max / amax) / 2.0**margin
+    # max / 0 is infinite. Zeros are stored with the factor 1.
     scale = torch.where(amax > 0, scale, 1.0)
     return _cast(x.float() * scale, dtype), _or_nan(1 / scale, amax)
 
