@@ -1,4 +1,7 @@
-"""The shapes of tables that run in a way of their own. A new one is a file here and a line in `microbatches_of`."""
+"""Find out in which shape a table runs: with whole microbatches, or with slices of them.
+
+A new shape is a file here and a line in `microbatches_of`.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +22,8 @@ def microbatches_of(
     config: Any,
     documents: Callable[[int], Documents | None] | None = None,
 ) -> Callable[[], Microbatches]:
-    """Return what makes the microbatches of a stage, as the table cuts them; arguments as `slices_of`."""
+    """Return a function that makes a stage's microbatches, cut by the table.
+
+    Arguments and errors: see `slices_of`.
+    """
     return slices_of(table, length, mesh, config, documents) or Microbatches

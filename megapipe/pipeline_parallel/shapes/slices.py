@@ -1,4 +1,8 @@
-"""Slices of a microbatch in a run: how many tokens each has, and what its layers and its loss need of the others."""
+"""Run slices of a microbatch: the tokens of each, its layers' view of earlier slices, and its loss.
+
+Layers of a slice attend to the keys and values of earlier slices. The losses of all slices are
+joined, because a mean over a microbatch's tokens is known only once all its slices are counted.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ from megapipe.tensor_parallel.rng import Stream
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the slices of each microbatch, in tokens of whole sequences, before ranks share them.
+    """The lengths of a microbatch's slices, in tokens of the whole sequence on all ranks.
 
     Attributes:
-        usual: of a microbatch whose documents nobody asks for.
-        multiple: of which each length is one.
-        documents: of a microbatch, whose borders the cuts follow.
+        usual: the lengths of a microbatch whose documents are not asked for.
+        multiple: each length is a multiple of this number.
+        documents: returns a microbatch's documents; slices end at their borders where one is near.
     """
 
     usual: tuple[int, ...]
@@ -34,17 +38,24 @@ class Lengths:
     documents: Callable[[int], Documents | None] | None = None
 
     def of(self, microbatch: int) -> tuple[int, ...]:
-        """The lengths in this microbatch."""
-        documents = self.documents(microbatch) if self.documents else None
-        return self.usual if documents is None else at_borders(self.usual, documents.borders, self.multiple)
+        """Return the lengths of the slices of this microbatch."""
+        if self.documents is None:
+            return self.usual
+        documents = self.documents(microbatch)
+        if documents is None:
+            return self.usual
+        return at_borders(self.usual, documents.borders, self.multiple)
 
 
 @dataclass(frozen=True)
 class Slices(Microbatches):
-    """The slices of microbatches on one stage, numbered through all of them.
+    """The slices of the microbatches on one stage, numbered through all microbatches.
+
+    With 2 slices, microbatch 3 has the numbers 6 and 7.
 
     Attributes:
-        prefixes: what layers keep for later slices, by microbatch, until the last slice has it.
+        lengths: of the slices of each microbatch.
+        prefixes: by microbatch, what layers keep for its later slices, until its last forward.
     """
 
     lengths: Lengths
@@ -66,18 +77,25 @@ class Slices(Microbatches):
     def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
         after = range(number + 1, (self.microbatch(number) + 1) * self.count)
         begins = [self.tokens(n)[0].start for n in after]
-        return replace(stream, keep=lambda keys, sees: keep(number, number + sum(map(sees, begins)), keys))
+
+        def keep_until_last(keys: Tensor, sees: Callable[[int], bool]) -> Callable[[], Tensor]:
+            # The slices that see some of these keys follow at once: later ones see fewer.
+            return keep(number, number + sum(map(sees, begins)), keys)
+
+        return replace(stream, keep=keep_until_last)
 
     def stream(self, whole: Stream, number: int) -> Stream:
         tokens, length = self.tokens(number)
-        return replace(whole, piece=tokens, length=length, prefix=self.prefixes.get(self.microbatch(number), {}))
+        prefix = self.prefixes.get(self.microbatch(number), {})
+        return replace(whole, piece=tokens, length=length, prefix=prefix)
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
         # The first slice finds nothing kept, also when it runs again.
         if number % self.count == 0:
             self.prefixes[self.microbatch(number)] = {}
         made = stream(number)
-        # From the last slice on graphs hold what is kept, if there are any: an evaluation has none.
+        # From the last slice on only graphs hold the prefix. An evaluation has no graphs and frees
+        # it here.
         if (number + 1) % self.count == 0:
             del self.prefixes[self.microbatch(number)]
         return made
@@ -86,8 +104,11 @@ class Slices(Microbatches):
         piece, length = self.tokens(number)
         return len(piece) / length
 
-    def share_of(self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]) -> Grad:
-        # How many tokens the microbatch has is known when all of its forwards have run, before its first backward.
+    def share_of(
+        self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]
+    ) -> Grad:
+        # A function, because the microbatch's number of tokens is not known yet. It is known when
+        # all its forwards have run, which is before its first backward.
         return lambda: share(self._loss_of(number, losses))
 
     def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
@@ -97,15 +118,16 @@ class Slices(Microbatches):
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
         if loss_func is None or collects:
             raise ConfigError(
-                "--pipeline-slices runs steps with a loss: let forward_step return (output, loss_func), and leave out "
-                "collect_non_loss_data."
+                "--pipeline-slices runs steps with a loss: let forward_step return (output, "
+                "loss_func), and leave out collect_non_loss_data."
             )
 
     def shape(self, whole: Shape, made_by: Pass) -> Shape | None:
         if made_by.slice is None:
             return None
-        own = self.lengths.of(made_by.microbatch)
-        return whole[0] * own[made_by.slice] // sum(own), *whole[1:]
+        lengths = self.lengths.of(made_by.microbatch)
+        # `whole` has this rank's tokens only, and each slice its share of them.
+        return whole[0] * lengths[made_by.slice] // sum(lengths), *whole[1:]
 
     def _loss_of(self, number: int, losses: Mapping[int, Loss]) -> Loss:
         """Return the loss of the microbatch that a slice belongs to."""
@@ -114,31 +136,41 @@ class Slices(Microbatches):
 
 
 def joined(losses: Sequence[Loss]) -> Loss:
-    """The loss of a microbatch from those of its slices. Raises: ConfigError for means of unknown numbers of tokens."""
+    """Return the loss of a microbatch, given the losses of its slices in order.
+
+    Raises: ConfigError if a loss is a mean over an unknown number of tokens, or if a reported value
+        is one number: such means cannot be joined.
+    """
     if len(losses) == 1:
         return losses[0]
     tokens = [loss.tokens for loss in losses if loss.tokens is not None]
     if len(tokens) < len(losses):
         raise ConfigError(
-            "--pipeline-slices divides a microbatch's loss by the tokens of all its slices, and loss_func does not say "
-            "its number: return (sum of token losses, number of tokens, dict) instead of (loss, dict)."
+            "--pipeline-slices divides a microbatch's loss by the tokens of all its slices, and "
+            "loss_func does not say its number: return (sum of token losses, number of tokens, "
+            "dict) instead of (loss, dict)."
         )
     reported: dict[str, Any] = {}
     for name in losses[0].reported:
         values = [loss.reported[name] for loss in losses]
         reported[name] = _sum(name, values)
-    return Loss(sum((x.value for x in losses[1:]), losses[0].value), sum(tokens[1:], tokens[0]), reported)
+    value = sum((loss.value for loss in losses[1:]), losses[0].value)
+    return Loss(value, sum(tokens[1:], tokens[0]), reported)
 
 
 def _sum(name: str, values: Sequence[Any]) -> Any:
+    """Return the sum of the (sum, count) pairs that loss_func reports of each slice under a name.
+
+    Raises: ConfigError for single numbers.
+    """
     first = values[0]
     if isinstance(first, tuple | list) and len(first) == 2:
         return tuple(sum(of[1:], of[0]) for of in zip(*values, strict=True))
     if hasattr(first, "numel") and first.numel() == 2:
         return sum(values[1:], first)
     raise ConfigError(
-        f"--pipeline-slices adds up what loss_func reports of each slice, and {name!r} is one number, whose mean over "
-        "a microbatch is unknown: report (sum, count)."
+        f"--pipeline-slices adds up what loss_func reports of each slice, and {name!r} is one "
+        "number, whose mean over a microbatch is unknown: report (sum, count)."
     )
 
 
@@ -149,26 +181,40 @@ def slices_of(
     config: Any,
     documents: Callable[[int], Documents | None] | None = None,
 ) -> Callable[[], Slices] | None:
-    """Return what makes the slices of a stage; None for a table of whole microbatches.
+    """Return a function that makes a stage's slices, or None for a table of whole microbatches.
 
     Args:
-        length: tokens of a sequence.
-        documents: of a microbatch, for cuts that follow them.
+        table: the table that cuts microbatches.
+        length: tokens of a sequence; None if sequences differ in length.
+        mesh: whose ranks share the tokens of a sequence.
+        config: may have `sequence_parallel`, see `ranks_of_tokens`.
+        documents: returns a microbatch's documents, for cuts that follow their borders.
     Raises: ConfigError if the sequence cannot be cut as the table says.
     """
     if not table.cuts:
         return None
     if length is None or table.placement.vocabulary or table.documents:
-        why = "needs sequences of one length, seq_length"
-        if length is not None:
-            why = f"has no {'shares of the vocabulary' if not table.documents else 'order of documents'} in them"
-        raise ConfigError(f"the schedule {table.name} cuts sequences in slices and {why}. Take one of whole sequences.")
-    # Each context-parallel rank has two runs of a slice, and of these each tensor-parallel one a part.
-    multiple = ranks_of_tokens(mesh, config) * (2 if mesh.cp.size > 1 else 1)
+        why = "has no order of documents in them"
+        if length is None:
+            why = "needs sequences of one length, seq_length"
+        elif not table.documents:
+            why = "has no shares of the vocabulary in them"
+        raise ConfigError(
+            f"the schedule {table.name} cuts sequences in slices and {why}. Take one of whole "
+            "sequences."
+        )
+    multiple = ranks_of_tokens(mesh, config)
+    # A context-parallel rank has two runs of each slice, so that causal attention is balanced. Each
+    # run is divided further over the tensor-parallel ranks.
+    if mesh.cp.size > 1:
+        multiple *= 2
     usual = tuple(int(n) for n in table.cuts)
+    # Cuts are tokens already, or shares of the sequence that are rounded here.
     if sum(table.cuts) != length or any(n % multiple for n in table.cuts):
         try:
             usual = in_tokens(table.cuts, length, multiple)
         except ScheduleError as error:
             raise ConfigError(f"the schedule {table.name}: {error}") from None
-    return partial(Slices, Lengths(usual, multiple, lru_cache(maxsize=64)(documents) if documents else None))
+    # Each pass of a slice asks for the documents of its microbatch.
+    cached = documents and lru_cache(maxsize=64)(documents)
+    return partial(Slices, Lengths(usual, multiple, cached))
