@@ -1,4 +1,8 @@
-"""A rank's stages by CUDA graphs: which passes they serve, and how many microbatches are in flight."""
+"""Run the passes of a rank's stages by CUDA graphs where a microbatch in flight has one.
+
+A graph replays the kernels of a pass with one launch. Kernels of a small model take less time than
+their launches, one by one, take of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +22,53 @@ from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
 class Graphed(nn.Module):
-    """A stage's module, called by graphs where a microbatch has a free slot and the form that was captured.
+    """A stage's module that replays a graph if a slot is free and the call has the captured form.
 
+    Any other call goes to the module itself.
+
+    Args:
+        module: the stage.
+        lasts: its output is read until the end of the step, see `replayed`.
     Attributes:
-        forms: of the passes that were run without graphs and might have had one.
-        why_not: the reason why none is captured, or not of all.
+        forms: different forms of the calls that went to the module and might have had a graph.
+        slots: the captured graphs, one slot for each microbatch in flight.
+        why_not: the reason why the stage has no graphs; empty if it has, or may still get them.
     """
 
     def __init__(self, module: nn.Module, *, lasts: bool) -> None:
         super().__init__()
-        self.module, self.lasts = module, lasts
-        self.forms, self.slots, self.why_not = list[Form](), list[Slot](), ""
+        self.module = module
+        self.lasts = lasts
+        self.forms: list[Form] = []
+        self.slots: list[Slot] = []
+        self.why_not = ""
         self._set_input: Callable[[Tensor | None], None] = attribute_of(module, "set_input_tensor")
         self._input: Tensor | None = None
         self._form: Form | None = None
-        self._free, self._where, self._reports = list[Slot](), tuple[int, ...](), False
-        # A stage without input has gradients all the same.
+        self._free: list[Slot] = []
+        self._where: tuple[int, ...] = ()
+        self._reports = False
+        # Autograd calls a backward only if some input is trained. A stage without input has none,
+        # so this scalar takes its place.
         self._anchor = torch.zeros((), device=next(module.parameters()).device, requires_grad=True)
 
     def __getattr__(self, name: str) -> Any:
-        """The module's own, which wrapping must not hide."""
+        """Return the module's own attribute, which wrapping must not hide."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """The input of the next call."""
+        """Keep the input of the next call."""
         self._input = x
 
     @property
     def between_layers(self) -> Callable[..., AbstractContextManager[None]]:
-        """The module's, if it has one: a pass whose gradients report layer by layer is run without graphs."""
+        """Return the module's `between_layers`, if it has one, which keeps a pass from graphs.
+
+        Gradients of such a pass report layer by layer, by hooks that a graph would not call.
+        """
         inner = attribute_of(self.module, "between_layers")
 
         @contextmanager
@@ -62,7 +81,9 @@ class Graphed(nn.Module):
         return reporting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x, self._input = self._input, None
+        """Run the module, or its graph, on the input that was set and these arguments."""
+        x = self._input
+        self._input = None
         form, leaves = Form.of(x, (args, kwargs))
         owner = current_weight_grads()
         if not self._reports and owner is not None:
@@ -70,17 +91,27 @@ class Graphed(nn.Module):
                 slot = self._free.pop()
                 slot.take(x, leaves)
                 return replayed(self._anchor if x is None else x, slot, owner, self.lasts)
-            if len(self.forms) < 2 and form not in self.forms:  # two say that forms differ
+            # Two are enough to say that forms differ.
+            if len(self.forms) < 2 and form not in self.forms:
                 self.forms.append(form)
         self._set_input(x)
         return self.module(*args, **kwargs)
 
     def begin(self, number: int, pool: Callable[[], Capture], *, splits: bool) -> int:
-        """Begin a step with so many microbatches in flight. Returns: how many slots were captured for it."""
-        where = tuple(x.data_ptr() for p in self.module.parameters() for x in (p, getattr(p, "main_grad", p)))
-        if where != self._where:  # graphs write to where gradients were
+        """Begin a step with `number` microbatches in flight, and return how many slots were added.
+
+        Args:
+            number: most microbatches that the step has in flight on this stage.
+            pool: makes a private pool of memory to capture in.
+            splits: the table has W separately from B.
+        """
+        parameters = list(self.module.parameters())
+        where = tuple(x.data_ptr() for p in parameters for x in (p, getattr(p, "main_grad", p)))
+        # Graphs write to addresses. They are of no use once weights or gradients have moved.
+        if where != self._where:
             self.slots.clear()
-        self._where, before = where, len(self.slots)
+        self._where = where
+        before = len(self.slots)
         if any(map(_has_hooks, self.module.modules())):
             self.why_not = self.why_not or "its modules have hooks, which a graph would not call"
             self.slots.clear()
@@ -90,54 +121,92 @@ class Graphed(nn.Module):
             self.why_not = self.why_not or "its microbatches differ in form"
         try:
             while self._form is not None and not self.why_not and len(self.slots) < number:
-                given = self.module, self._set_input, self._form
-                self.slots.append(Slot(pool(), *given, splits=splits, on_free=self._free.append))
+                slot = Slot(
+                    pool(),
+                    self.module,
+                    self._set_input,
+                    self._form,
+                    splits=splits,
+                    on_free=self._free.append,
+                )
+                self.slots.append(slot)
+        # A kind of RuntimeError, but no fault of the module: the user has to make room.
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             self.why_not = str(error).partition("\n")[0]
             self.slots.clear()
-        self._free[:] = self.slots  # a step that ended in an error has left some taken
+        # All of them: a step that ended in an error has left some taken.
+        self._free[:] = self.slots
         return len(self.slots) - before
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks of the module, or of a parameter beside the optimizer's."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    of_parameters = (
-        p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1
-        for p in module._parameters.values()
-        if p is not None
+    """Return whether the module has hooks, or one of its parameters has more than one."""
+    own = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
-    return bool(own) or any(of_parameters)
+    if own:
+        return True
+    for parameter in module._parameters.values():
+        if parameter is None:
+            continue
+        # The optimizer's own hook is the one that a parameter may have.
+        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
+            return True
+    return False
 
 
 class Graphs:
-    """The graphs of a rank's stages: captured before the first step behind `warmup` of them, when no message is on its
-    way, and further ones before a step whose table has more microbatches in flight.
+    """The graphs of a rank's stages, captured between steps, when no message is on its way.
+
+    The first are captured before the step after `warmup` steps. More are captured before a step
+    whose table has more microbatches in flight.
 
     Args:
-        pool: makes a private pool of memory to capture in, see device.graph_pool.
+        pool: makes a private pool of memory to capture in, see `device.graph_pool`.
+        warmup: steps without graphs.
         say: prints a line on what became of a stage of this rank.
     """
 
-    def __init__(self, pool: Callable[[], Capture], warmup: int, say: Callable[[str], None]) -> None:
-        self._pool, self._left, self._say = pool, warmup, say
+    def __init__(
+        self, pool: Callable[[], Capture], warmup: int, say: Callable[[str], None]
+    ) -> None:
+        self._pool = pool
+        self._left = warmup
+        self._say = say
         self.stages: dict[int, Graphed] = {}
-        self._told = set[int]()
+        self._warned: set[int] = set()
 
     def over(self, chunks: Chunks, table: Schedule) -> Chunks:
-        """The modules of a step of training, as its passes are to call them."""
+        """Return the chunks of a training step with modules that use graphs.
+
+        Call it once before each step. It captures what the step's table needs.
+        """
         for number, (module, _) in chunks.items():
             if number not in self.stages:
                 self.stages[number] = Graphed(module, lasts=table.placement.is_last(number))
-        for number, stage in self.stages.items() if self._left == 0 else ():
-            apart = splits(table, number)
-            if stage.begin(in_flight(table, number), self._pool, splits=apart):
-                kinds = "F, B and W" if apart else "F and B"
-                self._say(f"CUDA graphs: {kinds} of {len(stage.slots)} microbatch(es) in flight on stage {number}")
-            if stage.why_not and number not in self._told:
-                self._told.add(number)
-                self._say(f"WARNING: kernels of stage {number} are launched one by one: {stage.why_not}")
+        # During warm-up the calls show their forms, and lazily made buffers get their place.
+        if self._left == 0:
+            for number, stage in self.stages.items():
+                self._begin(number, stage, table)
         self._left = max(self._left - 1, 0)
         return {number: (self.stages[number], data) for number, (_, data) in chunks.items()}
+
+    def _begin(self, number: int, stage: Graphed, table: Schedule) -> None:
+        """Capture what the table needs on a stage, and say what became of it."""
+        has_w = splits(table, number)
+        if stage.begin(in_flight(table, number), self._pool, splits=has_w):
+            kinds = "F, B and W" if has_w else "F and B"
+            self._say(
+                f"CUDA graphs: {kinds} of {len(stage.slots)} microbatch(es) in flight on stage "
+                f"{number}"
+            )
+        if stage.why_not and number not in self._warned:
+            self._warned.add(number)
+            self._say(
+                f"WARNING: kernels of stage {number} are launched one by one: {stage.why_not}"
+            )

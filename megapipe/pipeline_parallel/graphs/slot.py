@@ -1,8 +1,8 @@
-"""The graphs of one microbatch in flight: F, B and, where the table has it apart, W, on buffers that never move.
+"""Capture the graphs of one microbatch in flight: F, B and, where the table has it, W.
 
-What is captured is the call of a stage's module and its backward; data, loss and messages stay outside. A slot has a
-pool of memory of its own: its graphs run in the order in which they were captured, so what one of them frees the next
-may use, and no other slot's.
+A graph reads and writes buffers that never move. It holds the call of a stage's module and its
+backward; data, loss and messages stay outside. A slot has its own pool of memory. Its graphs run in
+the order in which they were captured, so each may reuse what an earlier one of the slot has freed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a pass: what must be the same of two for one graph to serve both.
+    """The form of a call: one graph serves two calls only if their forms are equal.
 
     Attributes:
-        leaves: of the arguments, of a tensor its shape, strides, type and device; x: likewise of the input, or None.
+        x: shape, strides, type and device of the stage's input; None without input.
+        leaves: of the arguments. A tensor counts by its form, anything else by its value.
+        tree: how the arguments are nested.
     """
 
     x: object
@@ -37,14 +39,14 @@ class Form:
 
     @staticmethod
     def of(x: Tensor | None, given: Any) -> tuple[Form, list[Any]]:
-        """The form, and the leaves themselves."""
+        """Return the form of an input with the given arguments, and the arguments' leaves."""
         leaves, tree = tree_flatten(given)
         return Form(_form(x), tuple(map(_form, leaves)), tree), leaves
 
 
 @dataclass(frozen=True)
 class _Like:
-    """A tensor without its numbers."""
+    """The form of a tensor: all of it except its numbers. `buffer` makes a tensor of this form."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -52,11 +54,14 @@ class _Like:
     device: torch.device
 
     def buffer(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return empty.zero_()
 
 
 def _form(leaf: Any) -> object:
-    return _Like(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return _Like(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    return leaf
 
 
 def _buffer(form: object) -> Any:
@@ -64,11 +69,16 @@ def _buffer(form: object) -> Any:
 
 
 class Slot:
-    """Buffers and graphs for one microbatch at a time, captured when it is made.
+    """Buffers and graphs for one microbatch at a time; making a slot captures them.
+
+    A microbatch uses a slot in this order: `take`, `forward`, `backward`, `end`.
 
     Args:
-        capture: in a pool of its own, see device.graph_pool.
-        splits: the table has B and W; otherwise the products for weights are part of B.
+        capture: captures in a pool of the slot's own, see `device.graph_pool`.
+        module: the stage.
+        set_input: gives the module its input.
+        form: of the calls that the graphs serve.
+        splits: the table has B and W; otherwise B has the products for weights too.
         on_free: called with the slot when its microbatch has had its last pass.
     Raises: RuntimeError for what cannot be captured.
     """
@@ -83,13 +93,16 @@ class Slot:
         splits: bool,
         on_free: Callable[[Slot], None],
     ) -> None:
-        self._on_free, context, weights = on_free, copy_context(), WeightGrads()
+        self._on_free = on_free
+        # The layers find these two in their context, as in a pass without graphs.
+        context = copy_context()
+        weights = WeightGrads()
+        context.run(weights.capture)
+        context.run(Stream(0, 0).activate)
         self.x: Tensor | None = _buffer(form.x)
         self.leaves = [_buffer(leaf) for leaf in form.leaves]
         if self.x is not None:
             self.x.requires_grad_()
-        context.run(weights.capture)
-        context.run(Stream(0, 0).activate)
 
         def forward() -> Sequence[Tensor]:
             args, kwargs = tree_unflatten(self.leaves, form.tree)
@@ -100,27 +113,34 @@ class Slot:
             return (output,)
 
         def backward() -> Sequence[Tensor]:
+            inputs = params if self.x is None else [self.x, *params]
             with weights.deferring(0) if splits else nullcontext():
-                inputs = params if self.x is None else [self.x, *params]
                 grads = list(torch.autograd.grad(output, inputs, self.grad, allow_unused=True))
-            own = [] if self.x is None else [grads.pop(0)]
+            grad_x = None if self.x is None else grads.pop(0)
             for param, grad in zip(params, grads, strict=True):
-                if grad is not None:  # layers of ours have added theirs
+                # Our own layers add theirs to main_grad and give autograd none.
+                if grad is not None:
                     param.main_grad.add_(grad)  # type: ignore[attr-defined]
-            return [torch.zeros_like(self.x) if grad is None else grad for grad in own]
+            if self.x is None:
+                return ()
+            return (torch.zeros_like(self.x) if grad_x is None else grad_x,)
 
         def weight() -> Sequence[Tensor]:
             weights.run(0)
             return ()
 
         params = [param for param in module.parameters() if param.requires_grad]
-        # In this thread, which captures; and no watch or other pass may look in where a collective is waited for.
+        # Autograd must stay in this thread, which captures. Nothing may run where a collective is
+        # waited for: a watch would read the clock, and another pass would be captured too.
         with torch.autograd.set_multithreading_enabled(False), at_waits.do(None, None):
             (output,), self.forward = capture(lambda: context.run(forward))
             self.grad = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
             grads, self.backward = capture(backward)
-            self.weight = capture(torch.no_grad()(weight))[1] if splits else None
-        self.output, self.grad_x = output.detach(), grads[0] if grads else None
+            self.weight: Callable[[], None] | None = None
+            if splits:
+                _, self.weight = capture(torch.no_grad()(weight))
+        self.output = output.detach()
+        self.grad_x = grads[0] if grads else None
 
     def take(self, x: Tensor | None, leaves: Sequence[Any]) -> None:
         """Copy a microbatch's input and arguments to where the graphs read them."""
@@ -130,7 +150,7 @@ class Slot:
                     own.copy_(given, non_blocking=True)
 
     def end(self) -> None:
-        """The microbatch's products for weights, if they were put off; then the slot is free."""
+        """Compute the products for weights that B has put off, and free the slot."""
         if self.weight is not None:
             self.weight()
         self._on_free(self)
@@ -141,9 +161,11 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, slot: Slot, owner: WeightGrads, lasts: bool) -> Tensor:
-        ctx.slot, ctx.owner = slot, owner
+        ctx.slot = slot
+        ctx.owner = owner
         slot.forward()
-        # What loss_func makes may be views of it that are read at the end of the step, behind the slot's next F.
+        # loss_func may keep views of the output until the end of the step, when the slot has
+        # served later microbatches.
         return slot.output.clone() if lasts else slot.output.detach()
 
     @staticmethod
@@ -151,12 +173,16 @@ class _Replayed(torch.autograd.Function):
         slot: Slot = ctx.slot
         slot.grad.copy_(grad)
         slot.backward()
-        # A copy: it is on its way to the rank before when the slot's next B writes another.
+        # A copy, which may still be on its way to the previous rank when the slot's next B writes.
         made = None if slot.grad_x is None else slot.grad_x.clone()
-        ctx.owner.submit(slot.end)  # at once, or in the W pass
+        # Runs at once, or in the microbatch's W pass.
+        ctx.owner.submit(slot.end)
         return made, None, None, None
 
 
 replayed: Callable[[Tensor, Slot, WeightGrads, bool], Tensor] = _Replayed.apply
-"""(input, or any leaf that has a gradient; slot; the stage's weight gradients; is the output read after the last pass?)
--> output."""
+"""A function (input, slot, owner, lasts) -> output of the stage, by the slot's graphs.
+
+The input may be any leaf with a gradient where the stage has none. `owner` has the stage's weight
+gradients. With `lasts` the output is read until the end of the step, and so is a copy.
+"""
