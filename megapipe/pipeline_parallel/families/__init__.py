@@ -1,4 +1,4 @@
-"""The families of passes that run. A new one is a file here and a place in the list."""
+"""List the families of passes that run. A new one is a file here and a place in the list."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ from megapipe.schedule import Kind
 FAMILIES = STEP, OFFLOAD, SHARDING, VOCABULARY
 _BEGINS = LAYERS, *(family.begin for family in FAMILIES)
 PASSES: dict[Kind, Begin] = {kind: begin[kind] for begin in _BEGINS for kind in begin}
-"""The beginning of every kind of pass."""
+"""How a pass of each kind begins."""

@@ -1,7 +1,8 @@
-"""A family of passes in a run: how its passes begin, and what it does around those of a stage.
+"""The interface of a family of passes in a run.
 
-The core iterates over the list in `families` and names none; what a table is asked about them is in
-`schedule.families`, under the same names.
+A family says how its passes begin, and what it does around the other passes of a stage. The core
+iterates over the list in `families` and names none. What a family answers about a table is in
+`schedule.families`, under the same name.
 """
 
 from __future__ import annotations
@@ -24,58 +25,79 @@ from megapipe.schedule import Kind, Pass, Placement, Schedule
 from megapipe.tensor_parallel.rng import Stream
 
 Forward = Callable[[int, Tensor | None], Tensor | None]
+"""A function (microbatch, input) -> output of a stage."""
 
 
 class OfStage:
-    """What a family does around the passes of one stage in one step. This does nothing.
+    """The actions of a family around the passes of one stage in one step; these do nothing.
 
-    `stage` is a `PipelineStage`, which has these by the names of families.
+    `stage` is a `PipelineStage`. It holds such an object for each family that the table has, by the
+    family's name. `microbatch` is the number of a microbatch, or of a slice among all slices.
     """
 
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return the batches of the stage's forwards."""
+        """Return the batches of the stage's forwards, given the batches of the rank."""
         return given
 
     def ends(self, given: Ends) -> Ends:
-        """Return what the stage has of the ends of the model."""
+        """Return the ends of the model that the stage has, given its ends by the table."""
         return given
 
     def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
-        """Return what layers draw from for a microbatch or a slice."""
+        """Return the stream of a microbatch or a slice, which its layers find while they run."""
         return stream
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
-        """Return how a forward runs."""
+        """Return the function that runs a forward, given the usual one."""
         return usual
 
     def takes_input(self, x: Tensor | None) -> Tensor | None:
-        """Return the input of a forward that is differentiated, as the module is given it."""
+        """Return the input of a differentiated forward in the form that the module gets."""
         return x
 
     def saving(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for the module in a forward that is differentiated."""
+        """Return a context in which the module runs a differentiated forward."""
         return nullcontext()
 
     def saved(self, microbatch: int, output: Tensor | None, leaf: Tensor | None) -> None:
-        """End such a forward. leaf: where its graph begins, held for its gradient alone."""
+        """End a differentiated forward.
 
-    def takes_loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool) -> bool:
-        """Return whether a pass of the family makes the loss of this output. again: its forward ran before."""
+        Args:
+            microbatch: its number.
+            output: of the stage.
+            leaf: the input, where the graph begins. The stage holds it for its gradient alone.
+        """
+
+    def takes_loss(
+        self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
+    ) -> bool:
+        """Return whether a pass of the family computes the loss of this output.
+
+        Args:
+            microbatch: its number.
+            output: of the model.
+            loss_func: as forward_step returned it.
+            cp: the ranks that share the microbatch's tokens.
+            again: the forward has run before, so the family knows all this.
+        """
         return False
 
     def gradient(self, microbatch: int, own: Tensor | None) -> Tensor | None:
-        """Return the gradient of the output that the stage itself has, of its loss."""
+        """Return the gradient of the output by the stage's own loss, given the usual one."""
         return own
 
     def forget(self) -> None:
-        """Forget the forwards so far, which come again."""
+        """Forget the forwards so far, because the program runs again from its beginning."""
 
 
 class Setting(NamedTuple):
-    """A step on a rank, as families see it before it runs.
+    """A step on a rank before it runs.
 
     Attributes:
-        kept: what the family keeps from step to step.
+        table: the step's schedule.
+        chunks: module and data of each stage of the rank.
+        step: the request.
+        kept: the state that the family keeps from step to step.
     """
 
     table: Schedule
@@ -85,11 +107,16 @@ class Setting(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What messages are made of.
+    """The numbers that decide the shapes of messages.
 
     Attributes:
-        whole: hidden states [s, b, h] of whole sequences. here: of their tokens, those that a rank has.
-        variable: microbatches differ in length. context: ranks that share a sequence.
+        place: the stages.
+        whole: shape of hidden states [s, b, h] of whole sequences.
+        here: number of a sequence's tokens that this rank has.
+        dtype: of messages.
+        evaluates: the step has forwards only.
+        variable: microbatches differ in length.
+        context: number of ranks that share a sequence.
     """
 
     place: Placement
@@ -102,7 +129,12 @@ class Sizes(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What is done on the stage of some passes before they begin, and after their step."""
+    """Functions of the stage that run around some passes.
+
+    Attributes:
+        before: by pass, called before the pass begins.
+        after: by pass, called after the pass, or after both passes of a pair.
+    """
 
     before: Mapping[Pass, Callable[[Any], None]]
     after: Mapping[Pass, Callable[[Any], None]]
@@ -113,12 +145,14 @@ class Family:
     """A family of passes in a run.
 
     Attributes:
-        name: under which a stage has its `OfStage`, and an engine what it keeps.
-        begin: the beginning of each of its kinds.
-        keeps: given a device, what a rank keeps of it from step to step.
-        stages: what stages have of it in a step, by number.
-        around: given the rows of a rank, what is done around passes.
-        shapes: the shapes of messages that are no hidden states, by the pass that makes them; None: there are none.
+        name: a stage has its `OfStage` under this name, and an engine the state that it keeps.
+        begin: how a pass of each of its kinds begins.
+        keeps: returns the state that a rank keeps from step to step, given the rank's device.
+        stages: returns the `OfStage` of each stage that has one, by the stage's number.
+        around: returns what runs around passes, given the table of a rank.
+        shapes: returns a function from the pass that makes a message to the message's shape. The
+            function returns None for hidden states. Without such a function there is no message of
+            another shape.
     """
 
     name: str

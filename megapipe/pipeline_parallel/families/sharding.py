@@ -1,4 +1,8 @@
-"""Shards: AF and AB gather a stage's weights for a run of passes, RS reduces the gradients that passes have left."""
+"""Run the passes of sharded weights and gradients.
+
+AF and AB gather a stage's weights for a run of passes. RS reduces the gradients that a run of
+passes has left, so that each rank keeps its shard.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,17 @@ def _drop(stage: Any) -> None:
 
 
 def _around(table: Schedule) -> Around:
+    # Row 0 of the table that the executor looks up is this rank's.
     before: dict[Pass, Callable[[Any], None]] = {one.begin: _take_memory for one in sums(table, 0)}
     return Around(before, {run.dropped: _drop for run in runs(table, 0)})
 
 
 SHARDING = Family(
     "sharding",
-    {Kind.AF: _gather, Kind.AB: _gather, Kind.RS: lambda stage, _, __: Begun(weights_of(stage).reduce())},
+    {
+        Kind.AF: _gather,
+        Kind.AB: _gather,
+        Kind.RS: lambda stage, _, __: Begun(weights_of(stage).reduce()),
+    },
     around=_around,
 )

@@ -1,4 +1,8 @@
-"""The rest of a step: G, A, U and V of a stage as a whole, which whoever trains it does."""
+"""Run the passes of a stage's weights at the end of a step: G, A, U and V.
+
+G reduces gradients, U updates weights, A gathers them, and V validates the update of the step
+before. The trainer gives the functions that do so, see `Weights`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ STEP = Family(
         Kind.G: lambda stage, _, __: Begun(weights_of(stage).reduce()),
         Kind.A: lambda stage, _, __: Begun(weights_of(stage).gather()),
         Kind.U: lambda stage, _, __: stage.weights.update(),
+        # V is true if the update was wrong: the forwards since then run again on mended weights.
         Kind.V: lambda stage, _, __: AGAIN if stage.weights.validate() else None,
     },
 )

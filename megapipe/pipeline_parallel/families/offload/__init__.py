@@ -1,18 +1,24 @@
-"""Activations that leave the device: O and L copy what a forward saved, R runs the forward again."""
+"""Run the passes that move activations: O copies them to the host, L back, R runs a forward again.
+
+O and L copy the tensors that a forward saved for its backward.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megapipe.pipeline_parallel.families.family import Family
 from megapipe.pipeline_parallel.families.offload.activations import moves_of
-from megapipe.pipeline_parallel.families.offload.host import Copy, Host
+from megapipe.pipeline_parallel.families.offload.host import Host
 from megapipe.pipeline_parallel.passes.begin import Begun
 from megapipe.schedule import Kind
 
 NAME = "offload"
 
 
-def _copying(wait: Copy) -> Begun:
-    return Begun(wait, wait.span if isinstance(wait, Copy) else None)  # an emulated lane only says when it is over
+def _copying(copy: Callable[[], None]) -> Begun:
+    # An emulated copy has no times: it is a function that waits, and no `Copy`.
+    return Begun(copy, getattr(copy, "span", None))
 
 
 OFFLOAD = Family(

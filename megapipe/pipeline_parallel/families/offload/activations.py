@@ -1,8 +1,11 @@
-"""Activations that leave the device and come back: passes O and L of a stage, on the storages that its graphs saved.
+"""Move a stage's saved activations to the host and back, for passes O and L.
 
-Autograd's hooks show what a forward saves, and each storage goes once, whatever views of it are saved. Weights stay,
-and so does what anyone else holds too: tables that layers share, and the output, which may still be on its way. Keys
-and values of slices are no graph's own: layers say that they keep them, and they go with the last slice that sees them.
+Autograd's hooks show which tensors a forward saves. Several may be views of one storage, and each
+storage moves once. Weights stay. A storage that anyone else holds stays too: a table that layers
+share, or the output, which may still be on its way to the next rank.
+
+Keys and values of slices belong to no graph. Layers say that they keep them, and they move with the
+last slice that reads them.
 """
 
 from __future__ import annotations
@@ -28,13 +31,21 @@ from megapipe.tensor_parallel.rng import Stream
 from megapipe.tensor_parallel.saving import saver
 
 KEYS = "core_attn"
-"""The module whose keys and values those of slices are."""
+"""The module to which the keys and values of slices belong."""
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage that a graph saved. Its `storage` is None while it is on the host, `goes` if that is wanted and
-    `stays` if it cannot be."""
+    """A storage that a graph saved.
+
+    Attributes:
+        storage: None while it is on the host.
+        size: its bytes.
+        held: the gauge that counts it while it is on the device.
+        goes: it is one of the storages that should move.
+        stays: it is the output, which cannot move.
+        buffer: its copy on the host; None while there is none.
+    """
 
     storage: torch.UntypedStorage | None
     size: int
@@ -52,7 +63,7 @@ class _Slot:
 
 
 class _View(NamedTuple):
-    """A saved tensor, as a view of its storage."""
+    """A saved tensor as a view of a slot's storage. `tensor` makes it again."""
 
     slot: _Slot
     dtype: torch.dtype
@@ -63,12 +74,12 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, slot: _Slot) -> Self:
-        """The tensor, whose storage is the slot's."""
-        where = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return cls(slot, tensor.dtype, tensor.device, *where)
+        """Return the view that a tensor is of the slot's storage."""
+        offset = int(tensor.storage_offset())
+        return cls(slot, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), offset)
 
     def tensor(self) -> Tensor:
-        """It, while it is on the device."""
+        """Return the tensor. Its storage must be on the device."""
         assert self.slot.storage is not None, "used while it is on the host"
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(self.slot.storage, self.offset, self.size, self.stride)
@@ -76,7 +87,13 @@ class _View(NamedTuple):
 
 @dataclass(eq=False)
 class _Kept:
-    """The slots of a microbatch, by the address of their storage, and what is under way to the host."""
+    """The saved storages of a microbatch.
+
+    Attributes:
+        slots: by the address of their storage.
+        begun: their copies to the host, as `CopyLane.begin` returned them.
+        leaf: the input, where the graph begins.
+    """
 
     slots: dict[int, _Slot] = field(default_factory=dict)
     begun: Any = None
@@ -87,11 +104,16 @@ class _Kept:
 class Activations(OfStage):
     """The saved activations of one stage, microbatch by microbatch.
 
+    A microbatch here is a slice where microbatches are cut, by its number among all slices.
+
     Args:
-        module: its parameters stay.
-        sizes: of a microbatch, or of each of its slices, which each count as one by their number among all.
-        out, again: microbatches that go to the host, and those whose forward runs twice.
-        share, modules: as of Host; the first bytes in the order of a microbatch's forward go.
+        module: the stage. Its parameters stay on the device.
+        host: the rank's buffers and copies.
+        sizes: to be filled in, of a microbatch or of each of its slices.
+        share: share of the bytes that moves, see `Host`. The first in the order of forward move.
+        out: microbatches with an O.
+        again: microbatches with an R, whose forward runs twice.
+        modules: modules whose saved tensors move, see `Host`.
     """
 
     module: nn.Module
@@ -106,8 +128,10 @@ class Activations(OfStage):
         self._weights = {p.untyped_storage()._cdata for p in self.module.parameters()}
         self.held = self.host.held
         self._kept: dict[int, _Kept] = {}
-        self._keys: dict[int, list[_Slot]] = {}  # by the slice that they go with
-        self._of_keys: dict[int, int] = {}
+        # By the slice with which they move.
+        self._keys: dict[int, list[_Slot]] = {}
+        self._bytes_of_keys: dict[int, int] = {}
+        # Input, batches and stream of a first forward, for the second.
         self._first: dict[int, tuple[Tensor | None, list[Any], Stream]] = {}
         self._to_go = {*self.out}
 
@@ -115,52 +139,76 @@ class Activations(OfStage):
         return microbatches.keeping(stream, number, self.keep)
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
-        return partial(self._forward_alone, stage) if microbatch in self.again else usual
+        if microbatch in self.again:
+            return partial(self._forward_alone, stage)
+        return usual
 
     def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Run the forward without a graph, which `repeat` makes."""
-        data = None if stage.data_iterator is None else Noting(stage.data_iterator)
         stream = stage.microbatches.begun(microbatch, stage.stream)
-        self._first[microbatch] = x, [] if data is None else data.given, stream
+        data: Noting[Any] | None = None
+        batches: list[Any] = []
+        if stage.data_iterator is not None:
+            data = Noting(stage.data_iterator)
+            batches = data.given
+        self._first[microbatch] = (x, batches, stream)
         self.hold(microbatch, x)
         with torch.no_grad():
             made: Tensor | None = stage.run_forward(microbatch, x, data, stream)
         return made
 
     def repeat(self, stage: Any, microbatch: int) -> None:
-        """Run the forward of a microbatch a second time, on the same data with the same randomness."""
-        x, data, stream = self._first.pop(microbatch)
+        """Run R: the forward a second time, on the same data with the same random numbers."""
+        x, batches, stream = self._first.pop(microbatch)
         self.hold(microbatch, x, -1)
-        stage.context.copy().run(stage.run_forward, microbatch, x, iter(data) if data else None, stream)
+        data = iter(batches) if batches else None
+        stage.context.copy().run(stage.run_forward, microbatch, x, data, stream)
 
     def takes_input(self, x: Tensor | None) -> Tensor | None:
-        # When the leaf's values leave it is let go of; whoever else keeps the input keeps them in the view.
-        return x if x is None else x.view_as(x)
+        # O takes the values out of the leaf. Whoever else keeps the input has them in this view.
+        return None if x is None else x.view_as(x)
 
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
-        """Hold keys and values of a slice for those behind it; what is returned gives them while they are here.
+        """Hold the keys and values of a slice for later slices.
 
-        last: the last slice that sees them. They go with that, or with the first behind it in its microbatch that does.
+        They move with slice `last`, or with the next slice of the microbatch that has an O.
+
+        Args:
+            number: the slice that made them.
+            last: the last slice that reads them.
+            keys: keys and values in one tensor.
+        Returns: a function that returns them while they are on the device.
         """
-        slot, count = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held), len(self.sizes)
-        self._size(number).keys = self._of_keys[number] = self._of_keys.get(number, 0) + slot.size
-        # What is kept while its forward runs again stays: by then all that could take it has gone.
-        goes = range(last, number // count * count + count) if not self.modules or KEYS in self.modules else ()
-        if (out := next((n for n in goes if n in self._to_go), None)) is not None:
-            self._keys.setdefault(out, []).append(slot)
+        slot = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held)
+        self._bytes_of_keys[number] = self._bytes_of_keys.get(number, 0) + slot.size
+        self._size(number).keys = self._bytes_of_keys[number]
+        if not self.modules or KEYS in self.modules:
+            count = len(self.sizes)
+            end = number // count * count + count
+            # While the forward runs again every O that could take them is over, and they stay.
+            out = next((n for n in range(last, end) if n in self._to_go), None)
+            if out is not None:
+                self._keys.setdefault(out, []).append(slot)
         return _View.of(keys, slot).tensor
 
     def saving(self, microbatch: int) -> AbstractContextManager[None]:
-        """A context for a forward, which notes what its graph saves."""
-        slots = (kept := _Kept()).slots
+        """Return a context for a forward, which notes the tensors that its graph saves."""
+        kept = _Kept()
         self._kept[microbatch] = kept
+        # The hooks hold the dict and not `kept`: see `_drop`.
+        slots = kept.slots
         modules = self.modules
 
         def pack(tensor: Tensor) -> Tensor | _View:
             storage = tensor.untyped_storage()
-            at = storage.data_ptr()
-            if storage._cdata in self._weights or type(tensor) is not Tensor or not storage.nbytes():
+            # A subclass of Tensor may have its numbers elsewhere.
+            if (
+                storage._cdata in self._weights
+                or type(tensor) is not Tensor
+                or not storage.nbytes()
+            ):
                 return tensor
+            at = storage.data_ptr()
             slot = slots.get(at)
             if slot is None:
                 slot = slots[at] = _Slot(storage, storage.nbytes(), self.held, goes=not modules)
@@ -177,8 +225,10 @@ class Activations(OfStage):
         kept = self._kept[microbatch]
         kept.leaf = leaf
         self._size(microbatch).saved = sum(slot.size for slot in kept.slots.values())
-        if output is not None and (slot := kept.slots.get(output.untyped_storage().data_ptr())):
-            slot.stays = True
+        if output is not None:
+            slot = kept.slots.get(output.untyped_storage().data_ptr())
+            if slot is not None:
+                slot.stays = True
         if microbatch not in self.out:
             self._drop(microbatch)
 
@@ -186,44 +236,58 @@ class Activations(OfStage):
         return self.sizes[number % len(self.sizes)]
 
     def hold(self, microbatch: int, x: Tensor | None, count: int = 1) -> None:
-        """Count an input that stays until its forward runs again."""
+        """Count an input that is kept until its forward runs again; count -1 takes it off."""
         size = self._size(microbatch)
         size.input = 0 if x is None else x.nbytes
         self.held.add(count * size.input)
 
     def offload(self, microbatch: int) -> Copy:
-        """Begin O."""
-        kept, host = self._kept[microbatch], self.host
+        """Begin O, and return the copy."""
+        kept = self._kept[microbatch]
+        host = self.host
         self._to_go.discard(microbatch)
-        if (leaf := kept.leaf) is not None:  # its values live in the slot alone; its shape is what its gradient needs
-            leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
-        going, wanted = [], [slot for slot in kept.slots.values() if slot.goes]
-        left = self.share * sum(slot.size for slot in wanted)
-        for slot in wanted:
-            left -= slot.size
-            if left >= -slot.size / 2 and not slot.stays and slot.storage is not None and _alone(slot.storage):
-                going.append(slot)
+        if kept.leaf is not None:
+            # The slot alone keeps its values from here on. Its gradient needs the shape only.
+            kept.leaf.data = kept.leaf.data.new_empty(1).expand(kept.leaf.shape)
+        going = self._chosen(kept)
         going += self._keys.get(microbatch, ())
         for slot in going:
             slot.buffer = host.take(slot.size)
         pairs = [(_of(slot.buffer, slot.size), _bytes(slot.storage)) for slot in going]
         kept.begun = host.out.begin(pairs, [slot.buffer.read for slot in going if slot.buffer])
+        # It holds the storages too.
         del pairs
         self._size(microbatch).copied = sum(slot.size for slot in going)
-        for slot in going:  # a GPU's allocator gives the memory to others behind the copy
+        # Though the copy may not have run: a GPU's allocator gives the memory to later work only.
+        for slot in going:
             slot.storage = None
             self.held.add(-slot.size)
         return Copy(host.out, kept.begun, needed=False)
 
+    def _chosen(self, kept: _Kept) -> list[_Slot]:
+        """Return the slots that O moves: the first in the order of forward, up to the share."""
+        wanted = [slot for slot in kept.slots.values() if slot.goes]
+        left = self.share * sum(slot.size for slot in wanted)
+        chosen = []
+        for slot in wanted:
+            left -= slot.size
+            # The last one moves if more than half of it lies within the share.
+            fits = left >= -slot.size / 2
+            if fits and not slot.stays and slot.storage is not None and _alone(slot.storage):
+                chosen.append(slot)
+        return chosen
+
     def load(self, microbatch: int) -> Copy:
-        """Begin L."""
-        kept, host = self._kept[microbatch], self.host
-        held = *kept.slots.values(), *self._keys.pop(microbatch, ())
+        """Begin L, and return the copy."""
+        kept = self._kept[microbatch]
+        host = self.host
+        held = [*kept.slots.values(), *self._keys.pop(microbatch, ())]
         coming = [slot for slot in held if slot.buffer is not None]
+        device = host.back.device
         pairs = []
         for slot in coming:
-            device = host.back.device
-            slot.storage = torch.empty(slot.size, dtype=torch.uint8, device=device).untyped_storage()
+            memory = torch.empty(slot.size, dtype=torch.uint8, device=device)
+            slot.storage = memory.untyped_storage()
             self.held.add(slot.size)
             pairs.append((_bytes(slot.storage), _of(slot.buffer, slot.size)))
         begun = host.back.begin(pairs, [kept.begun])
@@ -235,7 +299,8 @@ class Activations(OfStage):
         return Copy(host.back, begun, needed=True)
 
     def _drop(self, microbatch: int) -> None:
-        # The hooks live as long as the graph and know the slots by this dict: from here on the graph alone holds them.
+        # The hooks live as long as the graph, and hold the slots by this dict. Once it is empty
+        # only the graph holds them, and B frees each as it goes.
         self._kept.pop(microbatch).slots.clear()
 
     def forget(self) -> None:
@@ -248,12 +313,12 @@ class Activations(OfStage):
                     self.host.give(slot.buffer)
             self._drop(microbatch)
         self._keys.clear()
-        self._of_keys.clear()
+        self._bytes_of_keys.clear()
         self._to_go = {*self.out}
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:
-    """Is it held by us alone?"""
+    """Return whether only a slot holds the storage."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
@@ -268,17 +333,20 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 
 
 def moves_of(setting: Setting) -> dict[int, Activations]:
-    """Return the activations of each stage under a table that moves them; none under another."""
+    """Return the activations of each stage; none if the step's table does not move them."""
     table, chunks, step, host = setting
     if step.forward_only or table.kinds.isdisjoint(MOVES):
         return {}
     host.begin()
-    host.held, host.sizes = Gauge(), {stage: [Sizes() for _ in table.slices] for stage in chunks}
+    host.held = Gauge()
+    host.sizes = {stage: [Sizes() for _ in table.slices] for stage in chunks}
+    # The table has the passes of all ranks.
     every = table.passes()
     out = {(x.stage, table.number(x)) for x in every if x.kind.traits.lane is Lane.D2H}
     again = computed_again(table)
-    return {
-        stage: Activations(
+    activations = {}
+    for stage, (module, _) in chunks.items():
+        activations[stage] = Activations(
             module,
             host,
             host.sizes[stage],
@@ -287,5 +355,4 @@ def moves_of(setting: Setting) -> dict[int, Activations]:
             again=frozenset(number for s, number in again if s == stage),
             modules=host.modules,
         )
-        for stage, (module, _) in chunks.items()
-    }
+    return activations

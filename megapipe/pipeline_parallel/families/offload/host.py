@@ -1,4 +1,4 @@
-"""A rank's buffers on the host for activations that are out of the way, and what it counts of those that are not."""
+"""Keep a rank's buffers on the host for activations, and count the activations on the device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,33 @@ from torch import Tensor
 from megapipe.distributed.device import CopyLane, Gauge
 
 _ALIGNED = 512
-"""Buffers on the host have sizes that are multiples of this."""
+"""The sizes of buffers on the host are multiples of this number of bytes."""
 _PARTS = 8
-"""Sizes of buffers between a power of two and the next: experts' rows differ in each microbatch, and need few sizes."""
+"""Number of buffer sizes between a power of two and the next."""
 
 
 def size_class(size: int) -> int:
-    """Return the size of the buffer for so many bytes: at most an eighth more, or up to a multiple of _ALIGNED."""
+    """Return the size of a buffer for `size` bytes.
+
+    It is at most an eighth more, or the next multiple of _ALIGNED if that is larger.
+    """
+    # Experts' rows differ in number with each microbatch. With few sizes buffers fit again.
     step = max(_ALIGNED, (1 << max(size - 1, 0).bit_length()) // (2 * _PARTS))
     return -(-size // step) * step
 
 
 @dataclass(eq=False)
 class Sizes:
-    """Bytes of one microbatch of a stage, or of a slice by its place in one: what its graph saves, what goes to the
-    host, what stays of its input where the forward runs twice, and the keys and values that it keeps for slices. Of the
-    last that did so in a step."""
+    """Bytes of one microbatch of a stage, or of the slice in one place of every microbatch.
+
+    They are the numbers of the last such microbatch of a step.
+
+    Attributes:
+        saved: by the graph of its forward.
+        copied: to the host.
+        input: kept for a forward that runs again.
+        keys: keys and values kept for later slices.
+    """
 
     saved: int = 0
     copied: int = 0
@@ -36,7 +47,12 @@ class Sizes:
 
 
 class Buffer(NamedTuple):
-    """Bytes on the host; `read` is what was begun last of those that read them."""
+    """A buffer on the host.
+
+    Attributes:
+        bytes: its memory.
+        read: the last copy that reads it, as `CopyLane.begin` returned it; None if there is none.
+    """
 
     bytes: Tensor
     read: Any = None
@@ -44,64 +60,78 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """An O or L that has begun on its lane. Call it to wait for what the next pass needs of its end.
+    """An O or L that has begun. Call it to wait for its end, if the next pass needs that.
 
     Attributes:
-        needed: does anyone? The memory that an O frees is another's behind it.
+        stream: copies in one direction.
+        begun: the copies, as `CopyLane.begin` returned them.
+        needed: the next pass needs their end. It does not for an O: the memory that it frees is
+            given to work that comes after the copy.
     """
 
-    lane: CopyLane
+    stream: CopyLane
     begun: Any
     needed: bool
 
     def __call__(self) -> None:
         if self.needed:
-            self.lane.wait(self.begun)
+            self.stream.wait(self.begun)
 
     def span(self) -> tuple[Any, Any]:
-        """Marks of its beginning and end, once it is over."""
-        return self.lane.span(self.begun)
+        """Return the marks of its beginning and end. Call it once the copy is over."""
+        return self.stream.span(self.begun)
 
 
 class Host:
-    """A rank's buffers on the host, kept from step to step, and its lanes there and back.
+    """A rank's buffers on the host, kept from step to step, and its streams of copies.
 
     Attributes:
-        held, sizes: what the stages of the last step had on the device, and by stage what a microbatch of it is, or
-            each of its slices, where the table has O, L or R.
+        out, back: copies to the host, and to the device.
+        held: bytes of activations that the stages of the last step had on the device.
+        sizes: by stage, `Sizes` of a microbatch or of each of its slices. Only stages of the last
+            table with O, L or R have them.
         bytes: of all buffers together.
-        modules: whose saved storages go, by Megatron-LM's names; all where none is named.
-        share: of each microbatch's bytes of these that goes.
+        modules: Megatron-LM's names of the modules whose saved tensors move; empty for all.
+        share: of the bytes of these tensors that moves, in each microbatch.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.out, self.back = CopyLane(device), CopyLane(device)
+        self.out = CopyLane(device)
+        self.back = CopyLane(device)
         self._free: dict[int, list[Buffer]] = {}
-        self._unused: dict[int, int] = {}  # by size: as many buffers were free all the time since the step began
-        self.bytes, self.held, self.share = 0, Gauge(), 1.0
+        # By size, the number of buffers that have been free ever since the step began.
+        self._unused: dict[int, int] = {}
+        self.bytes = 0
+        self.held = Gauge()
+        self.share = 1.0
         self.modules: Collection[str] = ()
         self.sizes: dict[int, list[Sizes]] = {}
 
     def begin(self) -> None:
-        """Begin a step: let go of the buffers that the step before had no use for."""
+        """Begin a step: release the buffers that the previous step has not used."""
         for size, count in self._unused.items():
+            # The first ones: buffers are taken from the end of the list.
             del self._free[size][:count]
             self.bytes -= size * count
         self._free = {size: buffers for size, buffers in self._free.items() if buffers}
         self._unused = {size: len(buffers) for size, buffers in self._free.items()}
 
     def take(self, size: int) -> Buffer:
-        """Take a buffer of at least so many bytes: the smallest free one that holds them, of at most twice the size."""
+        """Return a buffer of at least `size` bytes.
+
+        It is the smallest free one of at most twice the size, or else a new one.
+        """
         size = size_class(size)
-        fits = min((free for free, buffers in self._free.items() if buffers and size <= free <= 2 * size), default=None)
-        if fits is None:
+        fitting = [free for free in self._free if size <= free <= 2 * size and self._free[free]]
+        if not fitting:
             self.bytes += size
             return Buffer(self.out.buffer(size))
+        fits = min(fitting)
         buffers = self._free[fits]
         buffer = buffers.pop()
         self._unused[fits] = min(self._unused.get(fits, 0), len(buffers))
         return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """Return a buffer to the free ones; its next writer waits for what reads it."""
+        """Return a buffer to the free list; its next writer waits for the copy that reads it."""
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)

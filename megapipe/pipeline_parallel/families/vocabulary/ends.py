@@ -1,4 +1,8 @@
-"""What stages have of a vocabulary that all ranks of the pipeline share: its rows, sums at both ends, and messages."""
+"""Connect a stage with the vocabulary that all ranks of the pipeline share.
+
+Stages that embed take the sum of what all shares look up. Stages with a loss combine all shares'
+parts of it. This file also has the shapes of the messages between them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,11 @@ class Shared(OfStage):
     """A stage of a pipeline whose ranks share the vocabulary.
 
     Args:
-        share: its rows of embedding and head, if it has some.
-        read: the batches of its own forwards, where the share reads them too.
-        evaluates: no gradients, and the loss of the model alone.
+        place: the stages.
+        number: of this stage.
+        share: its rows of embedding and head; None if another stage of the rank has them.
+        read: the batches for its own forwards, which the share reads too.
+        evaluates: the step has no gradients, and only the model's own loss.
     """
 
     def __init__(
@@ -41,11 +47,16 @@ class Shared(OfStage):
         *,
         evaluates: bool,
     ) -> None:
-        self.share, self._read = share, read
-        self._depth, self._depths = place.depth(number), place.depths
+        self.share = share
+        self._read = read
+        self._depth = place.depth(number)
+        self._depths = place.depths
         self._losses = _losses(place, evaluates=evaluates)
-        self._embeds, self._combines = (number in place.meant(number, where) for where in (Where.EMBEDS, Where.LOSSES))
+        self._embeds = number in place.meant(number, Where.EMBEDS)
+        self._combines = number in place.meant(number, Where.LOSSES)
+        # By microbatch: output, loss_func and context-parallel axis, which C needs.
         self._ends: dict[int, tuple[Tensor, LossFunc | None, Axis]] = {}
+        # By microbatch: the gradient of the output, which C has found for B.
         self._combined: dict[int, Tensor] = {}
 
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
@@ -55,23 +66,36 @@ class Shared(OfStage):
         return given._replace(joins=self._joined) if self._embeds else given
 
     def _joined(self, given: list[Tensor]) -> Tensor:
-        """Return the sum of what all shares looked up, from the stage's own first token on; a depth takes it after its
-        hidden states, as [s + s, b, h]."""
+        """Return the input of a stage that embeds, given the results that its forward takes.
+
+        It is the sum of the tokens that all shares have looked up, from the stage's first token on.
+        A depth takes its hidden states followed by these tokens, as [s + s, b, h].
+        """
         depth = self._depth
-        looked_up = sum_of(given[depth > 0 :])
+        # A depth is also given the hidden states of the stage before it, which come first.
+        looked_up = sum_of(given[1:] if depth else given)
         assert looked_up is not None, "every rank has a share"
+        # The shares looked up s + `depths` tokens. Depth d predicts from token d on.
         own = looked_up[depth : len(looked_up) - self._depths + depth]
         return torch.cat((given[0], own)) if depth else own
 
-    def takes_loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool) -> bool:
-        # The loss waits for the shares of the vocabulary, which other ranks compute from this output.
+    def takes_loss(
+        self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
+    ) -> bool:
+        # The loss waits for all shares, which other ranks compute from this output.
         if self._combines and not again:
-            self._ends[microbatch] = output.detach(), loss_func, cp
+            self._ends[microbatch] = (output.detach(), loss_func, cp)
         return self._combines
 
     def combine(self, stage: Any, microbatch: int, shares: list[Tensor]) -> Tensor | None:
-        """Sums over all shares of the vocabulary of a microbatch -> input of their weight gradients; the stage then has
-        the gradient of its output."""
+        """Run C: compute the loss, and the gradient of the stage's output for its backward.
+
+        Args:
+            stage: whose loss it is.
+            microbatch: its number.
+            shares: the messages of S of all shares, in the order of the table.
+        Returns: the message that shares need for their weight gradients; None in an evaluation.
+        """
         x, loss_func, cp = self._ends.pop(microbatch)
         tp = attribute_of(stage.module, "tp")
         of_loss = combine(shares, x.shape[-1], tp, (self._depth, self._losses))
@@ -80,10 +104,11 @@ class Shared(OfStage):
         assert not callable(grad), "shares of the vocabulary are of whole microbatches"
         if not torch.is_grad_enabled():
             return None
-        # loss_func is the user's and may weigh tokens: what it does to each loss is asked of autograd.
+        # loss_func is the user's and may weigh tokens. Autograd says how each loss counts.
         (scale,) = torch.autograd.grad(value, losses, grad)
         scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
         grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
+        # Under sequence parallelism the output has s/t tokens, and the loss all s.
         shares_sequence = grad_x.shape != x.shape
         self._combined[microbatch] = opening(tp, shares_sequence).backward(grad_x).wait()
         return packed_loss(of_loss.log_sum, scale, x.dtype)
@@ -96,40 +121,53 @@ class Shared(OfStage):
 
 
 def stages_of(setting: Setting) -> dict[int, Shared]:
-    """Return what each stage has of a shared vocabulary; none where it is not shared."""
+    """Return the connection of each stage; none if the vocabulary is not shared.
+
+    Raises: ConfigError if a stage with a share has no data.
+    """
     table, chunks, step, _ = setting
-    place, stages = table.placement, dict[int, Shared]()
-    for number, (module, data) in chunks.items() if place.vocabulary else ():
-        share, own = None, data
+    place = table.placement
+    if not place.vocabulary:
+        return {}
+    stages: dict[int, Shared] = {}
+    for number, (module, data) in chunks.items():
+        share = None
+        own = data
         if number in place.shares(number):
             if data is None:
                 raise ConfigError(
-                    f"{FLAG}: every pipeline rank has a share of the vocabulary and reads tokens, so stage "
-                    f"{number} needs a data_iterator, as the first and the last have one."
+                    f"{FLAG}: every pipeline rank has a share of the vocabulary and reads tokens, "
+                    f"so stage {number} needs a data_iterator, as the first and the last have one."
                 )
-            end = place.is_first(number) or place.is_last(number)
-            # An iterator gives each microbatch once, and at the ends two read it.
-            read, own = tee(data) if end else (data, None)
+            read = data
+            own = None
+            # An iterator gives each microbatch once. At the ends of the model the stage itself
+            # reads it too.
+            if place.is_first(number) or place.is_last(number):
+                read, own = tee(data)
             share = VocabularyShare(module, step.forward_step_func, read, place.depths)
         stages[number] = Shared(place, number, share, own, evaluates=step.forward_only)
     return stages
 
 
 def _losses(place: Placement, *, evaluates: bool) -> int:
-    """Losses of a microbatch; an evaluation has that of the model alone."""
+    """Return the number of losses of a microbatch. An evaluation has none of depths."""
     return 1 if evaluates else 1 + place.depths
 
 
 def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
-    """Return the shapes of messages to and from shares of the vocabulary; None where there are none.
+    """Return the shapes of messages to and from shares, or None if no vocabulary is shared.
 
-    Raises: ConfigError for what shares of the vocabulary do not do.
+    Raises: ConfigError for sequences that shares cannot work on.
     """
-    place, (length, batch, hidden) = sizes.place, sizes.whole
+    place = sizes.place
+    length, batch, hidden = sizes.whole
     if not place.vocabulary:
         return None
     if sizes.variable:
-        raise ConfigError(f"{FLAG} needs microbatches of one length. Leave it or variable_seq_lengths out.")
+        raise ConfigError(
+            f"{FLAG} needs microbatches of one length. Leave it or variable_seq_lengths out."
+        )
     if sizes.context > 1:
         raise ConfigError(f"{FLAG} takes whole sequences. Leave it or --context-parallel-size out.")
     losses = _losses(place, evaluates=sizes.evaluates)
@@ -141,7 +179,10 @@ def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
 
     def shape(made_by: Pass) -> Shape | None:
         if made_by.kind.is_backward and made_by.stage in place.meant(made_by.stage, Where.EMBEDS):
-            return sizes.here * (place.depth(made_by.stage) > 0) + length, batch, hidden
+            # The gradient of embedded tokens goes to all shares. A depth's follows the gradient of
+            # its hidden states, and these are a rank's own tokens only.
+            before = sizes.here if place.depth(made_by.stage) else 0
+            return before + length, batch, hidden
         return by_kind.get(made_by.kind)
 
     return shape

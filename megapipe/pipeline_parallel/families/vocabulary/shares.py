@@ -1,4 +1,4 @@
-"""A stage's part of the vocabulary that all ranks of the pipeline share: passes E, S, T and EW."""
+"""Run the passes E, S, T and EW of a stage's share of the vocabulary."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ FLAG = "--vocab-parallel-pipeline"
 
 
 class VocabularyShare(nn.Module):
-    """Reads every microbatch as the model would: forward_step calls it in the model's place and it looks tokens up.
+    """A rank's share of the vocabulary, which reads every microbatch as the model would.
+
+    The user's forward_step calls it in place of the model. It then looks its tokens up.
 
     Args:
         module: the stage with the rows, `embedding.word_embeddings` and `output_layer`.
         forward_step: Megatron's (data_iterator, model).
-        depths: of multi-token prediction, which read the same microbatch so many tokens further. All heads are one
-            pass, as no gradient comes back before that of the last depth.
+        data: the batches.
+        depths: number of depths of multi-token prediction. Depth d reads the microbatch's tokens
+            from the d-th on. The heads of all depths are one pass, because no gradient returns
+            before the last depth has its own.
     """
 
     def __init__(
@@ -44,31 +48,53 @@ class VocabularyShare(nn.Module):
         depths: int = 0,
     ) -> None:
         super().__init__()
-        words, head = _rows(module, "embedding.word_embeddings"), _rows(module, "output_layer")
+        words = _rows(module, "embedding.word_embeddings")
+        head = _rows(module, "output_layer")
         self.config = getattr(module, "config", None)
         self._opens = opening(head.tp, getattr(self.config, "sequence_parallel", False))
-        self._use = words, head  # in a tuple: they are the module's
-        self._forward_step, self._data, self._depths = forward_step, data, depths
+        # In a tuple, because as attributes they would be registered as modules of the share too.
+        self._use = (words, head)
+        self._forward_step = forward_step
+        self._data = data
+        self._depths = depths
         self._read: tuple[Tensor, Tensor] | None = None
+        # By microbatch: until EW, until S and until T.
         self._tokens: dict[int, Tensor] = {}
         self._labels: dict[int, Tensor] = {}
         self._kept: dict[int, Kept] = {}
 
     def forward(
-        self, tokens: Tensor, *_: Any, labels: Tensor | None = None, position_ids: Tensor | None = None, **__: Any
+        self,
+        tokens: Tensor,
+        *_: Any,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **__: Any,
     ) -> Tensor:
-        """tokens and labels [b, s] -> this rank's part of the embedded tokens [s, b, h]; of d depths [s + d, b, h], as
-        each embeds the tokens from its own number on."""
+        """Look tokens up, and note them and the labels.
+
+        Args:
+            tokens: [b, s], global ids.
+            labels: [b, s], global ids.
+            position_ids: not used: the first stage adds embeddings of positions.
+        Returns: this share's part of the embedded tokens, [s + depths, b, h]. Each depth embeds s
+            tokens from its own number on.
+        Raises: ConfigError without labels.
+        """
         if labels is None:
-            raise ConfigError(f"{FLAG} needs a forward_step that calls model(tokens, ..., labels=labels).")
+            raise ConfigError(
+                f"{FLAG} needs a forward_step that calls model(tokens, ..., labels=labels)."
+            )
         words, head = self._use
-        # Counted from this rank's first row: what is below 0 or behind the last is another rank's.
-        of_losses = [ahead(labels, depth).t().reshape(-1) for depth in range(1 + self._depths)]
-        self._read = F.pad(tokens, (0, self._depths)).t() - words.first, torch.cat(of_losses) - head.first
-        return look_up(self._read[0], words.weight)
+        # Counted from this share's first row. Ids below 0 or after the last row are in others.
+        own_tokens = F.pad(tokens, (0, self._depths)).t() - words.first
+        shifted = [ahead(labels, depth).t().reshape(-1) for depth in range(1 + self._depths)]
+        own_labels = torch.cat(shifted) - head.first
+        self._read = (own_tokens, own_labels)
+        return look_up(own_tokens, words.weight)
 
     def look_up(self, microbatch: int) -> Tensor:
-        """E."""
+        """Run E: read the microbatch, and return this share's part of its embedded tokens."""
         with torch.no_grad():
             output, _ = output_of(self._forward_step(self._data, self))
         assert self._read is not None, "forward_step calls its model"
@@ -79,33 +105,58 @@ class VocabularyShare(nn.Module):
         return output
 
     def give(self, microbatch: int, *hidden: Tensor) -> Tensor:
-        """S, of the last hidden states [s, b, h], or [s/t, b, h], and those of each depth."""
-        differentiated, labels = torch.is_grad_enabled(), self._labels.pop(microbatch)
+        """Run S: compute the share's part of the losses and of their input gradients.
+
+        hidden: last hidden states of the model, then of each depth; [s, b, h], or [s/t, b, h] under
+            sequence parallelism.
+        """
+        differentiated = torch.is_grad_enabled()
+        labels = self._labels.pop(microbatch)
         with torch.no_grad():
-            rows = torch.cat([self._opens.forward(x).wait().reshape(-1, x.shape[-1]) for x in hidden])
-            share, kept = share_of_loss(rows, self._use[1].weight, labels[: len(rows)], differentiated=differentiated)
+            whole = [self._opens.forward(x).wait() for x in hidden]
+            rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in whole])
+            # An evaluation has no hidden states of depths, whose labels come last.
+            labels = labels[: len(rows)]
+            weight = self._use[1].weight
+            share, kept = share_of_loss(rows, weight, labels, differentiated=differentiated)
         if differentiated:
             self._kept[microbatch] = kept
         return share
 
     @torch.no_grad()
     def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
-        """T."""
-        weight, kept = self._use[1].weight, self._kept.pop(microbatch)
+        """Run T: add the head's gradient, given C's messages of the model and of each depth."""
+        weight = self._use[1].weight
+        kept = self._kept.pop(microbatch)
         if weight.requires_grad:
             add_head_gradient(kept, weight, _main_grad(weight), *losses)
 
     @torch.no_grad()
     def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
-        """EW, of the gradient of the embedded tokens [s, b, h], and of each depth's, behind that of its other input."""
-        weight, tokens = self._use[0].weight, self._tokens.pop(microbatch)
+        """Run EW: add the embedding's gradient.
+
+        grads: of the embedded tokens [s, b, h], for the model and for each depth. A depth's come
+            after the gradient of its hidden states, in one tensor.
+        """
+        weight = self._use[0].weight
+        tokens = self._tokens.pop(microbatch)
+        if not weight.requires_grad:
+            return
         length = len(tokens) - self._depths
-        for depth, grad in enumerate(grads if weight.requires_grad else ()):
-            add_rows_gradient(tokens[depth : depth + length], grad[-length:], _main_grad(weight))
+        for depth, grad in enumerate(grads):
+            own = tokens[depth : depth + length]
+            add_rows_gradient(own, grad[-length:], _main_grad(weight))
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:
-    while not hasattr(module, "embedding") and isinstance(inner := getattr(module, "module", None), nn.Module):
+    """Return a submodule of the stage, or of the model that it wraps as `.module`.
+
+    Raises: ConfigError if there is none of this name with rows of the vocabulary.
+    """
+    while not hasattr(module, "embedding"):
+        inner = getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
         module = inner
     try:
         found = module.get_submodule(name)
@@ -113,15 +164,17 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
         found = None
     if not isinstance(found, VocabularyRows):
         raise ConfigError(
-            f"{FLAG} shares the vocabulary of megapipe's GPT, and {type(module).__name__} has no rows of it in {name}. "
-            f"Leave out {FLAG} or --model-provider."
+            f"{FLAG} shares the vocabulary of megapipe's GPT, and {type(module).__name__} has no "
+            f"rows of it in {name}. Leave out {FLAG} or --model-provider."
         )
     return found
 
 
 def _main_grad(weight: nn.Parameter) -> Tensor:
-    """The tensor into which gradients are summed; the parameter's own without buffers of an optimizer."""
+    """Return the tensor to which gradients are added: main_grad, or without an optimizer .grad."""
     main: Tensor | None = getattr(weight, "main_grad", None)
-    if main is None:
-        main = weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    return main
+    if main is not None:
+        return main
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
