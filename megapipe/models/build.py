@@ -42,6 +42,7 @@ def build_stage(
     Raises: ConfigError if a parameter without Layout is missing, or has another shape, when its
         layer is built alone.
     """
+    # The fork restores torch's generator afterwards: a user's own draws do not depend on the model.
     with _global_generator(), torch.random.fork_rng(devices=[]):
         module = provider(model, span, tp)
         plain = {
@@ -49,12 +50,16 @@ def build_stage(
         }
         if plain:
             tensors = _tensors(module)
+            # Buffers count too: a module may draw them, and they have no Layout either.
             wanted = {name: x for name, x in tensors.items() if not hasattr(x, "mesh_layout")}
             for piece in _pieces(model, span):
+                # Seeded by the piece and not by the stage: any split of the layers gives a layer
+                # the same values.
                 torch.manual_seed(stream_key(seed, piece.first, piece.embedding, piece.loss))
                 _copy_values(wanted, provider(model, piece, tp))
             _check_copied(plain & wanted.keys(), span)
     module = module.to(tp.device)
+    # Last: parameters with a Layout are drawn by their names alone.
     initialize(module, seed, tp)
     return module
 
@@ -109,7 +114,9 @@ def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: A
     if config.optimizer.freeze_all_layers:
         module.requires_grad_(False)
     if config.precision.half:
-        module = module.to(torch.bfloat16 if config.precision.bf16 else torch.float16)
+        # Only now: the initial values are float32 numbers, rounded once.
+        dtype = torch.bfloat16 if config.precision.bf16 else torch.float16
+        module = module.to(dtype)
     names = config.parallel.offload_modules
     if names and not name_modules(module) and span.count:
         raise ConfigError(

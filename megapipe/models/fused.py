@@ -30,6 +30,7 @@ def _swiglu_backward(x: Tensor, grad: Tensor) -> Tensor:
     return torch.cat((d_gate, grad * F.silu(gate)), dim=-1)
 
 
+# Autograd would keep silu(gate), too: half as much again as x.
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ def swiglu(x: Tensor) -> Tensor:
 @region("weighted_swiglu(Tensor x, Tensor weight) -> Tensor")
 def _weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
+    # With --moe-router-dtype fp32 the weight is wider than x, and would widen the whole layer.
     return (F.silu(gate) * up * weight[:, None]).to(x.dtype)
 
 
@@ -233,6 +235,7 @@ class _AddNormed(torch.autograd.Function):
     def backward(
         ctx: Any, carried: Tensor | None, grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        # Only the sum was used: its gradient goes on unchanged.
         if grad is None:
             return carried, carried if ctx.adds else None, None, None, None
         dx, d_weight, *d_bias = _norm_backward(grad, carried, *ctx.saved_tensors, ctx.epsilon)

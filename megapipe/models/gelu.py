@@ -34,6 +34,7 @@ class _Gelu(torch.autograd.Function):
             ctx.save_for_backward(x)
             ctx.in_loops = True
             return kernels.gelu(x, _LINEAR, _CUBIC)
+        # The parts below must be views of y, so y is contiguous even where x is not.
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         slope = torch.empty_like(y) if differentiated else y
         parts = (torch.split(t.reshape(-1), _PART) for t in (x, y, slope))
@@ -50,6 +51,7 @@ class _Gelu(torch.autograd.Function):
                 torch.ops.aten.sigmoid_backward(square, s, grad_input=square)
                 part_slope.copy_(square.add_(s))
             part_y.copy_(w.mul_(s))
+        # One tensor as large as x is kept either way, and backward is then a single product.
         ctx.save_for_backward(slope)
         ctx.in_loops = False
         return y
@@ -72,5 +74,6 @@ def gelu(x: Tensor) -> Tensor:
     Computed in float32 (float64 for float64), and rounded to x's type at the end.
     """
     if x.device.type != "cpu":
+        # A GPU's own kernel reads x and writes y once.
         return F.gelu(x, approximate="tanh")
     return _gelu(x, torch.is_grad_enabled() and x.requires_grad)

@@ -67,23 +67,29 @@ class Embedding(nn.Module):
             part = (span.share, span.shares)
             self.word_embeddings = VocabularyRows(full, part, tp, config.embedding_std)
         elif span.shares == 1:
+            # A depth's weights repeat the model's, on whatever rank it runs.
+            tied_to = WORD_EMBEDDINGS if span.depth else None
             self.word_embeddings = VocabParallelEmbedding(
                 *full,
                 tp=tp,
                 sequence_parallel=config.sequence_parallel,
                 init_std=config.embedding_std,
-                tied_to=WORD_EMBEDDINGS if span.depth else None,
+                tied_to=tied_to,
             )
+        # For rows that the vocabulary's shares have looked up: each tp rank has a summand of them.
         self._closes = closing(tp, config.sequence_parallel)
         self.position_embeddings = None
         has_positions = config.position_embedding_type == "learned_absolute"
         if has_positions and (span.embedding or span.depth):
             assert config.max_position_embeddings is not None
             shape = (config.max_position_embeddings, config.hidden)
+            # Given a weight, torch draws none. Its own draw would import the compiler on the meta
+            # device, a second at each start.
             self.position_embeddings = nn.Embedding(*shape, _weight=torch.empty(shape))
+            tied_to = POSITION_EMBEDDINGS if span.depth else None
             layout = Layout(
                 shape,
-                tied_to=POSITION_EMBEDDINGS if span.depth else None,
+                tied_to=tied_to,
                 std=config.embedding_std,
                 sum_over_tp=config.sequence_parallel,
             )
@@ -110,6 +116,8 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             ids = position_ids.t()
             if tp is not None:
+                # The word embeddings have this rank's tokens already: their sum over tp was a
+                # reduce-scatter.
                 ids = ids.chunk(tp.size)[tp.rank]
             x = x + self.position_embeddings(ids)
         if self.training:
@@ -147,6 +155,8 @@ class Decoder(nn.Module):
         between = _between.get()
         for group, recomputed in self._groups:
             if between is not None:
+                # The gradient of x says that all later layers have had their backward: the
+                # reduction of their weight gradients may begin.
                 x = between(x)
             x = recompute(group, x) if recomputed else group(x)
         if self.final_layernorm is None:
@@ -161,13 +171,15 @@ def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParalle
         tied_to: global name of the parameter whose weight the head repeats, or None.
     """
     assert config.padded_vocab_size is not None
+    # A tied head starts as the embedding, and so is drawn with the embedding's deviation.
+    std = config.embedding_std if config.tied else config.linear_std
     return ColumnParallelLinear(
         config.hidden,
         config.padded_vocab_size,
         tp=tp,
         bias=False,
         sequence_parallel=config.sequence_parallel,
-        init_std=config.embedding_std if config.tied else config.linear_std,
+        init_std=std,
         tied_to=tied_to,
     )
 
@@ -262,16 +274,22 @@ class GPTModel(nn.Module):
         self.decoder = None if span.depth else Decoder(config, span, tp, layer)
         self.mtp = Depth(config, span, tp, layer) if span.depth else None
         self.output_layer: ColumnParallelLinear | VocabularyRows | None = None
+        tied_to = WORD_EMBEDDINGS if config.tied else None
         if span.share is not None:
+            std = config.linear_std
+            if config.tied:
+                # A share of the head repeats the same share of the embedding, on the same rank.
+                std = config.embedding_std
+                tied_to = f"{WORD_EMBEDDINGS}[{span.share}/{span.shares}]"
             self.output_layer = VocabularyRows(
                 (config.padded_vocab_size, config.hidden),
                 (span.share, span.shares),
                 tp,
-                config.embedding_std if config.tied else config.linear_std,
-                f"{WORD_EMBEDDINGS}[{span.share}/{span.shares}]" if config.tied else None,
+                std,
+                tied_to,
             )
         elif span.loss and span.shares == 1:
-            self.output_layer = head_of(config, tp, WORD_EMBEDDINGS if config.tied else None)
+            self.output_layer = head_of(config, tp, tied_to)
         ends = [] if self.mtp is None else self.mtp.ends
         for end in (self.embedding and self.embedding.word_embeddings, self.output_layer, *ends):
             if end is None:
@@ -354,6 +372,7 @@ class GPTModel(nn.Module):
         if head is None or isinstance(head, VocabularyRows):
             # Where all ranks share the vocabulary, passes of their own compute the loss.
             return x  # type: ignore[no-any-return]
+        # A depth continues from the states after the final norm, the ones that the head reads.
         if self.config.depths:
             _hidden.set(x)
         if labels is not None and self.config.cross_entropy_loss_fusion:
@@ -365,6 +384,8 @@ class GPTModel(nn.Module):
                 sequence_parallel=self.config.sequence_parallel,
                 most_kept=self.most_kept,
             )
+            # Inside the model the sequence comes first, as in Megatron-LM. Callers get what they
+            # gave: [b, s].
             return losses.t()
         logits = head(x)
         if labels is None:

@@ -42,6 +42,8 @@ class TransformerLayer(nn.Module):
         if config.has_experts:
             self.recompute_mlp = config.recompute_moe
         sharded = config.sequence_parallel
+        # Under sequence parallelism a rank norms its own tokens only, so its gradients of the
+        # weights are summands.
         norm = parts_of(config).norm
         self.shares_sequence = tp if sharded else None
         self.input_layernorm: Norm | None = None
@@ -86,6 +88,8 @@ class TransformerLayer(nn.Module):
             half: attention or MLP.
             site: names the dropout mask within the layer.
         """
+        # The sum is kept in any case, as the residual stream, so recomputing the norm needs nothing
+        # more.
         if self.recompute_norms:
             if delta is not None:
                 x = x + delta
@@ -114,6 +118,7 @@ def name_modules(stage: nn.Module) -> int:
         experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
         # (label, part, the methods that run it)
         parts: list[tuple[str, nn.Module | None, tuple[str, ...]]] = [
+            # A norm runs by one method or the other, see Norm.add_and_norm.
             ("attn_norm", layer.input_layernorm, ("add_and_norm", "forward")),
             ("qkv_linear", attention, ("forward",)),
             ("core_attn", attention, ("attend",)),
@@ -143,5 +148,6 @@ def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:
     trace_rules.add("megapipe.tensor_parallel.eager")
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
+        # In place: names of parameters stay, which a wrapped module would prefix.
         layer.compile(backend=backend, dynamic=False)
     return len(layers)

@@ -42,6 +42,9 @@ class MLP(nn.Module):
             blocks=blocks,
             init_std=config.linear_std,
         )
+        # Two projections of each layer add to the residual stream. Their deviation is divided by
+        # sqrt(2 layers), so that the sum does not grow with the depth (Radford et al. 2019, section
+        # 2.3).
         self.linear_fc2 = parts.row(
             ffn,
             config.hidden,

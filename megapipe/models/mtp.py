@@ -68,6 +68,8 @@ class MultiTokenLayer(nn.Module):
         Returns: [s, b, h]. All three are [s/t, b, h] under sequence parallelism.
         """
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), dim=-1))
+        # The projection's outputs are split over tp, as in Megatron-LM, and the next layer reads
+        # all features of a token.
         x = whole_features(x, self.tp, self.shares_sequence)
         x = recompute(self.mtp_model_layer, x) if self.recomputes else self.mtp_model_layer(x)
         return self.final_layernorm(x)  # type: ignore[no-any-return]

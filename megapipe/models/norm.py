@@ -51,5 +51,6 @@ class Norm(nn.Module):
         return x, self(x)
 
     def _add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        # Megatron-LM's reason: in 16 bits numbers near 0 are finer than numbers near 1.
         weight = self.weight + 1 if self.one_more else self.weight
         return add_norm(x, delta, weight, self.bias, self.epsilon)

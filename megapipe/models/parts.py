@@ -84,6 +84,7 @@ def recipe_of(config: ModelConfig) -> Recipe | None:
     """Return how the operands of linear layers are quantised; None without --fp8-format."""
     if config.fp8_format is None:
         return None
+    # Only delayed scaling has a margin and a history; other recipes keep the defaults.
     recipe = Recipe(config.fp8_format, config.fp8_recipe, not config.no_fp8_wgrad)
     if config.fp8_recipe != "delayed":
         return recipe

@@ -42,6 +42,7 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
             vp_stage; vp_stage is None on a rank with a single stage.
     """
     names = inspect.signature(provider).parameters
+    # Both kinds are plain functions; only the parameter's name tells one from the other.
     if "pre_process" not in names:
         return provider
 
@@ -60,6 +61,7 @@ def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StagePr
             "span": span,
             "tp": tp,
         }
+        # Megatron-LM's providers do not all take vp_stage.
         return provider(**{name: value for name, value in keywords.items() if name in names})
 
     return adapted

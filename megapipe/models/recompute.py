@@ -47,6 +47,8 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function = function
+        # The forward's context variables: in backward the stream and the stage of another pass may
+        # be current.
         ctx.context = copy_context()
         ctx.save_for_backward(*inputs)
         return function(*inputs)
@@ -62,6 +64,7 @@ class _Recompute(torch.autograd.Function):
                 if x.requires_grad:
                     inputs[place] = _catch(x, grads, place)
             output = ctx.context.run(ctx.function, *inputs)
+        # backward and not grad(): the parameters inside get their gradients, too.
         torch.autograd.backward(output, grad)
         return None, *grads
 
@@ -79,6 +82,8 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     Args:
         function: must return the same when called again. Parameters that it uses get gradients.
     """
+    # Where no input needs a gradient, a Function gets no backward, and the parameters inside would
+    # get no gradient.
     if current_stream().recomputes and any(x.requires_grad for x in inputs):
         return _recompute(function, *inputs)
     return function(*inputs)

@@ -215,6 +215,7 @@ class _Product:
             tp_group=tp.group,
             sequence_parallel=sequence_parallel,
             delay_wgrad_compute=True,
+            # Every call sets our parameter as its weight, so the module's own takes no memory.
             device="meta",
         )
         assert self.linear.tp_size == tp.size, (
@@ -231,6 +232,7 @@ class _Product:
         self._delay(owner is not None and te.fuse_wgrad_accumulation)
         with self.quantising():
             y: Tensor = te(x)
+        # In an evaluation there is no graph to hook.
         if owner is not None and te.fuse_wgrad_accumulation and y.grad_fn is not None:
             y.grad_fn.register_prehook(partial(self._before_backward, owner))
             y.grad_fn.register_hook(partial(self._after_backward, owner))
@@ -246,6 +248,7 @@ class _Product:
             owner.submit(self._weight_pass)
 
     def _weight_pass(self) -> None:
+        # While the delay is off, backward_dw returns without a word and leaves the queue as it is.
         self._delay(True)
         self.linear.backward_dw()
 
@@ -344,6 +347,7 @@ def attention_kernel(
     """
     if config.attention_backend != "auto":
         return None
+    window = None if config.window is None else (config.window, 0)
     kernel = load().DotProductAttention(
         config.heads // tp.size,
         config.head_dim,
@@ -351,7 +355,7 @@ def attention_kernel(
         attention_dropout=0.0,
         qkv_format="sbhd",
         attn_mask_type="causal",
-        window_size=None if config.window is None else (config.window, 0),
+        window_size=window,
     )
     # A function and not the module: torch would register a module in the layer that holds it.
     return lambda q, k, v: kernel(q, k, v)

@@ -104,6 +104,8 @@ class MaskSpec:
             width = self.length
             rows_drawn = scores // (q.shape[0] * q.shape[1] * self.heads.size * width)
             size = min(size, max(16, rows_drawn))
+        # Cut from the whole sequence on every rank: a dropout block then has the same number, and
+        # the same random stream, wherever its queries are.
         for begin in range(0, self.length, size):
             whole = range(begin, min(begin + size, self.length))
             first = 0 if self.window is None else max(0, begin - self.window)
@@ -111,6 +113,7 @@ class MaskSpec:
                 low = first
                 if self.documents is not None:
                     low = max(first, self.documents.first_seen(rows.start))
+                # Ends at the block's last query: no later key is ever multiplied.
                 for left in range(low, rows.stop, width):
                     columns = range(left, min(left + width, rows.stop))
                     for seen, column_slice in _within(columns, keys):
@@ -153,6 +156,7 @@ class MaskSpec:
         # Heads come first: draws generates only this rank's slice of the first dimension.
         heads = n * rows // (sequences * len(block.queries))
         shape = (heads, sequences, len(whole), whole.stop - first)
+        # In backward another microbatch's stream may be current.
         with self.stream.active():
             draw = draws(shape, *self.site, whole.start, device=scores.device, tp=self.heads, dim=0)
         draw = draw[:, :, _from(block.queries, whole.start), _from(block.keys, first)]
@@ -259,7 +263,9 @@ def differentiate(
         do = _rows(grad, block, len(keys))
         norm = lse[:, :, block.rows].reshape(len(keys), -1, 1)
         share = delta[:, :, block.rows].reshape(len(keys), -1, 1)
+        # With the denominator over all keys these are the final probabilities at once.
         p = mask.scores(rows, keys[:, columns], block).sub_(norm).exp_()
+        # Dropout's factor, here once for the gradients of both values and probabilities.
         do = do * (1 / (1 - mask.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
         kept = mask.kept(p, len(q), block) if mask.p else None
@@ -271,6 +277,7 @@ def differentiate(
         into.add_((ds @ keys[:, columns]).view_as(into), alpha=_scale(rows))
         dk[:, columns].add_(ds.mT @ rows)  # += would copy the sum onto itself
         dv[:, columns].add_(p.to(do.dtype).mT @ do)
+    # The scale of the scores, once at the end instead of in each block.
     return torch.stack((dk.mul_(_scale(q)), dv)).view(kv.shape)
 
 

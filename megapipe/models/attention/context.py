@@ -109,6 +109,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, mask: MaskSpec, way: str, has_graph: bool, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         stream = mask.stream
+        # One tensor, so that a step of the ring sends one message.
         kv = torch.stack((k, v))
         sums = Sums.empty(q, k.shape[1])
         mine = stream.cut.spans(mask.length)
@@ -128,6 +129,8 @@ class _Attention(torch.autograd.Function):
             for part in _before(mask):
                 meet(mask, part.cut, part.kv, use)
         meet(mask, stream.cut, kv, use)
+        # empty_like keeps the strides of q, which is contiguous as [s, b, heads, d]: the next
+        # projection reads the output without a copy.
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
         # A slice's keys are stored once, for itself and for later slices.
         own = (k, v) if stream.piece is None else ()
@@ -213,8 +216,10 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
         if step == 0:
             own = grads
         else:
+            # Sums travel in 16 bits, half the bytes, and are added in float32.
             if sums is not None:
                 grads = grads.add_(sums.wait())
+            # A channel of its own: the keys of the next step are under way at the same time.
             sums = cp.start_shift(grads.to(kv.dtype), channel=1)
         if coming is not None:
             kv = coming.wait()
@@ -238,6 +243,8 @@ def _all_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tenso
     _all_at_once(mask, cut, kv, lambda kv, held: whole.append(use(kv, held)))
     # The gathered tensor starts at the slice, so it is cut as a sequence and not as a slice.
     mine = Cut(cut.rank, cut.size)
+    # A reduce-scatter gives rank r the r-th run of rows. A rank's tokens are two separate runs, and
+    # so are put together first.
     by_rank = [mine.take(whole[0], 3, rank) for rank in range(cp.size)]
     return cp.reduce_scatter(torch.cat(by_rank).to(kv.dtype))
 

@@ -49,6 +49,7 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         grads = tuple(map(_empty_like, (q, k, v)))
         if ctx.by_tiles:
+            # C reads any strides but the last one.
             if grad.stride(-1) != 1:
                 grad = grad.contiguous()
             attention_(q, k, v, grad, *grads, backward=True)
@@ -57,6 +58,7 @@ class _CausalAttention(torch.autograd.Function):
         sums = torch.promote_types(q.dtype, torch.float32)
         for queries, keys, values, outs, dq, dk, dv in _pairs(q, k, v, grad, *grads):
             q_rows, k_rows, v_rows, do_rows = map(_rows, (queries, keys, values, outs))
+            # A key receives a summand from every later block; bf16 would be rounded each time.
             dk_sum = torch.zeros_like(k_rows, dtype=sums)
             dv_sum = torch.zeros_like(k_rows, dtype=sums)
             space = _space(queries)

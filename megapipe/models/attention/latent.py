@@ -100,6 +100,7 @@ class LatentAttention(Attention):
             if self.q_layernorm is not None:
                 q = self.q_layernorm(q)
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        # Only the latents are normed. The rotated channels go straight to the heads.
         kv, rotated = torch.split(self.linear_kv_down_proj(x), sizes, -1)
         if self.kv_layernorm is not None:
             kv = self.kv_layernorm(kv)

@@ -86,6 +86,7 @@ class Attention(nn.Module):
             heads = Axis(tp.rank * cp.size + cp.rank, tp.size * cp.size)
             core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
             return self._maybe_recomputed(whole_sequences(core, cp), q, k, v)
+        # The only case that the kernels of torch and Transformer Engine can compute.
         if cp.size == 1 and not self._drops and stream.piece is None:
             core = partial(self._attend_whole, stream, tp)
             return self._maybe_recomputed(core, q, k, v)
@@ -104,12 +105,13 @@ class Attention(nn.Module):
         self, stream: Stream, heads: Axis, way: str, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         config = self.config
+        p = config.attention_dropout if self.training else 0.0
         mask = MaskSpec(
             stream.cut.whole(q.shape[0]),
             stream,
             config.window,
             _isolated(stream),
-            config.attention_dropout if self.training else 0.0,
+            p,
             (self.layer, "attention"),
             heads,
         )
@@ -128,6 +130,7 @@ class Attention(nn.Module):
         if self._drops or stream.piece is not None:
             return self._attend_blocks(stream, heads, "p2p", q, k, v)
         documents = _isolated(stream)
+        # The kernel was made for this rank's heads. After an exchange of heads there are fewer.
         if self.kernel is not None and documents is None and heads is self.tp:
             return self.kernel(q, k, v)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
@@ -163,6 +166,8 @@ class SelfAttention(Attention):
         )
         weight = self.linear_qkv.weight
         fused = (queries // groups * head, head, head)
+        # Muon orthogonalises queries, keys and values as three matrices, and finds their rows by
+        # this.
         set_layout(weight, replace(layout_of(weight), fused=fused))
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
@@ -215,6 +220,7 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
     stream = current_stream()
     if stream.documents is None or not stream.documents.restart:
         return None, stream.cut
+    # Of the whole sequence, then cut: a document may have begun on another rank.
     found = positions(stream.cut.whole(rows), stream.cut, stream.documents, device)
     return found.t(), stream.cut
 
@@ -249,12 +255,14 @@ def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tenso
     s = q.shape[2]
     window = config.window
     backend = config.attention_backend
+    # A window over the whole sequence masks nothing, so the faster causal kernels serve.
     if window is None or window >= s - 1:
         return _sdpa(q, k, v, None, backend)
     outs = []
     step = max(window, _SMALLEST_BLOCK)
     for begin in range(0, s, step):
         end = min(begin + step, s)
+        # Of the block's first query: its window reaches furthest back.
         first = max(0, begin - window)
         seen = band(end - begin, end - first, begin - first, window, q.device)
         queries = q[:, :, begin:end]

@@ -64,11 +64,12 @@ class Rotary:
     @staticmethod
     def of(config: ModelConfig) -> Rotary:
         """Return the rotation of self-attention's queries and keys that the flags describe."""
+        scaling = config.rope_scaling_factor if config.use_rope_scaling else None
         return Rotary(
             int(config.head_dim * config.rotary_percent),
             config.rotary_base,
             config.rotary_interleaved,
-            config.rope_scaling_factor if config.use_rope_scaling else None,
+            scaling,
         )
 
     @staticmethod
@@ -79,6 +80,8 @@ class Rotary:
         if config.rope_type == "rope":
             return Rotary(int(dim * config.rotary_percent), base, interleaved=True)
         factor = config.rotary_scaling_factor
+        # DeepSeek's form of YaRN: the rotated channels grow by this ratio, and LatentAttention
+        # scales all scores by the square of the denominator.
         length = growth(factor, config.mscale) / growth(factor, config.mscale_all_dim)
         return Rotary(dim, base, interleaved=True, yarn=factor, length=length)
 
@@ -128,7 +131,9 @@ def rotary_table(
     """
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
     angle = rows.outer(rotary.frequencies(device))
+    # Both channels of a pair turn by one angle.
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
+    # Float64 up to here: a float32 angle at position 131,071 may be wrong by 0.003.
     cos = angle.cos() * rotary.length
     sin = angle.sin() * rotary.length
     return cos.to(dtype), sin.to(dtype)

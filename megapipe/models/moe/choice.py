@@ -69,6 +69,7 @@ def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: in
     grouped = scores.view(*scores.shape[:-1], groups, -1)
     places = best(grouped, counted)
     of_group = best(grouped.gather(-1, places).sum(-1), chosen)
+    # A mask, and not a gather of the chosen groups: indices still count all experts.
     excluded = torch.ones(
         (*of_group.shape[:-1], groups), dtype=torch.bool, device=scores.device
     ).scatter_(-1, of_group, 0)
@@ -145,12 +146,15 @@ def weights_of(logits: Tensor, experts: Tensor, model: ModelConfig, compute: tor
         compute: the type of the scores.
     Returns: [T, k], in the logits' type.
     """
+    # The logits without expert_bias: it changes the choice, not the weights (DeepSeek-V3, section
+    # 2.1.2).
     if model.by_sinkhorn:
         return (
             scores_of(logits, sinkhorn_scores(model), compute).gather(1, experts).to(logits.dtype)
         )
     function = model.moe_router_score_function
     if function == "softmax" and not model.moe_router_pre_softmax:
+        # Equals the softmax over all experts, divided by the sum over the chosen ones.
         weights = torch.softmax(logits.gather(1, experts), dim=-1, dtype=compute)
     else:
         weights = scores_of(logits, function, compute).gather(1, experts)
@@ -167,6 +171,7 @@ def capacity(tokens: int, model: ModelConfig) -> int | None:
     if model.capacity_factor is None:
         return None
     even = tokens * model.moe_router_topk / model.experts
+    # An expert is chosen once by a token at most; more rows than tokens would only be padding.
     return min(tokens, math.ceil(even * model.capacity_factor))
 
 

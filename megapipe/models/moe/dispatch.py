@@ -60,6 +60,7 @@ def rows_of(
     if kept is not None:
         experts = experts.masked_fill(~kept, num_experts)
     flat = experts.flatten()
+    # Stable: within an expert, rows keep the order of the tokens, on every device.
     order = torch.argsort(flat, stable=True)
     ascending = torch.arange(len(order), device=order.device)
     place = torch.empty_like(order).scatter_(0, order, ascending)
@@ -98,6 +99,7 @@ def summed(rows: Tensor, of: Rows) -> Tensor:
     if of.real is not None or len(rows) < of_token.numel():
         # Choices without a row add a row of zeros, at index R.
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    # Column by column: on a GPU, index_add_ adds in an order that changes from run to run.
     out = rows[of_token[:, 0]]
     for column in of_token[:, 1:].unbind(1):
         out += rows[column]
@@ -160,11 +162,14 @@ class AllGatherDispatcher:
             experts = shares.all_gather(experts)
             if kept is not None:
                 kept = shares.all_gather(kept.byte()).bool()
+        # Choices of other ranks' experts get no row here; the sum over the ranks adds them.
         if len(own) < num_experts:
             here = (experts >= own.start) & (experts < own.stop)
             experts = (experts - own.start).masked_fill(~here, 0)
             kept = here if kept is None else here & kept
         if each is not None:
+            # Capacity is counted for each rank's tokens separately, so that no rank needs to know
+            # the others'.
             each *= shares.size
         self._rows = rows_of(experts, len(own), kept, each)
         self._edge = edge
@@ -224,6 +229,8 @@ class AllToAllDispatcher:
             table = counts.tolist()  # the host waits for the device, once a layer
             return sum(table[axis.rank])
 
+        # With dropped choices the number of rows is unknown too, so one exchange of the counts
+        # serves both.
         self._rows = rows = rows_of(routing.experts, num_experts, routing.kept, each, exchange)
         if each is not None:
             table = [[each] * num_experts] * axis.size
@@ -240,6 +247,7 @@ class AllToAllDispatcher:
         arriving_rows = sum(row[axis.rank] for row in self._sizes)
         arriving = counts[:, first : first + own]
         numbers = torch.arange(own, device=device).repeat(axis.size)
+        # Without output_size a GPU's repeat_interleave would make the host wait for the length.
         owners = numbers.repeat_interleave(arriving.flatten(), output_size=arriving_rows)
         self._order = torch.argsort(owners, stable=True)
         self.experts = owners[self._order]
@@ -272,6 +280,7 @@ class AllToAllDispatcher:
 
     def _returned(self, rows: Tensor) -> Pending:
         """Exchange the rows of this rank's experts for the rows of its tokens."""
+        # The inverse of the order of `_sent`: place i goes to place order[i].
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         sizes = [*zip(*self._sizes, strict=True)]
         return self._axis.start_all_to_all(by_rank, sizes).then(self._added)

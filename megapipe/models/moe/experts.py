@@ -76,6 +76,7 @@ def _one_by_one(
     product: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Multiply expert by expert: rows [R, .] -> [R, width]. An expert without rows is skipped."""
+    # .tolist() waits for the device. A grouped product reads the ends there, and never waits.
     out = rows.new_empty(len(rows), width)
     start = 0
     for number, end in enumerate(ends.tolist()):
@@ -95,6 +96,7 @@ def add_products(
         ends: [e], one past the last row of each expert.
     """
     if _grouped(dy, x.shape[1], how):
+        # The product is bf16: rounded once for each microbatch, as add_product does on a CPU.
         main_grad.add_(F.grouped_mm(dy.t(), x, offs=ends.int()))
         return
     start = 0
@@ -153,6 +155,7 @@ class _Experts(torch.autograd.Function):
             first += bias1[dispatcher.experts]
         out = products(how.between(first, by_row), fc2, dispatcher.ends, how.two)
         if bias2 is not None and how.first:
+            # By the weight as well: fc2's input has it, and its bias does not.
             out += (bias2[dispatcher.experts] * by_row[:, None]).to(out.dtype)
         # Megatron-LM's module moe_act keeps these two; hooks would count them for expert_fc1.
         saves("moe_act", first, by_row)
@@ -287,6 +290,8 @@ class Experts(nn.Module):
         own = e // ep.size
         self.own = range(ep.rank * own, (ep.rank + 1) * own)
         full = (blocks, f) if blocks > 1 else (f,)
+        # Gate and up are a dimension of their own, so that a checkpoint's slice is the same for
+        # every t.
         layout = Layout((e, *full, h), len(full), std=config.linear_std, experts=True)
         bias = Layout((e, *full), len(full), experts=True) if config.bias else None
         self.linear_fc1 = _Stack(layout, (own, blocks * f // t, h), bias, fp8=fp8)

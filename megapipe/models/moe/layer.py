@@ -57,6 +57,7 @@ class SharedExperts(MLP):
         self.gate_weight = None
         if config.moe_shared_expert_gate:
             shape = (1, config.hidden)
+            # Every rank has the whole gate. Under sequence parallelism it sees only its own tokens.
             layout = Layout(shape, std=config.linear_std, sum_over_tp=config.sequence_parallel)
             self.gate_weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 

@@ -41,6 +41,7 @@ def balance(
 
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
     """Return the factor c of `balance`: its gradient with respect to the scores is c x counts."""
+    # f_i has the factor 1 / (tokens k) and P_i the factor 1 / tokens.
     return num_experts * weight / (k * tokens * tokens)
 
 
