@@ -33,6 +33,7 @@ ROOMS = [
     "megapipe/optim",
     "megapipe/optim/sharded",
     "megapipe/partition",
+    "megapipe/pipeline_parallel",
     "megapipe/pipeline_parallel/contracts",
     "megapipe/pipeline_parallel/families",
     "megapipe/pipeline_parallel/families/offload",

@@ -1,4 +1,4 @@
-"""Iterators whose items are read a second time, by passes that run again."""
+"""Read the items of an iterator a second time, for passes that run again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ T = TypeVar("T")
 
 
 class Rewinding(Iterator[T]):
-    """An iterator that can begin again, for passes that run again.
+    """An iterator that can begin again, for a program that V sends back to its beginning.
 
     Args:
-        at, order: its items are at(i) for each i of the order.
+        at: returns the item of an index.
+        order: the indices, in the order of the items.
     """
 
     def __init__(self, at: Callable[[int], T], order: Sequence[int]) -> None:
-        self._at, self._order, self._taken = at, order, 0
+        self._at = at
+        self._order = order
+        self._taken = 0
 
     def __next__(self) -> T:
         if self._taken == len(self._order):
@@ -25,15 +28,20 @@ class Rewinding(Iterator[T]):
         return self._at(self._order[self._taken - 1])
 
     def rewind(self) -> None:
-        """The next item is the first."""
+        """Begin again: the next item is the first."""
         self._taken = 0
 
 
 class Noting(Iterator[T]):
-    """An iterator that notes what it gives."""
+    """An iterator that keeps the items that it has given, for a forward that R runs again.
+
+    Attributes:
+        given: these items, in order.
+    """
 
     def __init__(self, items: Iterator[T]) -> None:
-        self._items, self.given = items, list[T]()
+        self._items = items
+        self.given: list[T] = []
 
     def __next__(self) -> T:
         self.given.append(next(self._items))

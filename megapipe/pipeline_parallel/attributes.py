@@ -1,4 +1,4 @@
-"""Modules of a rank's stages as the engine is given them, and attributes that it asks for, whatever wraps them."""
+"""Find a rank's modules and the attributes that the engine reads of them, whatever wraps them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,34 @@ from megapipe.errors import ConfigError
 from megapipe.schedule import Schedule
 
 Chunks = Mapping[int, tuple[nn.Module, Iterator[Any] | None]]
-"""Module and data of each stage of a rank."""
+"""Module and data of each stage of a rank, by the stage's number in ascending order."""
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:
-    """An attribute of the module, or of the one that it wraps as `.module`, as DistributedDataParallel does."""
-    while not hasattr(module, name) and isinstance(inner := getattr(module, "module", None), nn.Module):
+    """Return an attribute of the module, or of the module that it wraps as `.module`.
+
+    DistributedDataParallel wraps so. Raises: AttributeError if none of them has it.
+    """
+    while not hasattr(module, name):
+        inner = getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
         module = inner
     return getattr(module, name)
 
 
 def config_of(module: nn.Module) -> Any:
-    """Megatron's way to say the size of messages. Raises: ConfigError if the module has none."""
+    """Return a model's config, where Megatron's models say the size of messages.
+
+    Raises: ConfigError if the module has none.
+    """
     try:
         return attribute_of(module, "config")
     except AttributeError:
         raise ConfigError(
-            f"{type(module).__name__} has no `config` to say the size of messages: give get_forward_backward_func "
-            "config=..., an object with hidden_size and sequence_parallel, or the model such an attribute."
+            f"{type(module).__name__} has no `config` to say the size of messages: give "
+            "get_forward_backward_func config=..., an object with hidden_size and "
+            "sequence_parallel, or the model such an attribute."
         ) from None
 
 
@@ -38,13 +48,23 @@ def chunks_of(
     model: nn.Module | Sequence[nn.Module],
     data: Any,
 ) -> Chunks:
-    """Module and data of each stage of a rank. Raises: ConfigError for lists of other lengths."""
-    own = table.placement.stages_on(rank)
+    """Return module and data of each stage of a rank.
+
+    Args:
+        table: says which stages the rank has.
+        rank: of the pipeline.
+        model: one module, or a list with one for each stage in ascending order.
+        data: one iterator for all stages, or a list of them.
+    Raises: ConfigError for lists of other lengths.
+    """
+    stages = table.placement.stages_on(rank)
     modules = list(model) if isinstance(model, Sequence) else [model]
-    iterators = data if isinstance(data, list) else [data] * len(modules)  # other sequences may be the data themselves
-    if not len(modules) == len(iterators) == len(own):
+    # Sequences other than a list may be the data themselves.
+    iterators = data if isinstance(data, list) else [data] * len(modules)
+    if not len(modules) == len(iterators) == len(stages):
         raise ConfigError(
-            f"pipeline rank {rank} has {len(own)} stages under the schedule {table.name}: model and data_iterator must "
-            f"be lists of {len(own)}, one of each per stage, got {len(modules)} and {len(iterators)}."
+            f"pipeline rank {rank} has {len(stages)} stages under the schedule {table.name}: model "
+            f"and data_iterator must be lists of {len(stages)}, one of each per stage, got "
+            f"{len(modules)} and {len(iterators)}."
         )
-    return dict(zip(own, zip(modules, iterators, strict=True), strict=True))
+    return dict(zip(stages, zip(modules, iterators, strict=True), strict=True))

@@ -1,4 +1,4 @@
-"""A program with everything looked up that the executor needs of each pass."""
+"""Look up everything that the executor needs of each pass of a program, once for all steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from megapipe.schedule.kinds import Lane
 
 
 class Call(NamedTuple):
-    """A pass as the engine needs it.
+    """A pass in the form in which the executor runs it.
 
     Attributes:
-        number: of its microbatch or step; where these are cut, of its slice among all.
-        takes: the passes whose results it uses, each with the rank that it is made on; none at an end of the model, and
-            for W.
-        gives: how often its result is used here, by passes and by messages.
-        leaves: what it takes of another rank that a later pass takes too.
-        ends: is it the last pass of a microbatch on its stage?
-        beside: does it run on another lane than compute?
-        before, after: what families do on its stage before it begins, and after its step.
-        awaits: passes beside it, of another lane than its own, that must have ended before it begins.
+        item: the pass.
+        number: its microbatch or step. Where microbatches are cut, its slice among all slices.
+        takes: the passes whose results it uses, each with the rank that runs it. Empty at an end of
+            the model, and for W.
+        gives: number of times that its result is used here, by passes and by messages.
+        leaves: results of other ranks that it takes and a later pass takes too.
+        ends: it is the last pass of a microbatch on its stage.
+        overlaps: it runs on another stream than compute, at the same time as other passes.
+        before: functions of families, called with its stage before it begins.
+        after: likewise, called after it, or after both passes of a pair.
+        awaits: overlapping passes of another stream than its own that must end before it begins.
     """
 
     item: Pass
@@ -36,7 +38,7 @@ class Call(NamedTuple):
     gives: int
     leaves: frozenset[Pass]
     ends: bool
-    beside: bool
+    overlaps: bool
     before: tuple[Callable[[Any], None], ...]
     after: tuple[Callable[[Any], None], ...]
     awaits: tuple[Pass, ...]
@@ -46,41 +48,79 @@ class Call(NamedTuple):
 def looked_up(
     program: Program, placement: Placement, rank: int, ahead: Ahead
 ) -> tuple[tuple[Call, ...] | Exchange, ...]:
-    """The program with everything looked up that does not change from step to step."""
+    """Return the program with each pass as a `Call`.
+
+    Args:
+        program: of one rank.
+        placement: of the stages.
+        rank: whose program it is.
+        ahead: the receives that may be posted before their turn.
+    """
     items = receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
     messages = [m for item in items if isinstance(item, Exchange) for m in item.messages]
-    # Received tensors stand in the program as messages alone: the passes that made them are on other ranks.
+    arriving = [m.made_by for m in messages if m.src != rank]
+    # Received tensors are in the program as messages alone: their passes run on other ranks.
     made = {(p.kind.traits.makes[0], *p[1:]): p for p in [*passes, *(m.made_by for m in messages)]}
-    table = _table(passes, [m.made_by for m in messages if m.src != rank], placement)
-    takes = {p: [made[what, s, *p[2:]] for what, s in table.links[p[:2]].takes] for p in passes}
-    uses = Counter([*(p for taken in takes.values() for p in taken), *(m.made_by for m in messages if m.src == rank)])
-    leaves = _not_for_the_last_time(takes, {m.made_by for m in messages if m.src != rank})
-    # Later ones overwrite: what stays is each stage's last pass of a microbatch.
-    last = {p.stage: p for p in passes if p.kind.traits.lane is Lane.COMPUTE and not p.kind.traits.per_stage}
-    beside = {p for p in passes if p.kind.traits.lane is not Lane.COMPUTE}
+    table = _table(passes, arriving, placement)
+    takes: dict[Pass, list[Pass]] = {}
+    for p in passes:
+        links = table.links[p[:2]].takes
+        takes[p] = [made[what, stage, *p[2:]] for what, stage in links]
+    uses = Counter(m.made_by for m in messages if m.src == rank)
+    for taken in takes.values():
+        uses.update(taken)
+    leaves = _taken_again_later(takes, set(arriving))
+    # Later passes overwrite earlier ones, so each stage's last pass of a microbatch stays.
+    last: dict[int, Pass] = {}
+    overlapping: set[Pass] = set()
+    for p in passes:
+        if p.kind.traits.lane is not Lane.COMPUTE:
+            overlapping.add(p)
+        elif not p.kind.traits.per_stage:
+            last[p.stage] = p
     needs = Dependencies(table)
     around = [family.around(table) for family in FAMILIES]
 
-    # A need on another lane whose result is not handed over, such as an update before a gather, is waited for by name.
+    # Some needs have no result that is handed over: a gather needs an update. Where the needed pass
+    # runs on another stream, it must be waited for by name.
     def awaited(p: Pass) -> Iterator[Pass]:
-        for need in needs.of(p) if beside else ():
-            if need in beside and need.kind.traits.lane is not p.kind.traits.lane and need not in takes[p]:
+        if not overlapping:
+            return
+        lane = p.kind.traits.lane
+        for need in needs.of(p):
+            other = need in overlapping and need.kind.traits.lane is not lane
+            if other and need not in takes[p]:
                 yield need
 
     def call(p: Pass) -> Call:
-        taken = tuple((one, placement.rank_of[one.stage]) for one in takes[p])
-        before = tuple(one.before[p] for one in around if p in one.before)
-        after = tuple(one.after[p] for one in around if p in one.after)
-        own = last.get(p.stage) == p, p in beside
-        return Call(p, table.number(p), taken, uses[p], leaves[p], *own, before, after, tuple(awaited(p)))
+        return Call(
+            item=p,
+            number=table.number(p),
+            takes=tuple((one, placement.rank_of[one.stage]) for one in takes[p]),
+            gives=uses[p],
+            leaves=leaves[p],
+            ends=last.get(p.stage) == p,
+            overlaps=p in overlapping,
+            before=tuple(one.before[p] for one in around if p in one.before),
+            after=tuple(one.after[p] for one in around if p in one.after),
+            awaits=tuple(awaited(p)),
+        )
 
     return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
 
-def _not_for_the_last_time(takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]) -> dict[Pass, frozenset[Pass]]:
-    """The results of other ranks that each pass takes and a later one too. takes: by pass, in their order."""
-    found, later = {}, set[Pass]()
+def _taken_again_later(
+    takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]
+) -> dict[Pass, frozenset[Pass]]:
+    """Return the results of other ranks that each pass takes and a later pass takes too.
+
+    Args:
+        takes: the results that each pass takes; the passes are in their order.
+        received: the results of other ranks.
+    """
+    found: dict[Pass, frozenset[Pass]] = {}
+    later: set[Pass] = set()
     for one in reversed(list(takes)):
         taken = received.intersection(takes[one])
         found[one] = frozenset(taken & later)
@@ -89,7 +129,10 @@ def _not_for_the_last_time(takes: Mapping[Pass, Sequence[Pass]], received: set[P
 
 
 def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -> Schedule:
-    """The passes of one rank in one step, and behind them those whose results it is sent, as a table."""
+    """Return a table of one rank's passes in a step, to ask it about links and needs.
+
+    Its second row has the passes of other ranks whose results this rank is sent.
+    """
     numbers = [p.microbatch for p in passes if not p.kind.traits.per_stage]
     slices = 1 + max((p.slice for p in passes if p.slice is not None), default=-1)
     rows = tuple(tuple((p,) for p in row) for row in (passes, sent))

@@ -1,4 +1,4 @@
-"""A step's forward and backward passes: makes stages of modules and lets the one executor run the table over them."""
+"""Run a step's forward and backward passes: make stages of modules, and execute the table."""
 
 from __future__ import annotations
 
@@ -27,24 +27,37 @@ from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.shapes import microbatches_of
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.together import Together
-from megapipe.schedule import Costs, Pass, Placement, Program, Schedule, build, forward_only, unpaired, verify
+from megapipe.schedule import (
+    Costs,
+    Pass,
+    Placement,
+    Program,
+    Schedule,
+    build,
+    forward_only,
+    unpaired,
+    verify,
+)
 from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.lower import lower_timed, most_in_flight
 from megapipe.schedule.simulate import run_clock
 
 SLACK = 2
-"""Sends that a rank may be ahead of the schedule's clock before it waits for the rank that is behind."""
+"""Sends that a rank may have under way beyond the schedule's clock before it waits."""
 
 
 @lru_cache(maxsize=16)
 def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """The program of each rank, and how many of its messages are under way at most."""
+    """Return the program of each rank, and the most messages that each has under way."""
     verify(schedule)
-    # Where passes have nothing to hide, what the first of a pair makes leaves before the second.
-    schedule = schedule if hides else unpaired(schedule)
-    schedule = forward_only(schedule) if evaluate else schedule
+    # Where passes have nothing to hide, the first of a pair sends its result before the second
+    # runs.
+    if not hides:
+        schedule = unpaired(schedule)
+    if evaluate:
+        schedule = forward_only(schedule)
     clock = run_clock(schedule, costs)
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)
 
@@ -55,17 +68,18 @@ _kept = lru_cache(maxsize=16)(share_of_window)
 
 @dataclass(eq=False)
 class ForwardBackward:
-    """One rank's way through the forward and backward passes of a step; call it once per step.
+    """The forward and backward passes of one rank's steps. Call it once for each step.
 
     Args:
-        mesh: who this rank is.
+        mesh: says who this rank is.
         schedule: a table, or a name that `schedule.build` knows.
         chunks: stages per rank, for a name.
         p2p_mode: how messages are posted, a `transport.P2PMode`.
-        config: says hidden_size and sequence_parallel, and may say
-            num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths and pipeline_dtype, the type of
-            messages; None for the model's own `.config`, which Megatron-LM's models have.
-        variable_seq_lengths: microbatches differ in length, so the shape of each message is sent before it.
+        config: says hidden_size and sequence_parallel. It may have
+            num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, and
+            pipeline_dtype, the type of messages. None for the model's own `.config`, which
+            Megatron-LM's models have.
+        variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
         options: of `schedule.build`, for a name.
     """
 
@@ -87,28 +101,34 @@ class ForwardBackward:
         self.graphs: Graphs | None = None
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
-        """Run every microbatch through this rank's stages; `given` are the fields of a Request.
+        """Run every microbatch through this rank's stages.
 
-        Returns: loss_func's dict of every microbatch in order, on ranks whose stages hold the loss; else [].
+        given: the fields of a Request.
+        Returns: loss_func's dict of every microbatch in order, on ranks with a loss; else [].
         Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
         """
         step = Request(**given)
-        table, rank = step.schedule or self.table(step.num_microbatches), self.mesh.pp.rank
+        rank = self.mesh.pp.rank
+        table = step.schedule or self.table(step.num_microbatches)
         chunks = chunks_of(table, rank, step.model, step.data_iterator)
         if self.graphs is not None and not step.forward_only:
             chunks = self.graphs.over(chunks, table)
-        config = config_of(next(iter(chunks.values()))[0]) if self.config is None else self.config
-        modules, dtype = [module for module, _ in chunks.values()], getattr(config, "pipeline_dtype", None)
-        # Collective, and the same for every step of a run.
-        self._dtype = self._dtype or dtype_of(modules, self.mesh.pp, dtype)
+        modules = [module for module, _ in chunks.values()]
+        config = config_of(modules[0]) if self.config is None else self.config
+        if self._dtype is None:
+            # Collective, and the same for every step of a run.
+            stated = getattr(config, "pipeline_dtype", None)
+            self._dtype = dtype_of(modules, self.mesh.pp, stated)
         variable = any(getattr(of, "variable_seq_lengths", False) for of in (self, step, config))
         length = None if variable else step.decoder_seq_length or step.seq_length
         microbatches = microbatches_of(table, length, self.mesh, config, step.documents)
         stages = self._stages(step, table, chunks, config, microbatches)
         programs, in_flight = _programs(table, step.costs, step.forward_only, self.mesh.hides)
-        # As many sends as the clock has under way, and a few: a rank that runs ahead waits before it holds more.
-        comm = self._messenger(step, config, table.placement, in_flight[rank] + SLACK, microbatches(), variable)
-        # At the first step of each placement: steps may be of several.
+        # The clock's number of sends and a few more: a rank that runs ahead waits before it holds
+        # the memory of more.
+        limit = in_flight[rank] + SLACK
+        comm = self._messenger(step, config, table.placement, limit, microbatches(), variable)
+        # Steps may be of several placements, and each opens its links once.
         if table.placement not in self._opened:
             comm.open_links(table.placement)
             self._opened.add(table.placement)
@@ -127,18 +147,27 @@ class ForwardBackward:
         return _reported(stages.values(), step.on_loss)
 
     def _stages(
-        self, step: Request, table: Schedule, chunks: Chunks, config: Any, microbatches: Callable[[], Microbatches]
+        self,
+        step: Request,
+        table: Schedule,
+        chunks: Chunks,
+        config: Any,
+        microbatches: Callable[[], Microbatches],
     ) -> dict[int, PipelineStage]:
-        kept = _kept(table, getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) or 0)
+        """Return the stages of the step by number."""
+        window = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
+        kept = _kept(table, window or 0)
         of_stages: dict[int, dict[str, OfStage]] = {number: {} for number in chunks}
         for family in FAMILIES:
-            for number, of_stage in family.stages(Setting(table, chunks, step, self.kept[family.name])).items():
+            setting = Setting(table, chunks, step, self.kept[family.name])
+            for number, of_stage in family.stages(setting).items():
                 of_stages[number][family.name] = of_stage
         stages = {}
         for n, (number, (module, data)) in enumerate(chunks.items()):
             ends = ends_of(table.placement, number, config)
             for of_stage in of_stages[number].values():
-                data, ends = of_stage.data(data), of_stage.ends(ends)
+                data = of_stage.data(data)
+                ends = of_stage.ends(ends)
             stages[number] = PipelineStage(
                 step,
                 module,
@@ -155,21 +184,39 @@ class ForwardBackward:
         return stages
 
     def _messenger(
-        self, step: Request, config: Any, place: Placement, in_flight: int, microbatches: Microbatches, variable: bool
+        self,
+        step: Request,
+        config: Any,
+        place: Placement,
+        in_flight: int,
+        microbatches: Microbatches,
+        variable: bool,
     ) -> Messenger:
+        """Return the messenger of the step, which may have `in_flight` sends under way."""
         assert self._dtype is not None
-        shared = ranks_of_tokens(self.mesh, config)
-        given = step.decoder_seq_length or step.seq_length, step.micro_batch_size
+        length, batch, hidden = 0, 0, 0
         # One pipeline rank sends nothing, so it need not know the size of a message.
-        length, batch, hidden = size_of(*given, config) if self.mesh.pp.size > 1 else (0, 0, 0)
-        shape = (length // shared, batch, hidden)
-        whole = shape[0] * shared, batch, hidden
-        sizes = Sizes(place, whole, shape[0], self._dtype, step.forward_only, variable, self.mesh.cp.size)
+        if self.mesh.pp.size > 1:
+            given = step.decoder_seq_length or step.seq_length
+            length, batch, hidden = size_of(given, step.micro_batch_size, config)
+        ranks = ranks_of_tokens(self.mesh, config)
+        here = length // ranks
+        shape = (here, batch, hidden)
+        whole = (here * ranks, batch, hidden)
+        context = self.mesh.cp.size
+        sizes = Sizes(place, whole, here, self._dtype, step.forward_only, variable, context)
         shapes: list[Callable[[Pass], Shape | None]] = [partial(microbatches.shape, shape)]
-        shapes += [shape_of for family in FAMILIES if (shape_of := family.shapes(sizes)) is not None]
+        for family in FAMILIES:
+            shape_of = family.shapes(sizes)
+            if shape_of is not None:
+                shapes.append(shape_of)
 
         def shape_of_message(made_by: Pass) -> Shape | None:
-            return next((found for shape_of in shapes if (found := shape_of(made_by)) is not None), None)
+            for shape_of in shapes:
+                found = shape_of(made_by)
+                if found is not None:
+                    return found
+            return None
 
         return Messenger(
             self.mesh.pp,
@@ -183,21 +230,29 @@ class ForwardBackward:
         )
 
     def table(self, num_microbatches: int) -> Schedule:
-        """The schedule of a step. Raises: ConfigError if it is a table for other numbers."""
-        ranks, table = self.mesh.pp.size, self.schedule
+        """Return the schedule of a step.
+
+        Raises: ConfigError if it is a table for other numbers of ranks or microbatches.
+        """
+        ranks = self.mesh.pp.size
+        table = self.schedule
         if isinstance(table, str):
             return _built(table, ranks, num_microbatches, chunks=self.chunks, **self.options)
         if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
             raise ConfigError(
-                f"the schedule {table.name} is a table of {len(table.ranks)} ranks and {table.num_microbatches} "
-                f"microbatches, and the step has {ranks} pipeline ranks and num_microbatches {num_microbatches}. "
-                "Build the table for these, or give get_forward_backward_func the schedule's name."
+                f"the schedule {table.name} is a table of {len(table.ranks)} ranks and "
+                f"{table.num_microbatches} microbatches, and the step has {ranks} pipeline ranks "
+                f"and num_microbatches {num_microbatches}. Build the table for these, or give "
+                "get_forward_backward_func the schedule's name."
             )
         return table
 
 
 def ends_of(place: Placement, stage: int, config: Any) -> Ends:
-    """Return what a stage has of the ends of the model."""
+    """Return the ends of the model that a stage has.
+
+    config: has `depth_weight`, the factor on the loss of a depth of multi-token prediction.
+    """
     depth = place.depth(stage)
     return Ends(
         holds_loss=place.is_last(stage) or depth > 0,
@@ -207,15 +262,19 @@ def ends_of(place: Placement, stage: int, config: Any) -> Ends:
     )
 
 
-def _reported(stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None) -> list[dict[str, Any]]:
-    """The results of loss_func, by microbatch."""
-    losses, results = list[tuple[int, Loss]](), dict[int, Any]()
+def _reported(
+    stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None
+) -> list[dict[str, Any]]:
+    """Return the dicts of loss_func by microbatch, and call `on_loss` with each loss."""
+    losses: list[tuple[int, Loss]] = []
+    results: dict[int, Any] = {}
     for stage in stages:
         stage.finish()
         losses += stage.microbatches.losses_of(stage.losses)
         results |= stage.results
-    for mb, loss in sorted(losses, key=itemgetter(0)):
+    # Sorted, because `on_loss` adds losses up, and sums of floats depend on their order.
+    for microbatch, loss in sorted(losses, key=itemgetter(0)):
         if on_loss is not None:
             on_loss(loss)
-        results[mb] = results.get(mb, {}) | loss.reported
-    return [results[mb] for mb in sorted(results)]
+        results[microbatch] = results.get(microbatch, {}) | loss.reported
+    return [results[microbatch] for microbatch in sorted(results)]

@@ -1,12 +1,12 @@
-"""The one engine: walks a program, item by item. A pass begins on its stage, an exchange calls the communicator."""
+"""Run one rank's program item by item: a pass begins on its stage, an exchange on the messenger."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from time import monotonic
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,26 +26,35 @@ from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
 class Stage(Protocol):
-    """A stage as a program sees it."""
+    """A stage as the executor sees it. `microbatch` may also be the number of a slice."""
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Input (None at the embedding) -> output (None at the loss), which the stage itself lets go of."""
+        """Return the output, which the stage does not keep; None at the loss.
+
+        x: the input; None at the embedding.
+        """
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Gradient of the output (None at the loss) -> of the input (None at the embedding); with or without W."""
+        """Return the gradient of the input; None at the embedding.
+
+        Args:
+            microbatch: its number.
+            grad: of the output; None at the loss.
+            weights: also compute the gradients of weights. Otherwise `weight` will.
+        """
 
     def weight(self, microbatch: int) -> None:
-        """The weight gradients that a backward without weights left out."""
+        """Compute the weight gradients that a backward without weights has left out."""
 
     def forget(self) -> None:
-        """The forwards so far, which come again from the first one on."""
+        """Forget the forwards so far, because all of them run again."""
 
-    def alike(self, microbatch: int, other: int) -> bool:
-        """Do backwards of these microbatches do the same, in the same order?"""
+    def same_waits(self, microbatch: int, other: int) -> bool:
+        """Return whether backwards of both microbatches wait for collectives in the same places."""
 
 
 class PairedStage(Protocol):
-    """A stage that runs its forward of one microbatch together with a backward in a way of its own, DeepSeek's."""
+    """A stage that runs a forward and a backward together in its own way, as DeepSeek's do."""
 
     def overlapped_forward_backward(
         self,
@@ -57,7 +66,13 @@ class PairedStage(Protocol):
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The results of `forward(microbatch, x)` and `backward_stage.backward(backward_microbatch, grad)`."""
+        """Return the results of the forward and of the backward.
+
+        Args:
+            microbatch, x: of `forward` on this stage.
+            backward_stage: the stage of the backward, on the same rank.
+            backward_microbatch, grad, weights: of its `backward`.
+        """
 
 
 _NOTHING = "{} made nothing for the next stage"
@@ -67,21 +82,22 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
     """The tensors that a rank holds between two items, by the pass that made them.
 
     Attributes:
-        uses: of what is used more than once.
-        beside: passes of other lanes that have begun and make nothing that is handed over.
+        uses: how often each result will be used, if more than once.
+        running: overlapping passes that have begun and make no result for other passes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.uses: dict[Pass, int] = {}
-        self.beside: dict[Pass, Begun] = {}
+        self.running: dict[Pass, Begun] = {}
 
     def give(self, made_by: Pass, made: Tensor | Begun, uses: int) -> None:
-        """Hold until it is used so often."""
-        self[made_by], self.uses[made_by] = made, uses
+        """Hold a result until it has been used `uses` times."""
+        self[made_by] = made
+        self.uses[made_by] = uses
 
     def taken(self, call: Call) -> list[Tensor]:
-        """The inputs of a pass."""
+        """Return the inputs of a pass, waiting for them where they are under way."""
         given = []
         for made_by, _ in call.takes:
             given.append(self.take(made_by))
@@ -90,8 +106,9 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return given
 
     def take(self, made_by: Pass) -> Tensor:
-        """Use once, waiting for it if it is under way."""
-        held = self[made_by]  # in hand while it is waited for: so `watch` knows
+        """Use a result once, waiting for it if it is under way."""
+        # It stays in hand while it is waited for: a diagnosis of a hang looks for it here.
+        held = self[made_by]
         tensor = held if isinstance(held, Tensor) else held.wait()
         assert tensor is not None, _NOTHING.format(made_by)
         left = self.uses.pop(made_by, 1) - 1
@@ -102,14 +119,19 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return tensor
 
     def end(self, passes: Iterable[Pass]) -> None:
-        """Wait for those of them that run beside and have not been waited for."""
+        """Wait for these passes, if they have begun and have not been waited for."""
         for one in passes:
-            if isinstance(begun := self.beside.pop(one, None) or self.get(one), Begun):
-                with record_function(f"wait {one}") if profiler._is_profiler_enabled else nullcontext():
-                    made = begun.wait()
-                if one in self:
-                    assert made is not None, _NOTHING.format(one)
-                    self[one] = made
+            begun = self.running.pop(one, None) or self.get(one)
+            if not isinstance(begun, Begun):
+                continue
+            label: AbstractContextManager[Any] = nullcontext()
+            if profiler._is_profiler_enabled:
+                label = record_function(f"wait {one}")
+            with label:
+                made = begun.wait()
+            if one in self:
+                assert made is not None, _NOTHING.format(one)
+                self[one] = made
 
 
 def execute(
@@ -124,30 +146,39 @@ def execute(
     watch: Stopwatch | None = None,
     together: Together | None = None,
 ) -> None:
-    """Run one rank's program from first to last item.
+    """Run one rank's program from its first to its last item.
 
-    A pass begins as `PASSES` says. On the compute lane it is waited for at once, on others where it is first needed, or
-    at the end. A message is waited for when a pass uses it; an output lives here until it is sent and nowhere longer.
-    While a profiler records, every pass is labelled `1F0`, every message `send 1F0 ->2` and `recv 0F1 <-0` (the wait
-    for it), and the wait for a pass of another lane `wait 1G0`.
+    A pass begins as `PASSES` says. On the compute stream it is waited for at once. On another
+    stream it is waited for where it is first needed, or at the end. A message is waited for when a
+    pass uses it. An output is held until it is sent, and no longer.
+
+    While a profiler records, every pass has a label such as `1F0`. Messages have `send 1F0 ->2` and
+    `recv 0F1 <-0` (the wait for it). The wait for a pass of another stream has `wait 1G0`.
 
     Args:
         program: this rank's part of `schedule.lower`.
-        stages: this rank's stages by number, with what `PASSES` calls.
+        placement: of the stages.
+        stages: this rank's stages by number, with the methods that `PASSES` calls.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is taken; waits for the samples that it needs.
+        read: called with each pass before its time is taken. It waits for the samples of the pass.
         position: kept up to date, for `pipeline_parallel.watch`.
-        watch: takes the time of every pass, and of every wait for a collective within one.
+        watch: takes the time of every pass, and of its waits for collectives.
         together: runs the pairs.
-    Raises: whatever a pass or message raises, with its place in a note; AssertionError if a tensor is never used.
+    Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
+        never used.
     """
-    hand, watch = _Hand(), watch or Stopwatch(comm.pp.device)
+    hand = _Hand()
+    watch = watch or Stopwatch(comm.pp.device)
     runs = _Runs(stages, hand, comm, watch, together or Together(comm.pp.device))
     position = position or Position()
     plan = looked_up(program, placement, comm.pp.rank, comm.receives_ahead)
-    position.comm, position.hand, position.plan = comm, hand, plan  # in this order: `watch` reads them meanwhile
-    # In this thread on a GPU too, where autograd has one of its own for all: two backwards may run together.
+    # In this order, because the thread of `watch` may read them at any moment, from the plan on.
+    position.comm = comm
+    position.hand = hand
+    position.plan = plan
+    # Backwards run in this thread on a GPU too. Autograd has one thread for a device, and two
+    # backwards of a pair need two.
     with torch.autograd.set_multithreading_enabled(False), at_waits.do(None, None):
         _walk(plan, runs, position, on_stage_done, read)
     assert not hand, f"never used: {', '.join(map(str, hand))}"
@@ -160,12 +191,14 @@ def _walk(
     on_stage_done: Callable[[int], None] | None,
     read: Callable[[Pass], None] | None,
 ) -> None:
+    """Run the items of a plan, and wait at the end for all that is under way."""
     stages, hand, comm, watch, _ = runs
     step = runs.labelled if profiler._is_profiler_enabled else runs.item
     item: tuple[Call, ...] | Exchange = ()
     at = 0
     try:
-        # A counter in place of `for`: after a wrong guess V sends the program back to its first item.
+        # A counter in place of `for`: after a wrong guess V sends the program back to its first
+        # item.
         while at < len(plan):
             item = plan[at]
             position.at = item, monotonic()
@@ -181,12 +214,12 @@ def _walk(
             at += 1
             if on_stage_done is not None and not isinstance(item, Exchange):
                 for call in item:
-                    # Also passes that run beside: the stage's gradients are whole from here on.
+                    # Overlapping passes too: the stage's gradients are complete from here on.
                     if call.ends:
-                        hand.end([x for x in hand.beside if x.stage == call.item.stage])
+                        hand.end([x for x in hand.running if x.stage == call.item.stage])
                         on_stage_done(call.item.stage)
         position.at = "the end of the passes", monotonic()
-        hand.end(list(hand.beside))
+        hand.end(list(hand.running))
         comm.finish()
     except Exception as error:
         error.add_note(f"in {_text(item)} of pipeline rank {comm.pp.rank}")
@@ -194,9 +227,12 @@ def _walk(
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
-    """Go back to the beginning of the program. All that other ranks have sent so far is here or awaited."""
-    hand.end(list(hand.beside))
-    # Messages that have been posted cannot be called back: they are taken and thrown away, and come again.
+    """Go back to the beginning of the program.
+
+    Everything that other ranks have sent so far is in hand, or its receive is posted.
+    """
+    hand.end(list(hand.running))
+    # A receive that is posted cannot be taken back. Its tensor is dropped, and will come again.
     for held in hand.values():
         if not isinstance(held, Tensor):
             held.wait()
@@ -206,7 +242,11 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
 
 
 class _Runs(NamedTuple):
-    """The rank that runs the items of a program."""
+    """A rank that runs the items of a program.
+
+    `item` runs one item, and `labelled` does so with labels for a profiler. Both return whether the
+    program must begin again.
+    """
 
     stages: Mapping[int, Stage]
     hand: _Hand
@@ -215,7 +255,6 @@ class _Runs(NamedTuple):
     together: Together
 
     def item(self, item: tuple[Call, ...] | Exchange) -> bool:
-        """Returns: is the program to begin again?"""
         hand = self.hand
         if isinstance(item, Exchange):
             hand.update(self.comm.exchange(item.messages, hand.take))
@@ -232,17 +271,21 @@ class _Runs(NamedTuple):
         return again
 
     def single(self, call: Call) -> bool:
-        """One pass. Returns as `item`."""
-        hand, watch = self.hand, self.watch
-        # Inputs are waited for before the mark: the stopwatch tells waiting from computing by it.
+        """Run one pass, and return whether the program must begin again."""
+        hand = self.hand
+        watch = self.watch
         kind, stage, *_ = call.item
+        # Inputs are waited for before the mark, by which the stopwatch tells waiting from
+        # computing.
         given = hand.taken(call)
         begin = watch.mark()
-        at_waits.watch = None if call.beside or kind.traits.per_stage else watch
+        # Only waits of layers count as exposed communication.
+        at_waits.watch = None if call.overlaps or kind.traits.per_stage else watch
         made = PASSES[kind](self.stages[stage], call.number, given)
         at_waits.watch = None
-        if not call.beside:
-            made = made.wait() if isinstance(made, Begun) else made
+        if not call.overlaps:
+            if isinstance(made, Begun):
+                made = made.wait()
             watch.note(begin)
             if made is AGAIN:
                 return True
@@ -252,38 +295,47 @@ class _Runs(NamedTuple):
         return False
 
     def pair(self, one: Call, other: Call) -> bool:
-        """Two passes together: one computes while the other waits for a collective. Returns as `item`."""
+        """Run two passes together, and return False: neither is V."""
         given = [self.hand.taken(call) for call in (one, other)]
-        begin, (f, b) = self.watch.mark(), (one.item, other.item)
-        stage, back = self.stages[f.stage], self.stages[b.stage]
-        if hasattr(stage, "overlapped_forward_backward") and f.kind.is_forward and b.kind.is_backward:
+        begin = self.watch.mark()
+        f = one.item
+        b = other.item
+        stage = self.stages[f.stage]
+        back = self.stages[b.stage]
+        overlaps = hasattr(stage, "overlapped_forward_backward")
+        if overlaps and f.kind.is_forward and b.kind.is_backward:
             x, grad = map(sum_of, given)
-            own, weights = cast(PairedStage, stage), not b.kind.is_split
-            made: tuple[Made, Made] = own.overlapped_forward_backward(
-                one.number, x, back, other.number, grad, weights=weights
+            made: tuple[Made, Made] = cast(PairedStage, stage).overlapped_forward_backward(
+                one.number, x, back, other.number, grad, weights=not b.kind.is_split
             )
         else:
             run = partial(PASSES[f.kind], stage, one.number, given[0])
-            beside = partial(PASSES[b.kind], back, other.number, given[1])
+            run_other = partial(PASSES[b.kind], back, other.number, given[1])
             synchronises = any(getattr(x, "synchronises", False) for x in (stage, back))
-            way = how(f, b, lambda: back.alike(one.number, other.number), synchronises=synchronises)
-            made = self.together.run(run, beside, way, self.watch)
+            way = how(
+                f,
+                b,
+                lambda: back.same_waits(one.number, other.number),
+                synchronises=synchronises,
+            )
+            made = self.together.run(run, run_other, way, self.watch)
         self.watch.note(begin, passes=2)
         for call, tensor in zip((one, other), made, strict=True):
             _give(call, tensor, self.hand)
         return False
 
     def labelled(self, item: tuple[Call, ...] | Exchange) -> bool:
-        """`item` with labels for a profiler."""
         if isinstance(item, Exchange):
-            names = [f"send {m.made_by} ->{m.dst}" for m in item.messages if m.src == self.comm.pp.rank]
+            sent = [m for m in item.messages if m.src == self.comm.pp.rank]
+            names = [f"send {m.made_by} ->{m.dst}" for m in sent]
         else:
             for call in item:
                 self.hand.end(call.awaits)
                 for taken, source in call.takes:
-                    # Here, ahead of `item`: the wait for a message gets a label of its own in a trace, apart from the
-                    # pass's.
-                    if isinstance(held := self.hand[taken], InFlight):
+                    # Before `item`, so that the wait for a message has its own label in a trace,
+                    # outside of the pass's.
+                    held = self.hand[taken]
+                    if isinstance(held, InFlight):
                         with record_function(f"recv {taken} <-{source}"):
                             self.hand[taken] = held.wait()
             names = [str(call.item) for call in item]
@@ -294,12 +346,14 @@ class _Runs(NamedTuple):
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
-    # What nobody takes is not held: a hand that is not empty at the end is a table that was lowered wrong.
+    """Hold the result of a pass, if another pass or a message takes it."""
+    # Other results are not held: a hand that is not empty at the end shows a table that was lowered
+    # wrongly.
     if call.gives:
         assert isinstance(made, Tensor | Begun), _NOTHING.format(call.item)
         hand.give(call.item, made, call.gives)
     elif isinstance(made, Begun):
-        hand.beside[call.item] = made
+        hand.running[call.item] = made
 
 
 def _text(item: tuple[Call, ...] | Exchange) -> str:

@@ -1,4 +1,7 @@
-"""The return value of Megatron's loss_func for a microbatch, checked: a user wrote it."""
+"""Check what Megatron's loss_func returns for a microbatch, and say how it counts in the step.
+
+Users write loss_func, so each error names the form that was expected and the value that came.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,21 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 
 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
-    """The pair that forward_step returned. Raises: ConfigError for anything else."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[0], Tensor):
+    """Return the pair that forward_step returned. Raises: ConfigError for anything else."""
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not (is_pair and isinstance(returned[0], Tensor)):
         raise ConfigError(f"forward_step must return (output, loss_func), got {_form(returned)}.")
     output, loss_func = returned
     return output, loss_func
 
 
 class Loss(NamedTuple):
-    """The loss of one microbatch, and what is said beside it.
+    """The loss of one microbatch, and the numbers that loss_func reports with it.
 
     Attributes:
-        value: what is differentiated, one number.
-        tokens: what `value` is the sum over, a tensor []; None where it is a mean.
-        reported: only to be shown: name -> one number or (sum, count).
+        value: one number, which is differentiated.
+        tokens: number of tokens that `value` is the sum over, a tensor []; None if it is a mean.
+        reported: for the log: name -> one number or (sum, count).
     """
 
     value: Tensor
@@ -44,79 +48,123 @@ class Loss(NamedTuple):
 
     @staticmethod
     def of(returned: Any) -> Loss:
-        """Raises: ConfigError for what is none of loss_func's two forms."""
+        """Return the loss, given the return value of loss_func.
+
+        Raises: ConfigError for anything but loss_func's two forms.
+        """
         if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             raise ConfigError(f"{_FORMS}, got {_form(returned)}.")
         value, *tokens, reported = returned
+        # An evaluation may return a plain number: it has no gradient to carry.
         if not torch.is_grad_enabled() and not isinstance(value, Tensor) and _is_number(value):
             value = torch.tensor(float(value))
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
-            raise ConfigError(f"{_FORMS}; its loss must be one floating-point number in a tensor, got {_form(value)}.")
+            raise ConfigError(
+                f"{_FORMS}; its loss must be one floating-point number in a tensor, got "
+                f"{_form(value)}."
+            )
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise ConfigError(f"{_FORMS}; its loss has no gradient: it depends on no parameter that trains.")
-        if tokens and not (_is_number(tokens[0]) and torch.as_tensor(tokens[0]).numel() == 1):
-            raise ConfigError(f"{_FORMS}; its number of tokens must be one number, got {_form(tokens[0])}.")
+            raise ConfigError(
+                f"{_FORMS}; its loss has no gradient: it depends on no parameter that trains."
+            )
+        count = None
+        if tokens:
+            if not (_is_number(tokens[0]) and torch.as_tensor(tokens[0]).numel() == 1):
+                raise ConfigError(
+                    f"{_FORMS}; its number of tokens must be one number, got {_form(tokens[0])}."
+                )
+            count = _count(tokens[0], value.device)
         if not isinstance(reported, Mapping):
             raise ConfigError(f"{_FORMS}; the dict says what to report, got {_form(reported)}.")
         for name, number in reported.items():
-            numbers = number if isinstance(number, tuple | list) else (number,)
-            if not all(map(_is_number, numbers)) or sum(torch.as_tensor(n).numel() for n in numbers) not in (1, 2):
-                raise ConfigError(
-                    f"{_FORMS}; what it reports is one number or (sum, count), got {_form(number)} for {name!r}."
-                )
-        return Loss(value.reshape(()), _count(tokens[0], value) if tokens else None, dict(reported))
+            _check_reported(name, number)
+        return Loss(value.reshape(()), count, dict(reported))
 
     def share(
-        self, microbatches: int, per_token: bool, scale: float, cp: Axis = ALONE, *, averaged: bool = False
+        self,
+        microbatches: int,
+        per_token: bool,
+        scale: float,
+        cp: Axis = ALONE,
+        *,
+        averaged: bool = False,
     ) -> Tensor:
-        """The gradient of the step's loss with respect to `value`: 1 / microbatches, and of a sum 1 / tokens (at
-        least 1) too; per_token leaves both to the end of the step, when the tokens of the whole batch are known.
+        """Return the gradient of the step's loss with respect to `value`.
+
+        It is 1 / microbatches. A sum over tokens is also divided by its tokens, at least 1.
 
         Args:
-            scale: factor on it, see optim.loss_scale.
-            cp: ranks that have the microbatch's tokens among them: a sum is divided by the tokens of all, so that the
-                loss is the mean of the whole sequences; of means, which say no number of tokens, the mean counts.
-            averaged: gradients will be averaged over cp and not summed, as Megatron-LM's DistributedDataParallel does.
-                Then, as there, a sum is divided by this rank's own tokens, and a mean counts once for each rank.
+            microbatches: of the step.
+            per_token: divide by neither. The end of the step divides by the tokens of the batch,
+                whose number is known only then.
+            scale: a factor on the loss, see `optim.loss_scale`.
+            cp: the ranks that share the microbatch's tokens. A sum is divided by the tokens of all
+                these ranks, so the loss is the mean of the whole sequences. Means do not say
+                their tokens, so the mean of means counts.
+            averaged: gradients will be averaged over cp, as Megatron-LM's DistributedDataParallel
+                does, and not summed. Then, as in Megatron-LM, a sum is divided by this rank's own
+                tokens, and a mean counts once for each rank.
         Raises: ConfigError for per_token without tokens.
         """
-        if not per_token:
-            share = torch.full_like(self.value, scale / microbatches)
-            if averaged:
-                return share * cp.size if self.tokens is None else share / self.tokens.clamp(min=1)
+        if per_token:
             if self.tokens is None:
-                return share / cp.size
-            return share / cp.all_reduce(self.tokens.clone()).clamp(min=1)
+                raise ConfigError(
+                    "--calculate-per-token-loss divides by the number of tokens, and loss_func "
+                    "does not say it: return (sum of token losses, number of tokens, dict) instead "
+                    "of (loss, dict), or leave the flag out."
+                )
+            return torch.full_like(self.value, scale)
+        share = torch.full_like(self.value, scale / microbatches)
         if self.tokens is None:
-            raise ConfigError(
-                "--calculate-per-token-loss divides by the number of tokens, and loss_func does not say it: "
-                "return (sum of token losses, number of tokens, dict) instead of (loss, dict), or leave the flag out."
-            )
-        return torch.full_like(self.value, scale)
+            return share * cp.size if averaged else share / cp.size
+        if averaged:
+            return share / self.tokens.clamp(min=1)
+        # A copy, because the sum is written in place.
+        return share / cp.all_reduce(self.tokens.clone()).clamp(min=1)
 
     def kept(self, depth: int = 0, cp: Axis = ALONE) -> Loss:
-        """The loss without its graph. Of a depth of multi-token prediction what Megatron-LM logs: under its name the
-        mean over the tokens of this microbatch, which counts as much as that of any other. cp: as in `share`."""
+        """Return the loss without its graph, for the log.
+
+        Args:
+            depth: of multi-token prediction. For it Megatron-LM logs the mean over the tokens of
+                the microbatch, in which each microbatch counts equally.
+            cp: see `share`.
+        """
         value = self.value.detach()
         if not depth:
             return self._replace(value=value)
         whole = cp.size if self.tokens is None else cp.all_reduce(self.tokens.clone()).clamp(min=1)
-        return Loss(value, None, {f"mtp_{depth} loss": torch.stack((value / whole, value.new_full((), 1 / cp.size)))})
+        # The count is a rank's share of one microbatch: the ranks of cp report its parts.
+        mean = torch.stack((value / whole, value.new_full((), 1 / cp.size)))
+        return Loss(value, None, {f"mtp_{depth} loss": mean})
+
+
+def _check_reported(name: str, number: Any) -> None:
+    """Raise ConfigError for a reported value that is neither one number nor (sum, count)."""
+    numbers = number if isinstance(number, tuple | list) else (number,)
+    elements = 0
+    if all(map(_is_number, numbers)):
+        elements = sum(torch.as_tensor(n).numel() for n in numbers)
+    if elements not in (1, 2):
+        raise ConfigError(
+            f"{_FORMS}; what it reports is one number or (sum, count), got {_form(number)} for "
+            f"{name!r}."
+        )
 
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, Tensor | Real) and not isinstance(x, bool)
 
 
-def _count(tokens: Tensor | float, beside: Tensor) -> Tensor:
-    """The count as a tensor [] on the loss's device, without waiting for it."""
+def _count(tokens: Tensor | float, device: torch.device) -> Tensor:
+    """Return a count as a tensor [] on the loss's device, without waiting for the device."""
     if isinstance(tokens, Tensor):
-        return tokens.detach().to(beside.device, non_blocking=True).reshape(())
-    return torch.full((), tokens, device=beside.device)
+        return tokens.detach().to(device, non_blocking=True).reshape(())
+    return torch.full((), tokens, device=device)
 
 
 def _form(x: Any) -> str:
-    """A value in an error, by what it is."""
+    """Describe a value in an error message by its type or shape."""
     if isinstance(x, Tensor):
         return f"a tensor {list(x.shape)} of {str(x.dtype).removeprefix('torch.')}"
     if isinstance(x, tuple | list):

@@ -1,6 +1,7 @@
-"""The microbatches of a stage, by number: what each is a part of, which tokens it has, what its loss counts.
+"""Describe the microbatches of a stage by number: their parts, their tokens, and how losses count.
 
-Here each is whole. A shape of tables may cut them, and then every part is to a stage what a whole one is.
+Here each microbatch is whole. A shape of tables may cut microbatches. Then a stage treats each part
+as it treats a whole microbatch here.
 """
 
 from __future__ import annotations
@@ -17,29 +18,32 @@ from megapipe.tensor_parallel.rng import Stream
 
 Shape = tuple[int, ...]
 Grad = Tensor | Callable[[], Tensor] | None
-"""A gradient; a function of one that is known only when all forwards of its microbatch have run."""
+"""A gradient, or a function that returns it once all forwards of its microbatch have run."""
 Keep = Callable[[int, int, Tensor], Callable[[], Tensor]]
-"""(number, last number that reads them, keys) -> a function that returns the keys."""
+"""A function (number, last number that reads the keys, keys) -> a function that gives the keys."""
 
 
 class Microbatches:
-    """Whole microbatches."""
+    """The microbatches of one stage, each in one part, which is the whole."""
 
     @property
     def count(self) -> int:
-        """Return the number of parts of a microbatch. Numbers go on from one microbatch to the next."""
+        """Return the number of parts of a microbatch.
+
+        The numbers of parts go on from one microbatch to the next.
+        """
         return 1
 
     def microbatch(self, number: int) -> int:
-        """Return the microbatch that a part belongs to."""
+        """Return the microbatch to which a part belongs."""
         return number
 
     def tokens(self, number: int) -> tuple[range | None, int]:
-        """Return the tokens of a part and the length of its sequences; (None, 0) for all."""
+        """Return the tokens of a part and the length of its sequences; (None, 0) for all tokens."""
         return None, 0
 
     def stream(self, whole: Stream, number: int) -> Stream:
-        """Return what the layers of a part draw from, given the stream of its microbatch."""
+        """Return the random stream of a part, given the stream of its microbatch."""
         return whole
 
     def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
@@ -47,29 +51,50 @@ class Microbatches:
         return stream
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
-        """Return the stream of a forward that begins, also when it runs again."""
+        """Return the stream of a forward that begins, also when it runs again.
+
+        stream: returns the stream of a number.
+        """
         return stream(number)
 
     def share(self, number: int) -> float:
         """Return the share of its microbatch's tokens that a part has."""
         return 1.0
 
-    def share_of(self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]) -> Grad:
-        """Return what the loss of a part counts in the step's."""
+    def share_of(
+        self, number: int, losses: Mapping[int, Loss], share: Callable[[Loss], Tensor]
+    ) -> Grad:
+        """Return the gradient of the step's loss with respect to the loss of a part.
+
+        Args:
+            number: of the part.
+            losses: of all parts so far.
+            share: returns this gradient for the loss of a whole microbatch.
+        """
         return share(losses[number])
 
     def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
-        """Return the loss of each microbatch with its number, given those of all parts."""
+        """Return each microbatch with its loss, given the losses of all parts."""
         return sorted(losses.items())
 
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
-        """Raises: ConfigError for forwards without a loss, if their results cannot be put together."""
+        """Raise ConfigError for forwards without a loss, if parts of their results do not join.
+
+        Args:
+            loss_func: None if the forward has no loss.
+            collects: the step collects other data than losses.
+        """
 
     def shape(self, whole: Shape, made_by: Pass) -> Shape | None:
-        """Return the shape of a part's message, given that of a microbatch; None if it is the same."""
+        """Return the shape of a part's message, given a microbatch's; None if it is the same."""
         return None
 
 
 def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
-    """Return the number of ranks that share the tokens of a message."""
-    return mesh.cp.size * (mesh.tp.size if getattr(config, "sequence_parallel", False) else 1)
+    """Return the number of ranks that share the tokens of a message.
+
+    config: may have `sequence_parallel`, with which the tensor-parallel ranks share them too.
+    """
+    if getattr(config, "sequence_parallel", False):
+        return mesh.cp.size * mesh.tp.size
+    return mesh.cp.size

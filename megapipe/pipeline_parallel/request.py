@@ -1,4 +1,4 @@
-"""What a step asks of a rank's stages: Megatron's keywords, and ours."""
+"""Say what a step asks of a rank's stages."""
 
 from __future__ import annotations
 
@@ -20,31 +20,37 @@ from megapipe.tensor_parallel.rng import Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A step: Megatron's keywords, and ours.
+    """A step: the keywords of Megatron's forward_backward_func, and ours.
+
+    In shapes s is a sequence length, b a microbatch size and h a hidden size. There are c
+    context-parallel and t tensor-parallel ranks.
 
     Attributes:
         forward_step_func: (data_iterator, model) -> (output, loss_func).
-        data_iterator, model: one, or a list of one per chunk of this rank in ascending stage order. A stage with
-            neither embedding nor loss may have None as its iterator.
-        num_microbatches: per step and data-parallel rank.
-        seq_length, micro_batch_size: s and b of the hidden states [s/c, b, h] on c context-parallel ranks, of which a
-            model whose config.sequence_parallel is on takes and gives [s/(c t), b, h]. One pipeline rank reads neither.
-        schedule: the step's table, in place of the engine's.
-        costs: what the stages take; messages are posted in the order that these give.
-        decoder_seq_length: seq_length of the decoder where it differs.
-        forward_only: evaluation; the same order of forwards, no gradients.
-        collect_non_loss_data: call loss_func with non_loss_data=True and collect what it returns.
+        data_iterator, model: one, or a list with one for each chunk of this rank in ascending stage
+            order. A stage with neither embedding nor loss may have None as its iterator.
+        num_microbatches: of the step, for each data-parallel rank.
+        seq_length, micro_batch_size: s and b. Hidden states are [s/c, b, h]. A model whose
+            config.sequence_parallel is on takes and gives [s/(c t), b, h]. A pipeline of one rank
+            reads neither.
+        schedule: the step's table; None for the engine's.
+        costs: of the stages. Messages are posted in the order that they give.
+        decoder_seq_length: s of the decoder, if it differs.
+        forward_only: an evaluation: the same order of forwards, without gradients.
+        collect_non_loss_data: call loss_func with non_loss_data=True and collect its results.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
-        averaged_over_cp: whoever synchronises gradients averages them over context-parallel ranks, see `Loss.share`.
-        loss_scale: gives the factor on every loss before backward, see optim.loss_scale.
-        stream: the randomness of a microbatch.
-        variable_seq_lengths: for this step, as for all of an engine.
-        documents: of a microbatch, with which its slices end where one is near a cut.
-        around_last_backward: given a stage's number, what is entered while the last of its backwards runs.
+        averaged_over_cp: gradients are averaged over context-parallel ranks, see `Loss.share`.
+        loss_scale: returns the factor on every loss before backward, see `optim.loss_scale`.
+        stream: returns the random stream of a microbatch.
+        variable_seq_lengths: microbatches of this step differ in length.
+        documents: returns a microbatch's documents. Its slices end with them, where one ends near a
+            cut.
+        around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is taken; waits for the samples that it needs.
-        weights: what the table's passes of a stage as a whole do, of each chunk; None if it has none.
-        on_loss: called with what loss_func returned, of every microbatch in order, where the loss is.
+        read: called with each pass before its time is taken. It waits for the samples of the pass.
+        weights: of each chunk, what the table's passes of a whole stage call; None for no such
+            passes.
+        on_loss: called with the loss of every microbatch in order, on ranks with a loss.
         stopwatch: takes the time of every pass.
     """
 

@@ -1,4 +1,4 @@
-"""A stage of the real model: module, what its forwards saved, what its backwards owe."""
+"""Run one stage of the model: its module, what forwards save for backwards, and deferred W."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
 class _Saved(NamedTuple):
-    """The part of a forward that its backward needs: the graph of the output, whose memory is free once it is sent.
+    """The part of a forward that its backward needs.
 
     Attributes:
-        output: None where nothing before it is trained.
-        grad: of the loss, on the last stage; elsewhere it arrives.
+        x: the input; None at the embedding.
+        output: the output's place in the graph; None if nothing before it is trained. The output
+            itself is free once it is sent.
+        grad: of the loss, on a stage with a loss; None where a next stage sends the gradient.
     """
 
     x: Tensor | None
@@ -47,26 +49,35 @@ class Layered(Protocol):
     """A module that says where one of its layers ends."""
 
     def between_layers(self, cut: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """While the context lasts, forward calls `cut` before each layer: it takes the hidden states and gives those to
-        go on with. The context is that of one pass: another one of the module may run in between."""
+        """Return a context in which forward calls `cut` before each layer.
+
+        The context is one pass's: another pass of the module may run in between.
+
+        cut: takes the hidden states, and returns the hidden states to go on with.
+        """
 
 
 @dataclass(eq=False)
 class PipelineStage:
-    """Runs Megatron's forward_step_func for one stage and differentiates it.
+    """One stage in one step: it runs Megatron's forward_step_func and differentiates it.
+
+    A number is a microbatch's, or a slice's among all slices where microbatches are cut.
 
     Args:
-        request: the step. What is reported of its losses knows nothing of how they are scaled and divided.
-        module: has `set_input_tensor`; its forward is called by forward_step.
+        request: the step. Losses are reported without the factors by which they count in the step.
+        module: has `set_input_tensor`, and forward_step calls its forward.
+        data_iterator: the batches of forward_step.
+        mesh: says who this rank is.
         number: of the stage.
-        last: the microbatches that the table has last, for those that follow; None without a table.
-        kept: microbatches of which the model computes nothing again.
-        microbatches: what numbers stand for: whole microbatches, or parts of them.
-        weights: what is done to the stage as a whole.
-        own: what families of passes do around those of the stage, by name, of the families that the table has.
+        ends: the ends of the model that the stage has.
+        last: the numbers that the table has last; None without a table.
+        kept: the microbatches that keep all activations, so that nothing is recomputed.
+        microbatches: whole microbatches, or their parts.
+        weights: work on the stage's weights as a whole.
+        own: the actions of families around the passes of the stage, by name of the family.
     Attributes:
-        losses: what loss_func returned for each microbatch, without graph.
-        results: its other data, or in an evaluation without loss_func the outputs.
+        losses: what loss_func returned for each number, without graph.
+        results: other data that loss_func returned, or outputs of an evaluation without loss_func.
     """
 
     request: Request
@@ -88,28 +99,31 @@ class PipelineStage:
             self.set_input = attribute_of(module, "set_input_tensor")
         except AttributeError:
             raise ConfigError(
-                f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given the hidden states of "
-                "the one before it (None on the first). Add it to the model."
+                f"{type(module).__name__} has no set_input_tensor(x), by which a stage is given "
+                "the hidden states of the one before it (None on the first). Add it to the model."
             ) from None
         self.weight_grads = WeightGrads()
         self.losses: dict[int, Loss] = {}
         self.results: dict[int, Any] = {}
-        self.context = copy_context()  # where its layers find what they need beside their input
+        # Layers find their stream and their weight gradients in this context.
+        self.context = copy_context()
         self.context.run(self.weight_grads.capture)
         self._saved: dict[int, _Saved] = {}
 
     @property
     def synchronises(self) -> bool:
-        """Return whether the last backward has other work to do."""
+        """Return whether the last backward also synchronises gradients, as Megatron's does."""
         return self.request.around_last_backward is not None
 
     def stream(self, number: int) -> Stream:
-        """Return what layers draw from for a microbatch or a slice."""
+        """Return the stream of a number: its random numbers, its tokens, and how losses count."""
         step = self.request
         parts = self.microbatches
-        scale = step.loss_scale()  # as Loss.share
+        # The same factors as in Loss.share.
+        scale = step.loss_scale()
         share = parts.share(number)
-        ranks = self.mesh.cp.size if step.averaged_over_cp else 1  # losses of layers are parts, which ranks sum
+        # Losses of layers are of a rank's tokens only. Ranks sum their gradients, or average them.
+        ranks = self.mesh.cp.size if step.averaged_over_cp else 1
 
         def weigh(tokens: int, part: float = share) -> float:
             if step.calculate_per_token_loss:
@@ -117,102 +131,156 @@ class PipelineStage:
             return scale * part * ranks / step.num_microbatches
 
         stream = parts.stream(step.stream(parts.microbatch(number)), number)
-        again = number not in self.kept
-        stream = replace(stream, cp=self.mesh.cp, dp=self.mesh.dp, recomputes=again, weigh=weigh)
+        recomputes = number not in self.kept
+        stream = replace(
+            stream, cp=self.mesh.cp, dp=self.mesh.dp, recomputes=recomputes, weigh=weigh
+        )
         for of_stage in self.own.values():
             stream = of_stage.stream(stream, number, parts)
         return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Input [s, b, h] (None at the embedding) -> output [s, b, h] (None at the loss)."""
+        """Return the output [s, b, h] of an input [s, b, h].
+
+        The input is None at the embedding, the output at the loss.
+        """
         run: Forward = self.run_forward
         for of_stage in self.own.values():
             run = of_stage.forward(self, microbatch, run)
-        return self.context.copy().run(run, microbatch, x)  # two may run together
+        # A copy, because two passes of the stage may run together.
+        return self.context.copy().run(run, microbatch, x)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Gradient of the output -> gradient of the input; without `weights` their products wait for `weight`."""
+        """Return the gradient of the input, given the gradient of the output.
+
+        Args:
+            microbatch: its number.
+            grad: [s, b, h]; None at the loss.
+            weights: also compute the gradients of weights. Otherwise they wait for `weight`.
+        """
         saved = self._saved.pop(microbatch)
-        # The loss of a slice counts by the tokens of its microbatch, which are known by now.
+        # A slice's loss counts by the tokens of its microbatch, which are known by now.
         own = saved.grad() if callable(saved.grad) else saved.grad
         for of_stage in self.own.values():
             own = of_stage.gradient(microbatch, own)
-        # The gradient of a depth's input has that of its embedded tokens behind it, where shares look these up.
-        grad = own if grad is None else grad if own is None else grad[: len(own)] + own
+        if grad is None:
+            grad = own
+        elif own is not None:
+            # A depth sends the gradient of its input, followed by the gradient of its embedded
+            # tokens, where a vocabulary's shares look these up.
+            grad = grad[: len(own)] + own
         assert grad is not None, f"no gradient for microbatch {microbatch}"
-        is_last = self.last is not None and microbatch == self.last.backward
-        around = self.request.around_last_backward if is_last else None
-        # B without W: products for weights are noted, with the tensors they need, until this microbatch's W.
-        kept = nullcontext() if weights else self.weight_grads.deferring(microbatch)
-        with around(self.number) if around else nullcontext(), kept:
+        around = None
+        if self.last is not None and microbatch == self.last.backward:
+            around = self.request.around_last_backward
+        synchronising = nullcontext() if around is None else around(self.number)
+        # B keeps the products for weights, with the tensors that they need, until W.
+        deferring = nullcontext() if weights else self.weight_grads.deferring(microbatch)
+        with synchronising, deferring:
             if saved.output is not None:
                 _differentiate(saved.output, grad)
         return _grad_of(saved.x)
 
-    def alike(self, microbatch: int, other: int) -> bool:
-        """Do backwards of these microbatches wait in the same places?"""
-        of_one_place = (microbatch - other) % self.microbatches.count == 0
-        return of_one_place and (microbatch in self.kept) == (other in self.kept)
+    def same_waits(self, microbatch: int, other: int) -> bool:
+        """Return whether backwards of both numbers wait for collectives in the same places.
+
+        They do if both are the same slice of their microbatches, and both recompute or neither.
+        """
+        same_slice = (microbatch - other) % self.microbatches.count == 0
+        return same_slice and (microbatch in self.kept) == (other in self.kept)
 
     def run_forward(
-        self, microbatch: int, x: Tensor | None, data: Iterator[Any] | None = None, stream: Stream | None = None
+        self,
+        microbatch: int,
+        x: Tensor | None,
+        data: Iterator[Any] | None = None,
+        stream: Stream | None = None,
     ) -> Tensor | None:
-        """Run a forward in the context of the stage. stream: of a forward that runs apart from its graph, or again."""
+        """Run a forward in the context of the stage, and return its output.
+
+        Args:
+            microbatch: its number.
+            x: the input.
+            data: the batches, if they are not the stage's.
+            stream: given for a forward that runs twice, first without a graph and then with one.
+        """
+        differentiates = torch.is_grad_enabled()
         if x is not None:
-            # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is sent back.
-            x = x.detach().requires_grad_(torch.is_grad_enabled())
-        second = stream is not None and torch.is_grad_enabled()
+            # A leaf of this stage's own graph: autograd stops here, and leaves the gradient that is
+            # sent back.
+            x = x.detach().requires_grad_(differentiates)
+        again = stream is not None and differentiates
         if stream is None:
             stream = self.microbatches.begun(microbatch, self.stream)
         stream.activate()
-        own = [*self.own.values()]
-        differentiated = own if torch.is_grad_enabled() else []
+        families = list(self.own.values())
         given = x
-        for of_stage in differentiated:
-            given = of_stage.takes_input(given)
+        if differentiates:
+            for of_stage in families:
+                given = of_stage.takes_input(given)
         self.set_input(given)
-        ends, grad, waits = self.ends, None, False
-        with self._between_layers(microbatch), ExitStack() as saving:
-            for of_stage in differentiated:
-                saving.enter_context(of_stage.saving(microbatch))
-            output, loss_func = output_of(self.request.forward_step_func(data or self.data_iterator, self.module))
+        with ExitStack() as contexts:
+            if differentiates:
+                contexts.enter_context(self._reporting_layers(microbatch))
+                for of_stage in families:
+                    contexts.enter_context(of_stage.saving(microbatch))
+            output, loss_func = output_of(
+                self.request.forward_step_func(data or self.data_iterator, self.module)
+            )
+            ends = self.ends
+            grad: Grad = None
+            elsewhere = False
             if ends.holds_loss:
-                for of_stage in own:
-                    waits |= of_stage.takes_loss(microbatch, output, loss_func, stream.cp, again=second)
-                if not waits:
+                for of_stage in families:
+                    elsewhere |= of_stage.takes_loss(
+                        microbatch, output, loss_func, stream.cp, again=again
+                    )
+                if not elsewhere:
                     output, grad = self.loss(microbatch, output, loss_func, stream.cp)
-        if ends.holds_loss and ends.goes_on and not waits:
+        gives_loss = ends.holds_loss and not elsewhere
+        if gives_loss and ends.goes_on:
+            # The hidden states go to the first depth of multi-token prediction. When their gradient
+            # returns, the loss gets its own.
             hidden = attribute_of(self.module, "take_hidden_states")()
-            output, grad = hidden if grad is None else attach_gradient(hidden, output, grad), None
-        if torch.is_grad_enabled():
-            # The edge, not the output: it holds the graph without the tensor, which is free as soon as it is sent.
+            output = hidden if grad is None else attach_gradient(hidden, output, grad)
+            grad = None
+        if differentiates:
+            # The edge and not the output: it holds the graph without the tensor.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._saved[microbatch] = _Saved(x, edge, grad)
-        if given is not x:
-            self.set_input(None)  # which would keep the values of a leaf that lets go of them
-        for of_stage in differentiated:
-            of_stage.saved(microbatch, output, x)
-        return None if ends.holds_loss and not (waits or ends.goes_on) else output.detach()
+            # The module would keep the values of a leaf that gives them up.
+            if given is not x:
+                self.set_input(None)
+            for of_stage in families:
+                of_stage.saved(microbatch, output, x)
+        if gives_loss and not ends.goes_on:
+            return None
+        return output.detach()
 
-    def _between_layers(self, microbatch: int) -> AbstractContextManager[None]:
-        """A context for a forward: lets the gradients of the last microbatch report their layers."""
+    def _reporting_layers(self, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context for a forward whose backward reports when each layer is done.
+
+        Only the last microbatch reports: after it the layer's gradients are complete.
+        """
         module = self.module
-        completes = self.last is not None and microbatch == self.last.weights
-        if not (completes and torch.is_grad_enabled() and isinstance(module, Layered)):
-            return nullcontext()
         done = None if self.weights is None else self.weights.layer_done
-        return nullcontext() if done is None else module.between_layers(self._reporting(done))
+        is_last = self.last is not None and microbatch == self.last.weights
+        if done is None or not is_last or not isinstance(module, Layered):
+            return nullcontext()
+        return module.between_layers(self._reporting(done))
 
     def _reporting(self, done: Callable[[int, int], None]) -> Callable[[Tensor], Tensor]:
-        """A cut at which the gradient says that all layers behind have had their backward."""
+        """Return a cut that calls `done` when all layers after it have had their backward."""
         seen: list[None] = []
 
         def report(layer: int) -> None:
+            # By now `seen` has all layers.
             done(layer, len(seen))
 
         def at(x: Tensor) -> Tensor:
             if x.requires_grad:
-                job = partial(report, len(seen))  # products that wait for their W pass stand before it
+                # As a job of weight gradients: deferred products of these layers run before it.
+                job = partial(report, len(seen))
                 x.register_hook(lambda _: self.weight_grads.submit(job))  # type: ignore[no-untyped-call]
             seen.append(None)
             return x
@@ -220,12 +288,13 @@ class PipelineStage:
         return at
 
     def weight(self, microbatch: int) -> None:
-        """The products that `backward` left out."""
-        with torch.no_grad():  # as in autograd's own backward: gradients must not grow a graph
+        """Compute the weight gradients that `backward` has left out."""
+        # As in autograd's own backward: gradients must not grow a graph.
+        with torch.no_grad():
             self.weight_grads.run(microbatch)
 
     def forget(self) -> None:
-        """The forwards so far, none of which has had a backward: they come again."""
+        """Forget the forwards so far, because all of them run again. None has had a backward."""
         self._saved.clear()
         for of_stage in self.own.values():
             of_stage.forget()
@@ -233,17 +302,34 @@ class PipelineStage:
             self.data_iterator.rewind()
 
     def finish(self) -> None:
-        """Check that nothing is left in hand after a step."""
+        """Check that every forward of the step has had its backward and its weight pass."""
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
-        assert not self.weight_grads.owed, f"microbatches without weight pass: {self.weight_grads.owed}"
+        owed = self.weight_grads.owed
+        assert not owed, f"microbatches without weight pass: {owed}"
 
-    def loss(self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis) -> tuple[Tensor, Grad]:
-        """Return what is differentiated, and how much of it counts in the step's loss; None if it is no loss."""
-        step, ends = self.request, self.ends
+    def loss(
+        self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
+    ) -> tuple[Tensor, Grad]:
+        """Compute a loss, and note it or the other results of loss_func.
+
+        Args:
+            microbatch: its number.
+            output: of the model.
+            loss_func: as forward_step returned it.
+            cp: the ranks that share the microbatch's tokens.
+        Returns: the tensor to differentiate, and its gradient; None for the gradient if the tensor
+            is no loss.
+        Raises: ConfigError for a training step without loss_func.
+        """
+        step = self.request
+        ends = self.ends
         self.microbatches.refuse_lossless(loss_func, step.collect_non_loss_data)
         if loss_func is None:
             if torch.is_grad_enabled():
-                raise ConfigError("forward_step must return (output, loss_func) on the stage with the loss, got None.")
+                raise ConfigError(
+                    "forward_step must return (output, loss_func) on the stage with the loss, got "
+                    "None."
+                )
             self.results[microbatch] = output
             return output, None
         if step.collect_non_loss_data:
@@ -260,15 +346,26 @@ class PipelineStage:
             averaged=step.averaged_over_cp,
         )
         counts = self.microbatches.share_of(microbatch, self.losses, share)
+        # A depth is logged in Megatron-LM's form, from which its share could not be computed.
         self.losses[microbatch] = loss.kept(ends.depth, cp)
         return loss.value, counts
 
 
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:
-    """torch.autograd.backward(output, grad) without what that asks in Python, a fifth of a small pass's CPU time."""
-    _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    """Do torch.autograd.backward(output, grad) without its checks in Python.
+
+    The checks are a fifth of a small pass's CPU time.
+    """
+    _engine_run_backward(
+        (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:
-    """The gradient that a backward left in its input; zeros where the output does not depend on it."""
-    return x if x is None else torch.zeros_like(x) if x.grad is None else x.grad
+    """Return the gradient that a backward left in its input.
+
+    It is zero where the output does not depend on the input, and None without input.
+    """
+    if x is None:
+        return None
+    return torch.zeros_like(x) if x.grad is None else x.grad

@@ -1,4 +1,8 @@
-"""Times of a rank's passes: two reads of the device's clock around each, and one before its input is asked for."""
+"""Measure the times of a rank's passes, and share them with the other ranks of the pipeline.
+
+A pass costs three reads of the device's clock: before it asks for its input, before it runs, and
+after it.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +21,29 @@ from megapipe.schedule.measured.costs import Ran
 
 
 class Stopwatch:
-    """The passes of one step as they were timed, in their order; both of an overlapped pair have the pair's times.
+    """The times of one step's passes in their order. Both passes of a pair have the pair's times.
 
-    Nothing waits for the device: read them when the step is over.
+    Nothing waits for the device. Read the times when the step is over.
 
     Attributes:
-        schedule: the table they are of; only needed to tell others.
-        passes: marks when one asked for its input, had it and was over, and whether it was one or a pair.
+        schedule: the table of the passes. Only `ran` and the functions below need it.
+        passes: of each pass or pair, marks when it asked for its input, had it, and was over; and
+            the number of passes, 1 or 2.
         waits: marks before and after each wait of a pass for a collective.
-        copies: O and L in the order of the table, each with what says when it ran and with marks before and after each
-            time that it kept passes from running.
+        copies: each O and L in the order of the table. With it stands a function that returns the
+            marks of its beginning and end, and the marks around each time that passes waited for
+            it.
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
-        self._clock, self._asked, self._schedule = Clock(device), None, schedule
+        self._clock = Clock(device)
+        self._asked = None
+        self._schedule = schedule
         self.passes: list[tuple[Any, Any, Any, int]] = []
         self.waits: list[tuple[Any, Any]] = []
         self.copies: list[tuple[Pass, Callable[[], tuple[Any, Any]], list[tuple[Any, Any]]]] = []
-        self.mark, self.seconds = self._clock.mark, self._clock.seconds
+        self.mark = self._clock.mark
+        self.seconds = self._clock.seconds
 
     @property
     def schedule(self) -> Schedule:
@@ -42,16 +51,23 @@ class Stopwatch:
         return self._schedule
 
     def ask(self) -> None:
-        """The next pass is to run, and may wait for its input."""
+        """Note that the next pass is to run, and may wait for its input."""
         self._asked = self.mark()
 
     def note(self, begin: Any, passes: int = 1) -> None:
-        """A pass has run, or a pair, whose input was there at the mark `begin`."""
+        """Note that a pass has run, or a pair, and had its input at the mark `begin`."""
         self.passes.append((self._asked, begin, self.mark(), passes))
 
     def copying(self, item: Pass, begin: Any, begun: Begun) -> Begun:
-        """A copy, begun in a call since the mark `begin`, as it is to be waited for."""
+        """Note a copy that has begun, and return it with a wait that is timed.
+
+        Args:
+            item: the pass, O or L.
+            begin: the mark before the call that began the copy.
+            begun: the copy.
+        """
         assert begun.span is not None
+        # The call itself keeps passes from running too.
         kept = [(begin, self.mark())]
         self.copies.append((item, begun.span, kept))
 
@@ -63,76 +79,93 @@ class Stopwatch:
         return Begun(wait)
 
     def restart(self) -> None:
-        """The step begins again."""
+        """Forget all times, because the step begins again."""
         self.passes.clear()
         self.waits.clear()
         self.copies.clear()
 
     @property
     def exposed_communication(self) -> float:
-        """Seconds of the step in which a pass waited for a collective, and none ran beside it."""
+        """Return the seconds in which a pass waited for a collective and no other pass ran."""
         return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
-        """(asked, begin, end) of every pass, in seconds."""
-        seconds = self.seconds
-        rows = [((seconds(asked), seconds(begin), seconds(end)), n) for asked, begin, end, n in self.passes]
-        return [row for row, n in rows for _ in range(n)]
+        """Return (asked, begin, end) of every pass, in seconds."""
+        rows: list[tuple[float, float, float]] = []
+        for asked, begin, end, passes in self.passes:
+            row = (self.seconds(asked), self.seconds(begin), self.seconds(end))
+            rows += [row] * passes
+        return rows
 
     def copied(self) -> list[Ran]:
-        """O and L of the step; of each `waited` is how long passes stood still for it."""
-        seconds, rows = self.seconds, []
+        """Return each O and L; its `waited` is the time in which passes waited for it."""
+        seconds = self.seconds
+        rows = []
         for item, span, kept in self.copies:
             begin, end = map(seconds, span())
-            rows.append(Ran(item, begin, end, sum(seconds(b) - seconds(a) for a, b in kept)))
+            waited = sum(seconds(b) - seconds(a) for a, b in kept)
+            rows.append(Ran(item, begin, end, waited))
         return rows
 
     def ran(self, rank: int) -> list[Ran]:
-        """The passes, which are those of a pipeline rank."""
+        """Return the passes, which must be the passes of this pipeline rank in the table."""
         return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
 
 
 def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """[step][rank]: what every rank of the pipeline has timed, under one table. Collective."""
+    """Return [step][rank] -> the passes of compute, for steps under one table. Collective."""
     rows = [_timed(steps[0].schedule, rank) for rank in range(pp.size)]
-    # Padded to the longest row of any rank, so that one all-gather takes all.
-    mine = torch.zeros(len(steps), max(map(len, rows)), 3, dtype=torch.float64)
-    for step, watch in enumerate(steps):
-        times = watch.times()
+    mine = [watch.times() for watch in steps]
+    for times in mine:
         assert len(times) == len(rows[pp.rank]), "every pass of the table is timed"
-        mine[step, : len(times)] = torch.tensor(times, dtype=torch.float64).view(-1, 3)
-    everyone: Tensor = pp.all_gather(mine.to(pp.device)[None]).cpu()
-    return [
-        [
-            [_ran(item, marks) for item, marks in zip(row, times, strict=False)]
-            for row, times in zip(rows, everyone[:, step].tolist(), strict=True)
-        ]
-        for step in range(len(steps))
-    ]
+    return _gathered(mine, rows, pp, _ran)
 
 
 def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """[step][rank]: the copies of every rank of the pipeline, under one table. Collective."""
+    """Return [step][rank] -> the copies, for steps under one table. Collective."""
     rows = [_timed(steps[0].schedule, rank, COPIES) for rank in range(pp.size)]
-    mine = torch.zeros(len(steps), max(map(len, rows)), 3, dtype=torch.float64)
-    for step, watch in enumerate(steps):
-        for i, (item, *times) in enumerate(watch.copied()):
-            assert item == rows[pp.rank][i], "copies begin in the order of the table"
-            mine[step, i] = torch.tensor(times, dtype=torch.float64)
-    everyone: Tensor = pp.all_gather(mine.to(pp.device)[None]).cpu()
-    return [
-        [
-            [Ran(item, *times) for item, times in zip(row, of_rank, strict=False)]
-            for row, of_rank in zip(rows, ranks, strict=True)
-        ]
-        for ranks in everyone.transpose(0, 1).tolist()
-    ]
+    mine = []
+    for watch in steps:
+        copies = watch.copied()
+        items = [ran.item for ran in copies]
+        assert items == rows[pp.rank][: len(items)], "copies begin in the order of the table"
+        mine.append([ran[1:] for ran in copies])
+    return _gathered(mine, rows, pp, lambda item, times: Ran(item, *times))
 
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
-    """Seconds that a rank of the pipeline waited for collectives of its passes, mean of steps and ranks. Collective."""
+    """Return the mean over steps and ranks of `exposed_communication`. Collective."""
     mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)
     return float(pp.all_reduce(mine.to(pp.device)).mean()) / pp.size
+
+
+def _gathered(
+    mine: Sequence[Sequence[Sequence[float]]],
+    rows: Sequence[Sequence[Pass]],
+    pp: Axis,
+    make: Callable[[Pass, Sequence[float]], Ran],
+) -> list[list[list[Ran]]]:
+    """Return [step][rank] -> the passes of all ranks. Collective.
+
+    Args:
+        mine: [step] -> three numbers for each pass of this rank.
+        rows: [rank] -> its passes.
+        make: returns a pass, given its three numbers.
+    """
+    # Padded to the longest row of any rank, so that one all-gather takes all.
+    padded = torch.zeros(len(mine), max(map(len, rows)), 3, dtype=torch.float64)
+    for step, times in enumerate(mine):
+        own = torch.tensor(times, dtype=torch.float64)
+        padded[step, : len(times)] = own.reshape(len(times), 3)
+    everyone: Tensor = pp.all_gather(padded.to(pp.device)[None]).cpu()
+    found = []
+    for by_rank in everyone.transpose(0, 1).tolist():
+        ranks = []
+        for row, padded_times in zip(rows, by_rank, strict=True):
+            pairs = zip(row, padded_times, strict=False)
+            ranks.append([make(item, times) for item, times in pairs])
+        found.append(ranks)
+    return found
 
 
 def _ran(item: Pass, marks: Sequence[float]) -> Ran:
@@ -141,4 +174,5 @@ def _ran(item: Pass, marks: Sequence[float]) -> Ran:
 
 
 def _timed(schedule: Schedule, rank: int, lanes: Collection[Lane] = (Lane.COMPUTE,)) -> list[Pass]:
+    """Return the passes of a rank's row that run on one of these streams."""
     return [p for step in schedule.ranks[rank] for p in step if p.kind.traits.lane in lanes]

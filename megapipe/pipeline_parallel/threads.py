@@ -1,6 +1,7 @@
-"""All ranks of a mesh as threads of one process, over real gloo groups on the loopback interface.
+"""Run all ranks of a mesh as threads of one process, over real gloo groups on loopback.
 
-Nothing in megapipe is global, so a rank is just a ProcessMesh; a schedule is tried on a laptop in milliseconds.
+Nothing in megapipe is global, so a rank is just a ProcessMesh. A laptop tries a schedule in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megapipe.distributed.mesh import SHARES, ProcessMesh, build_mesh
 
 T = TypeVar("T")
 GRACE_S = 3.0
-"""How long the end of the process waits for ranks that go on behind the error of another one."""
+"""Seconds that the end of the process waits for ranks that still run after another one's error."""
 
 
 def run_threads(
@@ -39,12 +40,17 @@ def run_threads(
     shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
 ) -> list[T]:
-    """Call `body(mesh)` once per rank of a tp x cp x dp x pp mesh; the results in rank order.
+    """Call `body(mesh)` once for each rank of a tp x cp x dp x pp mesh, and return the results.
 
     Args:
-        ep, etp: how experts lie over the same ranks; etp is tp by default.
-        shares: ranks of a pipeline that share weights, see Plan.shares.
-    Raises: the first error of any rank, at once; ranks that wait for the failed one are left to their timeout.
+        body: a rank's program.
+        tp, cp, dp, pp: sizes of the mesh.
+        ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
+        shares: ranks of a pipeline that share weights, see `Plan.shares`.
+        timeout_s: of each collective.
+    Returns: the results in the order of ranks.
+    Raises: the first error of any rank, at once. Ranks that wait for the failed one run into their
+        timeouts.
     """
     world = tp * cp * dp * pp
     grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
@@ -57,34 +63,42 @@ def run_threads(
             ranks = next((ranks for ranks in sets if rank in ranks), None)
             if ranks is None:
                 return None
+            # torch.distributed.new_group would need the global state of one rank per process.
             prefix = PrefixStore(f"{name}{ranks}", store)
-            position, size = ranks.index(rank), len(ranks)
+            position = ranks.index(rank)
+            size = len(ranks)
             group = dist.ProcessGroup(prefix, position, size)
             gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
             group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             return group
 
         try:
-            results[rank] = body(build_mesh(grids, rank, CPU, make_group, shares=shares).activate())
+            mesh = build_mesh(grids, rank, CPU, make_group, shares=shares)
+            results[rank] = body(mesh.activate())
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")
             done.put(error)
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)
+    ]
     for thread in threads:
         thread.start()
     for _ in range(world):
-        if (error := done.get()) is not None:
-            # A thread that still lets go of a tensor while Python ends aborts the process.
+        error = done.get()
+        if error is not None:
+            # A thread that releases a tensor while Python ends aborts the process.
             atexit.register(_wait, threads)
             raise error
+    # A thread that leaves its groups while the program ends would abort it too.
     for thread in threads:
-        thread.join()  # a program that ended while one leaves its groups would abort
+        thread.join()
     return results  # type: ignore[return-value]
 
 
 def _wait(threads: Sequence[threading.Thread]) -> None:
+    """Wait up to GRACE_S for all of these threads together."""
     until = monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(until - monotonic(), 0))

@@ -1,10 +1,15 @@
-"""Two passes of a rank run together: while one would only wait for a collective, the other computes.
+"""Run two passes of a rank together: one computes while the other waits for a collective.
 
-Each has a thread and one of the two the turn, so that of the host, and of the one stream of a device, they use what one
-pass uses. A pass gives the turn away where it waits (`distributed.axis.Pending`) and between the products of a W pass,
-whether the transfer is over or not: the order in which both start their collectives is then the same on all ranks of a
-group. What a pass has of its own, saved tensors, masks, products that wait, is never in both threads' reach: each gets
-the bits that it has alone.
+Each pass has a thread, and one of the two has the turn. So both together use what one pass uses of
+the host, and the one stream of a device.
+
+    first    F0 . . . . F1 . . . .      . the collective is under way,
+    second        B0 . . . . B1         and the other pass has the turn
+
+A pass gives the turn away where it waits (`distributed.axis.Pending`), and W between its products.
+It does so whether or not the collective is over. So both start their collectives in the same order
+on all ranks of a group. Each pass has its own saved tensors, masks and deferred products, which the
+other one never reaches. So its results are bitwise equal to a run without the other.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from megapipe.schedule import Kind, Pass
 T = TypeVar("T")
 U = TypeVar("U")
 GRACE_S = 5.0
-"""How long a pass that waits for another rank is waited for where a signal has ended the other one."""
+"""Seconds to wait for the second pass to end after a signal has ended the first."""
 
 
 class _Ended(BaseException):
@@ -36,34 +41,41 @@ class _Ended(BaseException):
 
 
 class How(Enum):
-    """The way in which two passes run."""
+    """The way in which two passes run: together, with either beginning, or one after the other."""
 
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
 
 
-def how(one: Pass, other: Pass, alike: Callable[[], bool], *, synchronises: bool = False) -> How:
-    """Return the way of two passes in their place of a row.
+_TURNS = {Kind.B: 0, Kind.BW: 0, Kind.F: 1, Kind.W: 2}
+"""The kinds that may run together; of two passes the one with the smaller number begins.
+
+A backward does: where a layer's forward ends with a collective, its backward begins with one, and
+the other pass computes meanwhile. W waits for nothing, so it comes last.
+"""
+
+
+def how(
+    one: Pass, other: Pass, same_waits: Callable[[], bool], *, synchronises: bool = False
+) -> How:
+    """Return the way in which two passes run, given in their order in the table.
 
     Args:
-        alike: do both microbatches wait in the same places?
-        synchronises: is code of Megatron's to synchronise gradients in the last backward of a stage? It sees all
+        one, other: the passes.
+        same_waits: returns whether both microbatches wait for collectives in the same places.
+        synchronises: Megatron's code synchronises gradients in a stage's last backward. It sees all
             gradients that arrive meanwhile, so no two backwards run together.
-
-    Of one stage, both may add into the gradients of the same weights, and must in their order. Two of one kind do: they
-    wait in the same places, so that the second stays behind. Others must not run together.
     """
     kinds = {one.kind, other.kind}
     if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
         return How.APART
-    if one.stage == other.stage and Kind.F not in kinds:
-        same = len(kinds) == 1 and alike()
-        if not same and kinds != {Kind.B, Kind.W}:  # which add into those of different weights
+    # Both passes of one stage may add into the gradients of the same weights, and must do so in
+    # their order. Two of one kind do: they wait in the same places, so the second stays after the
+    # first. B and W of one stage add into gradients of different weights.
+    if one.stage == other.stage and Kind.F not in kinds and kinds != {Kind.B, Kind.W}:
+        same = len(kinds) == 1 and same_waits()
+        if not same:
             return How.APART
     return How.OTHER_BEGINS if _TURNS[other.kind] < _TURNS[one.kind] else How.ONE_BEGINS
-
-
-_TURNS = {Kind.B: 0, Kind.BW: 0, Kind.F: 1, Kind.W: 2}
-"""Who begins: a backward, whose first piece is a communication where its layers' last one is; W waits for nothing."""
 
 
 def _taken() -> Lock:
@@ -74,11 +86,12 @@ def _taken() -> Lock:
 
 @dataclass(eq=False)
 class _Side:
-    """One of two passes.
+    """The state of one of two passes.
 
     Attributes:
-        go: released when it gets the turn.
-        over: it has ended, or has not begun. ends: it is to end at its next turn.
+        go: a lock that is released when the pass gets the turn.
+        over: the pass has ended, or has not begun.
+        ends: the pass must end at its next turn.
     """
 
     go: Lock = field(default_factory=_taken)
@@ -88,7 +101,13 @@ class _Side:
 
 @dataclass(eq=False)
 class Shared:
-    """The state that two threads share. job: of the second pass; None ends its thread. turn: of the second pass?"""
+    """The state that both threads share. Only the thread with the turn writes it.
+
+    Attributes:
+        first, second: the passes.
+        job: the second pass; None ends its thread.
+        turn: the second pass has the turn.
+    """
 
     first: _Side = field(default_factory=_Side)
     second: _Side = field(default_factory=_Side)
@@ -96,7 +115,7 @@ class Shared:
     turn: bool = False
 
     def to_second(self) -> None:
-        """The second pass goes on, until it gives the turn back or is over."""
+        """Let the second pass go on until it gives the turn back or is over."""
         first = self.first
         if not self.second.over:
             self.turn = True
@@ -106,7 +125,7 @@ class Shared:
                 raise _Ended
 
     def to_first(self) -> None:
-        """The first pass goes on, until it gives the turn back or is over."""
+        """Let the first pass go on until it gives the turn back or is over."""
         second = self.second
         if not self.first.over:
             self.turn = False
@@ -117,28 +136,39 @@ class Shared:
 
 
 def _work(pair: Shared) -> None:
+    """Run the second passes in their thread, one after another."""
     torch.autograd.set_multithreading_enabled(False)
     while True:
         pair.second.go.acquire()
         if pair.job is None:
             return
         pair.job()
-        pair.job, pair.second.over, pair.turn = None, True, False
+        pair.job = None
+        pair.second.over = True
+        pair.turn = False
         pair.first.go.release()
 
 
 class Together:
-    """Runs passes of a rank two at a time; its second thread lives as long as this does."""
+    """Runs passes of a rank two at a time; its second thread lives as long as this object.
+
+    device: the rank's.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pair: Shared | None = None
 
-    def run(self, one: Callable[[], T], other: Callable[[], U], how: How, watch: Watch) -> tuple[T, U]:
-        """The results of both.
+    def run(
+        self, one: Callable[[], T], other: Callable[[], U], how: How, watch: Watch
+    ) -> tuple[T, U]:
+        """Run two passes and return both results.
 
-        watch: takes the times at which each waits.
-        Raises: what either raises; the other one has ended then.
+        Args:
+            one, other: the passes.
+            how: the way in which they run.
+            watch: takes the times at which each waits.
+        Raises: the error of either. The other pass has ended then.
         """
         if how is How.OTHER_BEGINS:
             made, before = self._run(other, one, watch)
@@ -149,10 +179,12 @@ class Together:
             return one(), other()
 
     def _run(self, first: Callable[[], T], second: Callable[[], U], watch: Watch) -> tuple[T, U]:
+        """Run two passes together, the first in this thread."""
         pair = self._pair = self._pair or self._begun()
         made: list[U] = []
         failed: list[BaseException] = []
-        context, settings = copy_context(), _settings(self.device)
+        context = copy_context()
+        settings = _settings(self.device)
 
         def job() -> None:
             try:
@@ -163,12 +195,14 @@ class Together:
                 failed.append(error)
                 pair.first.ends = True
 
-        pair.job, pair.first.over, pair.second.over = job, False, False
+        pair.job = job
+        pair.first.over = pair.second.over = False
         pair.first.ends = pair.second.ends = False
         try:
             with at_waits.do(pair.to_second, watch):
                 done = first()
             pair.first.over = True
+            # Returns once the second pass is over: it cannot give the turn back any more.
             pair.to_second()
         except BaseException as error:
             self._end(pair)
@@ -178,26 +212,33 @@ class Together:
         return done, made[0]
 
     def _begun(self) -> Shared:
+        """Start the second thread, and return the state that it shares with this one."""
         pair = Shared()
         Thread(target=_work, args=(pair,), daemon=True).start()
+        # Without a job the thread ends. At the end of Python it is a daemon and ends by itself.
         weakref.finalize(self, pair.second.go.release).atexit = False
         return pair
 
     def _end(self, pair: Shared) -> None:
-        """End the second pass."""
-        pair.first.over, pair.second.ends = True, True
+        """End the second pass, which stands at a wait or has not begun."""
+        pair.first.over = True
+        pair.second.ends = True
         while not pair.second.over:
+            # A signal may have ended the first pass while the second has the turn.
             if not pair.turn:
                 pair.turn = True
                 pair.second.go.release()
             if not pair.first.go.acquire(timeout=GRACE_S):
-                self._pair = None  # it waits for another rank, and its thread ends when that is over
+                # It waits for another rank. Its thread ends after that, and a next pair of passes
+                # gets a new one.
+                self._pair = None
                 return
 
 
 def _settings(device: torch.device) -> Callable[[], Any]:
-    """The settings that torch keeps for each thread, of the one that calls: for another one to enter."""
-    grad, stream = torch.is_grad_enabled(), same_stream(device)
+    """Return a context for another thread, with the settings that torch keeps for this one."""
+    grad = torch.is_grad_enabled()
+    stream = same_stream(device)
     casts = None
     if torch.is_autocast_enabled(device.type):
         casts = partial(torch.autocast, device.type, torch.get_autocast_dtype(device.type))

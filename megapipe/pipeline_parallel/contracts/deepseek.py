@@ -189,8 +189,8 @@ class PairedStage:
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
-    def alike(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of these microbatches do the same, in the same order."""
+    def same_waits(self, microbatch: int, other: int) -> bool:
+        """Return whether backwards of both microbatches wait for collectives in the same places."""
         return True
 
     def forget(self) -> None:
