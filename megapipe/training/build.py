@@ -57,6 +57,7 @@ def build_run(
     Raises: ConfigError on every rank if replicas of the model differ.
     """
     modules, parameters = _modules(config, mesh, plan, provider)
+    # DualPipe: two chains of stages, so that each stage is on two ranks.
     mirrored = plan.schedule.placement.num_chains > 1
     # Before the optimizer, which would hide a difference: it sends weights to other ranks.
     check_replicas(modules, mesh, mirrored=mirrored)
@@ -77,6 +78,7 @@ def build_run(
     stages.engine.graphs = _graphs(report, plan)
     frozen = config.optimizer.freeze_all_layers
     curve = LRSchedule(0.0) if frozen else LRSchedule.of(config)
+    # Of an empty checkpoint, so that a fresh run starts by the code of a resumed one.
     start = Progress.after(LoadedState(), config.precision)
     run = Run(config, mesh, plan, report, modules, stages, optimizer, start, curve, hooks.lr)
     return run, parameters
@@ -91,8 +93,10 @@ def _modules(
     """
     place = plan.schedule.placement
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
+    # Megatron's signature numbers the stages of a rank, so the adapter needs their order here.
     provider = stage_provider(provider, own)
     modules = [stage_module(config, provider, span, mesh.tp) for span in own]
+    # Not the model's decision: the room for logits is the device's memory less the plan's bytes.
     kept = most_kept(config, plan, memory_of(mesh.device))
     for module in modules:
         if isinstance(module, GPTModel):

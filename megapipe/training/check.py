@@ -103,6 +103,7 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
     tokenizer = validate(config, has_cuda=has_cuda(), own_data=own_data)
     if config.model.model_provider is not None:
         provider = find_provider(config.model.model_provider)
+    # After the tokenizer, which knows the number of ids. Model, plan and layers depend on it.
     vocab = config.model.padded_vocab(tokenizer.vocab_size)
     on_gpus = has_cuda() and config.parallel.distributed_backend != "gloo"
     impl, layers = choose_layers(config, on_gpus)
@@ -111,6 +112,7 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
     # A search takes seconds, so rank 0 makes it for all ranks once they have met.
     searches = config.world_size > 1 and is_searched(schedule_name(config))
     plan = None if searches else make_plan(config)
+    # Before the datasets, whose indices may take minutes to build.
     refuse_save(config.checkpoint, find(config.checkpoint))
     return Launch(config, plan, provider, datasets(config, tokenizer), tokenizer.eod, layers)
 
@@ -150,6 +152,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
     if not missing and tokenizer is not None:
         found = find(config.checkpoint)
         here += _refuse(as_run, plan, found, datasets, tokenizer)
+    # Of the run and not of this machine, which may have no GPU.
     device_type = "cpu" if config.parallel.distributed_backend == "gloo" else "cuda"
     # Flags as a user would type them for the same run, without --check's own.
     shown = replace(without_idle(config), check=type(config.check)())

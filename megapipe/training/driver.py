@@ -134,6 +134,8 @@ class Driver:
         size = run.config.batch_sizes.at(consumed)
         if size != run.stages.config.global_batch_size:
             config = run.config.with_batch(size)
+            # All ranks count the same samples, so all of them change the table before the same
+            # step.
             run.stages.take(config, run.schedule_of(config))
         # Time spent on waiting for samples is reported separately.
         with run.report.reading():
@@ -156,12 +158,15 @@ class Driver:
         def scale() -> float:
             """Return this step's loss scale; a guess while the last step is open."""
             if now.open is not None:
+                # As if the open step were not skipped. If it was, its V has these forwards run
+                # again, under the scale that a skipped step leaves.
                 return progress.loss_scale.after(False, run.config.precision).scale
             return progress.loss_scale.scale
 
         def update() -> None:
             # Called for each stage of the rank. At the first one the gradients of all are reduced.
             if not updates:
+                # The gradients are sums over data-parallel ranks, of losses times the loss scale.
                 factor = 1 / run.mesh.dp.size / scale()
                 guess = not self._waits(n, now)
                 updates.append(
@@ -193,6 +198,7 @@ class Driver:
         reduced = run.mesh.world.start_all_reduce(wants, "max")
         any_leaving = Late(reduced.wait, lambda values: bool(values[0]))
         begun = OpenStep(updates[0], totals, any_leaving)
+        # Nothing was guessed: the update waits for the norm, here and now.
         if begun.update.backup is None:
             return self.end(begun, now.good)
         return replace(now, result=None, open=begun)

@@ -89,6 +89,7 @@ class Evaluation:
         data = self._run.config.data
         n = self._run.progress.iteration
         if data.skip_train or data.eval_interval:
+            # A run that only evaluates may load any checkpoint, and always sees the same samples.
             begin = 0 if data.skip_train else None
             self._evaluate(self._valid, f"iteration {n} on validation set", begin)
             self._evaluate(self._test, f"iteration {n} on test set", 0)
@@ -112,6 +113,8 @@ class Evaluation:
         # The test set, and a run that only evaluates, begin at the first sample.
         begin = progress.consumed_valid_samples if consumed is None else consumed
         guards = run.config.guards
+        # With --manual-gc all ranks collect at the same places. A collection on one rank would make
+        # all others wait for it.
         collects = guards.manual_gc and not guards.no_manual_gc_eval
         if collects:
             gc.collect()

@@ -69,6 +69,7 @@ def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
 
     # Each rank reads its share of the bytes; the problems are put together in rank order.
     everyone = mesh.world.gather_json(together(mesh, verify_share))
+    # Several ranks may have read parts of one damaged file: each text once.
     return list(dict.fromkeys(text for of_rank in everyone for text in of_rank))
 
 
@@ -102,6 +103,7 @@ def resumed(run: Run, contents: Mapping[str, str]) -> Run:
         run.say(f"  experts of {config.model.experts} made of the MLPs of {dense}: {path}")
         # The new checkpoint begins at iteration 0, with the settings of this run.
         config = config.with_fields(finetune=True)
+    # checked: newest_sound has just read every byte.
     loaded = load_checkpoint(
         path, run.modules, run.optimizer, config, run.mesh, checked=True, contents=contents
     )

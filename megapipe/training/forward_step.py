@@ -24,6 +24,8 @@ def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, 
         loss_mask: [b, s], the weight of each token's loss.
         token_losses: [b, s].
     """
+    # A sum and a count, not a mean: microbatches and ranks may have different numbers of tokens,
+    # and their means would have equal weights.
     loss = (token_losses * loss_mask).sum()
     tokens = loss_mask.sum()
     return loss, tokens, {"lm loss": torch.stack((loss.detach(), tokens))}

@@ -71,6 +71,8 @@ class Hooks:
         inherited = getattr(Callback, event)
         methods = [getattr(callback, event) for callback in self.callbacks]
         overridden = [m for m in methods if getattr(m, "__func__", None) is not inherited]
+        # Under ZeRO-3 the memory of a weight is released between steps: reading it would end the
+        # process.
         with run.optimizer.gathers.whole() if overridden else nullcontext():
             for method in overridden:
                 method(run, *args)

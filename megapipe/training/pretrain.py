@@ -106,6 +106,8 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
         be_deterministic()
     device = pick_device(config.parallel)
     if device.type == "cpu":
+        # The C library would give a step's memory back to the system, which clears it before the
+        # next step may use it.
         keep_freed_memory()
     require_fp8(device, config.model.fp8_format)
     # Without equal facts on all ranks, groups would deadlock or train different models.
@@ -122,6 +124,7 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
             yield mesh, plan
     finally:
         mesh.close()
+        # `train` has frozen the collector, and --manual-gc has disabled it.
         gc.enable()
         gc.unfreeze()
         # The parts of a run refer to each other. Collecting them ends the data's threads and files.
@@ -209,7 +212,9 @@ class Training:
         flags = config.checkpoint
         found: dict[str, str] = {}
         if flags.save or flags.load:
+            # The first rank's files are enough: `facts` has compared them between all ranks.
             found = on_first(mesh, lambda: contents(config, data.train))
+        # Loaded in place, into the modules that exist: a model is never in memory twice.
         self.run = run = resumed(fresh, found)
         self.hooks = with_rescheduling(hooks, config, plan)
         reading = Reading(config, mesh, plan.schedule.placement, hooks.reading_stages(plan.spans))
@@ -242,11 +247,13 @@ class Training:
         if config.guards.manual_gc:
             gc.disable()
         handover = Handover()
+        # Also if a step fails: a save in the background is waited for, and its end reported.
         with closing(self.saving):
             while n < last:
                 self.profiler.before(n)
                 self.hooks.call("before_step", run)
                 handover = self.driver.step(handover, lambda: stopping.wanted)
+                # Between steps, where no pass is under way: the exchange of times is collective.
                 run.report.measure(run.stages.stopwatch, over=handover.result is not None)
                 if handover.result is not None:
                     self.driver.ended(handover.result)
@@ -307,5 +314,7 @@ class Training:
         """After the first step set --distributed-timeout-seconds-after-init."""
         run = self.run
         seconds = run.config.parallel.distributed_timeout_seconds_after_init
+        # The first step takes longest, as caches and communicators warm up: it has the longer
+        # timeout.
         if seconds and run.progress.iteration == first + 1:
             run.mesh.set_timeout(seconds)

@@ -51,6 +51,7 @@ class Progress:
     def advance(self, result: StepResult, precision: PrecisionConfig) -> None:
         """Count a step that has ended."""
         self.iteration += 1
+        # Also of a skipped step: its samples are not read again.
         self.consumed_train_samples += result.batch
         if result.skipped:
             self.skipped_samples += result.batch

@@ -124,5 +124,6 @@ class Reading:
             SampleOrder(len(dataset), b, dp.rank, dp.size, kind, sharded, wraps),
             lambda consumed: config.batch_sizes.at(consumed) // (b * dp.size),
             num_workers=config.data.num_workers,
+            # From page-locked memory a copy to the GPU does not hold the host up.
             pinned=self.mesh.device.type == "cuda",
         ).at

@@ -101,10 +101,12 @@ class Rescheduling(Callback):
             f"{text}, under {new.name} {will * 1e3:.1f} ms, {1 - will / was:.1%} less. The run "
             "goes on under it."
         )
+        # With the costs: messages are posted in the order that follows from them.
         run.stages.follow(new, read_costs(measured))
         # The first step under the new table warms up too.
         yield
         since, _ = yield from self._timed(run)
+        # Medians: a single slow step must not decide the reported gain.
         a = median(before)
         b = median(since)
         run.say(

@@ -65,6 +65,7 @@ class Run:
 
         All ranks call it. Where the order is searched, rank 0 searches for all of them.
         """
+        # A named order is a function of the configuration, so each rank makes the table itself.
         if not is_searched(schedule_name(config)):
             return with_batch(self.plan, config).schedule
         found = on_first(self.mesh, lambda: to_json(with_batch(self.plan, config).schedule))

@@ -109,6 +109,7 @@ class Saving:
             # The first save of a run is never in the background, see checkpoint/background.py.
             if self._background is None or self._background.under_way is None:
                 newest = commit.folder_of(Path(directory), n)
+                # Older checkpoints may go only now that the new one is complete.
                 self._say(n, on_first(run.mesh, lambda: retention.retain(newest, self._keep)))
                 self._complete(n)
         if last:
@@ -191,6 +192,7 @@ class Saving:
 
     def _complete(self, n: int) -> None:
         """Note that the checkpoint of iteration n is complete, and call the callbacks."""
+        # Not before: an error names this iteration as the one that a user can go back to.
         self.last = n
         self.own.append(n)
         self.jobs.complete(n)

@@ -24,6 +24,7 @@ def use_common(mesh: ProcessMesh) -> list[str]:
     partly = {}
     for name in _WORDS:
         without = [rank for rank, names in enumerate(everyone) if name not in names]
+        # A kernel that all ranks lack makes no difference between replicas.
         if 0 < len(without) < len(everyone):
             partly[name] = without
     available.leave_out(partly)

@@ -72,8 +72,10 @@ def fits(peak: float, mesh: ProcessMesh, memory: float) -> str:
     exchanges = [mesh.cp.size]
     if mesh.ep.size > 1:
         exchanges.append(mesh.experts.size)
+    # Each rank that is heard from has buffers. In a pipeline these are the two neighbours.
     senders = min(mesh.pp.size - 1, 2)
     if len(links) > num_links(mesh.pp.size):
+        # The communicator of a shared vocabulary, whose messages come from all ranks.
         senders += mesh.pp.size - 1
     sizes = [group.size() for group in groups if group not in links]
     buffers = buffer_bytes(sizes, exchanges, senders)
@@ -114,6 +116,7 @@ def check_ownership(
     """
     if mesh.cp.size > 1:
         _check_attention(modules, mesh.cp.size)
+    # Names and shapes alone. Each rank compares all of them, so that all raise the same error.
     everyone = mesh.pp.gather_json([_parts(module, mesh.tp) for module in modules])
     stages: dict[int, Parts] = {}
     for rank, parts in enumerate(everyone):
@@ -122,6 +125,7 @@ def check_ownership(
     for span in whole_model(model.layers, model.depths):
         whole |= _parts(_without_storage(provider, model, span, mesh.tp), mesh.tp)
     problems: list[str] = []
+    # DualPipe has two chains of stages, each a whole model.
     for chain in range(placement.num_chains):
         first = chain * placement.chain
         own = {s: stages[s] for s in range(first, first + placement.chain)}
@@ -185,6 +189,7 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
         assert math.prod(layout.local(tp)) == param.numel(), f"{name} was initialised, so it fits"
         shape = list(layout.full)
         if layout.dim is not None:
+            # A share of the vocabulary counts as its own rows here; `_unite` adds the shares up.
             shape[layout.dim] //= layout.part[1]
         found[name] = shape
     return found

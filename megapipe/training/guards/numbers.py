@@ -18,6 +18,7 @@ from megapipe.training.steps.step import Refuses, StepResult
 
 Run = Callable[[Refuses], StepResult]
 """Runs a step, which updates nothing if its losses are refused."""
+# Megatron-LM's SPIKY_LOSS_FACTOR.
 FACTOR = 10.0
 """A loss is a spike if it is more than this many times the largest recent one."""
 OF_LAST = 100
@@ -64,10 +65,13 @@ class Guard:
         # A refused step updates nothing. The second run begins with the same weights, samples and
         # random numbers.
         first = result = run(refuses)
+        # Where steps that are not finite are skipped anyway, as by a dynamic loss scale, they are
+        # no sign of an error.
         if first.spiked or (first.skipped and twice and not self._skips):
             result = run(_never)
             if injected and first.spiked:
                 self._injected(iteration)
+            # The same step again, with numbers in order: the first run's were an error.
             elif not (result.skipped or _above(result.losses, limits)):
                 self._say(
                     f"WARNING: iteration {iteration}: {_text(first)}; run again on the same "

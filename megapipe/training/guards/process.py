@@ -54,6 +54,7 @@ def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
                 )
         return found
 
+    # One rank looks for all: another might see the file a moment later, and ranks must agree.
     return on_first(mesh, look)
 
 
@@ -76,7 +77,8 @@ class Stopping:
         self.flags = flags
         self.mesh = mesh
         self._started = started
-        self.signal = ExitSignal(flags.exit_signal if flags.exit_signal_handler else None)
+        name = flags.exit_signal if flags.exit_signal_handler else None
+        self.signal = ExitSignal(name)
         self.exit_code = 0
 
     @property
@@ -109,6 +111,7 @@ class Stopping:
     def _asked(self) -> str | None:
         """Return the signal that arrived on any rank, or the time that is over; else None."""
         most = self.flags.exit_duration_in_mins
+        # No rank can want to stop, so no step pays for the all-reduce.
         if most is None and not self.flags.exit_signal_handler:
             return None
         # Clocks of machines differ by seconds. The longest time of all decides, because ranks must
@@ -148,6 +151,7 @@ class ExitSignal:
         self.number = 0
         self._before: dict[int, Any] = {}
         if name is not None:
+            # Each once: the flag may name SIGINT itself.
             for number in dict.fromkeys((signal.Signals[name], signal.SIGINT)):
                 self._listen(number)
 
@@ -163,8 +167,11 @@ class ExitSignal:
         that it does not change the exit code.
         """
         for number, before in self._before.items():
-            ends = self.received and (number != signal.SIGINT or _under_torchrun())
-            signal.signal(number, signal.SIG_IGN if ends else before)
+            handler = before
+            # torchrun passes Ctrl-C on to its processes, so it may come again, too.
+            if self.received and (number != signal.SIGINT or _under_torchrun()):
+                handler = signal.SIG_IGN
+            signal.signal(number, handler)
         self._before = {}
 
     def _listen(self, number: int) -> None:

@@ -59,10 +59,12 @@ def facts(
                 flags[spelled.get(name, name)] = str(value)
     table = {}
     if plan is not None:
+        # Ranks with different tables would wait for messages that nobody sends.
         text = to_json(plan.schedule) + str(plan.counts)
         table["the schedule (SHA-256 of its table)"] = _short(text.encode())
     return {
         **flags,
+        # Another version may add in another order, and replicas must be equal to the bit.
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "megapipe (SHA-256 of its source)": _package(),
@@ -95,6 +97,7 @@ def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str
             if not blend:
                 read.append(blend)
                 continue
+            # An index has the length of every document: a digest of it is nearly one of the data.
             sizes = [[_digest(f"{prefix}.idx"), _size(prefix)] for prefix in blend.prefixes]
             read.append((blend.weights, sizes))
             tokens += [_tokens(prefix) for prefix in blend.prefixes]
@@ -153,6 +156,7 @@ def _tokens(prefix: str) -> str:
     digest = hashlib.sha256()
     size = os.path.getsize(f"{prefix}.bin")
     part = max(size // RANGES, RANGE)
+    # The same positions on every rank, and in a later run, wherever the file lies.
     draw = random.Random(size)
     try:
         # Without a buffer, which would read more than the ranges.
@@ -170,6 +174,7 @@ def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, st
     """Yield (name, digest) of each file outside the package that defines a function."""
     for function in functions:
         try:
+            # Of a decorated function, the file that has its own code.
             path = inspect.getsourcefile(inspect.unwrap(function))
         except TypeError:
             # An object with __call__, or a partial.

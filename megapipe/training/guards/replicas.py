@@ -51,6 +51,7 @@ def check_replicas(
     ]
     problems: list[str] = []
     for axis_name, axis, compared in groups:
+        # Each along its own axis: experts have other replicas than the rest of the model.
         problems += _differing(axis_name, axis, compared)
     # Every rank gathers, so that all raise the same error.
     everyone = mesh.world.gather_json(problems)
@@ -75,6 +76,7 @@ def check_replicas(
 
 def _unsplit(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters that tensor parallelism does not split."""
+    # Not buffers: without a layout nobody knows whether each rank has a part of one.
     return {name: x for name, x in tensors.items() if name in params and layout_of(x).dim is None}
 
 
@@ -120,6 +122,7 @@ _CHUNK = {"cuda": 1 << 25}
 
 def _as_int64(x: Tensor) -> Tensor:
     """Return a tensor's memory as int64, filled up with zeros at the end."""
+    # Bits and not values: a NaN must equal itself, and -0 differ from 0.
     data = x.detach().contiguous().flatten().view(torch.uint8)
     # A view as int64 needs an aligned start; padding makes a copy that has one.
     if len(data) % 8 or data.storage_offset() % 8:
@@ -138,6 +141,8 @@ def _folded(words: Tensor) -> Tensor:
         for part in torch.split(words, _CHUNK.get(words.device.type, 1 << 17)):
             if len(part) % _ROW:
                 part = F.pad(part, (0, -len(part) % _ROW))
+            # Modulo 2^64 a product with an odd number can be undone: a changed word always changes
+            # it.
             mixed = part.view(-1, _ROW) * _odd(words.device)
             # Upper bits are mixed into lower ones: two flipped signs would cancel otherwise.
             rows.append(mixed.bitwise_xor_(mixed >> 31).sum(1))

@@ -37,6 +37,7 @@ SAMPLE = 4
 THIRD = 3
 """The step after which times are first compared. The first step is slower than all others."""
 
+# Every report needs the plan's timeline. A run has a table for each batch size, so a few are kept.
 _simulated = lru_cache(maxsize=4)(simulate)
 
 
@@ -145,6 +146,7 @@ def measured(
         worst.idle / passes,
         of_table,
         of_stages,
+        # Idle and not waiting: the host prepares the next pass.
         (worst.idle - worst.waited) / passes,
         plan.makespan * speed,
         _bubble(plan),
@@ -245,10 +247,13 @@ class Counters:
         if self.steps == 1 or not watch.passes:
             return []
         self._watches.append(watch)
+        # The same steps on all ranks: the exchange is collective.
         if self.steps != THIRD and self.steps % self._every:
             return []
         ready = self._watches
         self._watches = []
+        # The times of a GPU are read after it has passed their events; to read them sooner would
+        # stop the host.
         if not over:
             self._watches = ready[-1:]
             ready = ready[:-1]
@@ -276,6 +281,7 @@ class Counters:
             self._copies.extend(copied_by_all(watches, self.mesh.pp))
         # Collective over the pipeline, so before ranks that do not collect return.
         peaks = self._peaks()
+        # Passes wait for collectives only where tensor, context or expert parallelism has any.
         exposed = exposed_by_all(watches, self.mesh.pp) if self.mesh.hides else None
         if not self._collects:
             return []

@@ -18,4 +18,5 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """
     work = pieces(model, seq_length)
     layers = sum(layer.f for layer in (*work.layers, *work.depths))
+    # The backward has two products for each one of the forward.
     return 3 * (layers + work.head.f) / seq_length

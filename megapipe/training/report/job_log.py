@@ -58,6 +58,7 @@ class JobLog(Sink):
             first = first_job(self._to.read_text(), self._world)
             began, before = first or (self._began, 0.0)
             job = self._throughput(here / (time.time() - self._began))
+            # Time between jobs counts, as in Megatron-LM.
             cumulative = self._throughput((flops - before) / max(1.0, time.time() - began))
             event = "Saving async checkpoint" if self._async else "Saved checkpoint"
             self._write(

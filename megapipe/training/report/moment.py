@@ -160,6 +160,7 @@ class Moment:
     @property
     def remaining(self) -> timedelta | None:
         """Return the time to the end of the run at this speed; None without a terminal."""
+        # A file that a tool reads keeps Megatron-LM's fields; the rest of the time is for people.
         if not sys.stdout.isatty():
             return None
         return timedelta(seconds=round(self.seconds * (self.last - self.progress.iteration)))

@@ -63,6 +63,7 @@ class Number:
     asked: Callable[[Config], object] = lambda config: True
 
 
+# Megatron-LM has no such numbers, so names and places are ours.
 PASSES = (
     Number(lambda now: now.steps, key="steps"),
     Number(

@@ -42,6 +42,7 @@ class Profiler:
         log = self._log
         if not self._wanted or self._open is not None:
             return
+        # A resumed run may begin within the window.
         if log.profile_step_start <= iteration < log.profile_step_end:
             # Otherwise Kineto reports its start, and that a CPU is no GPU.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")

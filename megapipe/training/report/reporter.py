@@ -63,7 +63,8 @@ class Reporter:
         if self.speaks:
             self._boards = (TensorBoard(config.log), WeightsAndBiases(config))
         self._timers = timers.Timers(config.log, mesh)
-        self._metrics = MetricsFile(config.log.metrics_file if self.speaks else None)
+        metrics_file = config.log.metrics_file if self.speaks else None
+        self._metrics = MetricsFile(metrics_file)
         self._flops = flops_per_token(config.model, config.batch.sequence)
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
         self._place = place
@@ -125,19 +126,24 @@ class Reporter:
         # Counted in every step, whether something is printed or not.
         window = self._window
         window.add(result)
+        # Known on all ranks, though one alone has boards: the norm below is collective.
         has_board = log.tensorboard_dir or log.wandb_project
         on_board = has_board and n % log.tensorboard_log_interval == 0
         regular = n % log.log_interval == 0
         in_line = regular or window.first
         if not (on_board or in_line or log.metrics_file):
             return
+        params_norm = None
+        if log.log_params_norm:
+            # A sum over ranks, so every rank calls it, whether it writes or not.
+            params_norm = optimizer.params_norm()
         step = Moment(
             self.config,
             progress,
             result,
             Window.of(result, window.last_seconds),
             lr,
-            optimizer.params_norm() if log.log_params_norm else None,
+            params_norm,
             self._flops,
             self._peak,
             self._counters,

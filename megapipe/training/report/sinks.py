@@ -91,6 +91,7 @@ class WeightsAndBiases(Sink):
         log = config.log
         if not log.wandb_project:
             return
+        # Optional: only a run that asks for it needs the package.
         import wandb
 
         self.failures = (*self.failures, wandb.Error)
@@ -142,6 +143,7 @@ class MetricsFile(Sink):
             return
         with self._trying():
             if self._file is None:
+                # Appends: a resumed run goes on in the same file.
                 self._file = open(self._to, "a", encoding="utf-8")  # noqa: SIM115
             self._file.write(json.dumps(_finite(values)) + "\n")
             self._file.flush()
@@ -160,6 +162,7 @@ def _finite(value: Any) -> Any:
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(x) for x in value]
+    # JSON has no NaN. Python would write one, and other readers would refuse the line.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

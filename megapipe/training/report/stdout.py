@@ -40,6 +40,7 @@ class _Forgiving:
     def isatty(self) -> bool:
         return self._stream is not None and self._stream.isatty()
 
+    # For what libraries ask of sys.stdout, such as its encoding.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -69,6 +69,8 @@ class Timers:
         """Count a step that the host has finished. The device has finished all earlier ones."""
         if self._names and watch.passes:
             self._close()
+            # Read at the next step, when the device has passed the mark: to read now would wait for
+            # it.
             self._open.append((watch, watch.mark()))
 
     def read(self) -> dict[str, list[float]]:
@@ -114,7 +116,9 @@ def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
             found[name] += (x.end - x.begin) / len(group)
             found[f"{direction}-recv"] += x.waited / len(group)
     last = max(x.end for x in row)
+    # Updates are passes of the table. Megatron-LM's timer ends before them.
     found["forward-backward"] = last - row[0].begin + row[0].waited - found["optimizer"]
+    # After the last pass come the sums and updates that no pass does.
     found["optimizer"] += max(0.0, end - last)
     return found
 

@@ -149,6 +149,7 @@ def most_exposed(now: Measured) -> tuple[float, ...] | None:
     if both is None:
         return None
     measured, predicted = both
+    # The rank that waits most delays all others.
     rank = max(range(len(measured)), key=lambda rank: measured[rank]["exposed"])
     return rank, *measured[rank].values(), *predicted[rank].values()
 

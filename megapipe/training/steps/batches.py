@@ -114,6 +114,7 @@ class StepReading:
         def microbatch(i: int) -> Batch:
             read = self.microbatches[i]
             named = {"tokens": read} if isinstance(read, Tensor) else read
+            # From page-locked memory the copy runs while the host goes on.
             here = {name: x.to(mesh.device, non_blocking=True) for name, x in named.items()}
             tokens = here.pop("tokens")
             # Labels and mask are computed here, from the ids, and not read.
@@ -125,4 +126,5 @@ class StepReading:
             cut = Cut(mesh.cp.rank, mesh.cp.size, *parts.tokens(number))
             return microbatch(parts.microbatch(number)).cut(cut)
 
+        # After a wrong guess the step's first forwards run again, and read the same batches.
         return Rewinding(batch, order)

@@ -141,6 +141,8 @@ class Routers:
                 biases.append((router.layer, router.expert_bias))
         if not biases:
             return []
+        # Sorted, as counts are added row by row: a mirrored rank has the same layers in stages of
+        # another order.
         layers = sorted({router.layer for router in self.own})
         size = (len(layers), self.model.experts)
         # Integers, so that the sum depends on no order.

@@ -46,6 +46,7 @@ class Scales:
             yield
         finally:
             for part in self._own:
+                # The update that follows changes the weights.
                 part.keeping(False)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:

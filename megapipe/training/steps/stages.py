@@ -145,6 +145,7 @@ class Stages:
         b = config.batch.micro_batch
         kind = "evaluation" if evaluate else "iteration"
         number = iteration or consumed // config.global_batch_size + 1
+        # The watchdog names this place for a rank that hangs.
         mesh.position.begin(f"{kind} {number}")
         # In every step, because evaluations use the same modules between training steps.
         for module in self.modules:

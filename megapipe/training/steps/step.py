@@ -158,9 +158,12 @@ class Update:
         elif undone:
             # No update follows, so the model's weights are made from the restored parameters.
             optimizer.spread()
+        if spiked or not totals.finite:
+            # As if it had not been computed: nothing is updated with it.
+            norm = math.nan
         return StepResult(
             totals.means,
-            norm if totals.finite and not spiked else math.nan,
+            norm,
             totals.tokens,
             skipped=not good,
             num_zeros=zeros,
@@ -185,6 +188,7 @@ class Update:
         """Copy the backup back."""
         for x, before in zip(self._changing, self.backup or (), strict=True):
             x.copy_(before)
+        # Adam's bias correction counts updates, so the wrong one must not count.
         self.optimizer.steps = self.steps
         # Forwards of the next step have quantised the wrong weights, and will run again.
         self.stages.scales.begin()
@@ -209,12 +213,13 @@ def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weig
     gathers = optimizer.gathers
     found = []
     for n in range(len(optimizer.chunks)):
+        layer_done = partial(sums.start_early, n) if sums.by_layers else None
         weights = Weights(
             partial(sums.start, n),
             partial(gathers.start, n),
             begin=partial(sums.begin, n),
             drop=partial(gathers.drop, n),
-            layer_done=partial(sums.start_early, n) if sums.by_layers else None,
+            layer_done=layer_done,
         )
         found.append(weights)
     return found
@@ -257,6 +262,7 @@ def train_step(
     scale: float | Tensor = 1 / stages.mesh.dp.size
     if stages.config.batch.calculate_per_token_loss:
         # The division stays on the device: the host does not wait for the number of tokens.
+        # At least 1: the gradient of a batch without tokens is 0, and must not become NaN.
         scale = counted_tokens(totals).clamp(min=1).reciprocal()
     # The update waits for the reductions. The watchdog then names this place for a rank that hangs.
     position = stages.mesh.position

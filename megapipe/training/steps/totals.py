@@ -93,6 +93,7 @@ class Adder:
         # All ranks of a tensor-parallel group have the same losses.
         mine = losses if self.mesh.tp.rank == 0 else ()
         reported = {name for loss in mine for name in loss.reported}
+        # Evaluations count separately: a rank that evaluates must not be added to one that trains.
         position = (2 * consumed + evaluate) % _PRIME
         more = 0 if extra is None else extra.numel()
 
