@@ -27,6 +27,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 def batch_problems(config: Config) -> Iterator[str]:
     """Yield the problems of the sizes of the run, at most three, and of its evaluations."""
     wrong: dict[str, None] = {}
+    # Reversed, so that the smallest size of each kind stays.
     smallest = {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}
     for size in sorted(smallest.values()):
         of_size = _of_size(config.with_batch(size), "--global-batch-size", "--micro-batch-size")
@@ -37,6 +38,7 @@ def batch_problems(config: Config) -> Iterator[str]:
         whole_name = "--eval-global-batch-size" if whole else "--global-batch-size"
         micro_name = "--eval-micro-batch-size" if micro else "--micro-batch-size"
         wrong |= dict.fromkeys(_of_size(config.evaluation, whole_name, micro_name))
+    # A batch that grows has many sizes, and most of their problems are one problem.
     yield from list(wrong)[:3]
     after = config.parallel.reschedule_after
     if after is not None and len(config.batch_sizes.distinct) > 1:
@@ -61,6 +63,7 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
     count, rest = divmod(size, config.batch.micro_batch * config.data_parallel_size)
     twice = 2 * config.parallel.pipeline_model_parallel_size
     name = config.parallel.pipeline_schedule
+    # A file or a function may refuse any number, so each number is a kind.
     if rest or (name and name.lower() not in SCHEDULES) or count < 2 * twice:
         return count, rest
     return twice + count % twice, 0
@@ -76,6 +79,7 @@ def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
             f"{config.data_parallel_size} data-parallel ranks = {share}: "
             f"{division(batch, share)}.\n      Use {whole} {near(batch, share)}."
         )
+        # The number of microbatches is not known; the layers can be checked without it.
         yield from pipeline_problems(config, None)
         return
     # A small table of the same kind is made first. The table itself is made only if that one has

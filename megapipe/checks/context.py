@@ -29,6 +29,8 @@ def context_problems(config: Config) -> Iterator[str]:
     if c == 1:
         return
     length = config.batch.seq_length
+    # A causal sequence is cut in 2c pieces. Each rank has one from the front and one from the back,
+    # so that all have the same work.
     pieces = 2 * c
     if length and length % pieces:
         low = length - length % pieces
@@ -37,6 +39,7 @@ def context_problems(config: Config) -> Iterator[str]:
             f"--seq-length {length} does not divide into 2 x --context-parallel-size {c} pieces: "
             f"{division(length, pieces)}. Use --seq-length {fitting}."
         )
+    # Only this way gives a rank all tokens of some heads.
     if "a2a" in ways:
         yield from dict.fromkeys(_heads(config))
 
@@ -55,6 +58,7 @@ def _heads(config: Config) -> Iterator[str]:
             continue
         counts = {"--num-attention-heads": layer.heads, "--num-query-groups": layer.query_groups}
         for name, heads in counts.items():
+            # Heads that do not divide by tp have a line already.
             if heads % tp == 0 and heads % (tp * c):
                 tensor = f"--tensor-model-parallel-size {tp} x " if tp > 1 else ""
                 yield (

@@ -40,6 +40,8 @@ def _mapping(config: Config) -> Iterator[str]:
     par = config.parallel
     of_layer = par.tensor_model_parallel_size * par.context_parallel_size
     of_experts = par.etp * par.expert_model_parallel_size
+    # With other numbers of ranks the two grids would put a rank on two stages. Megatron-LM refuses
+    # this, too.
     several = par.pipeline_model_parallel_size > 1
     if par.use_tp_pp_dp_mapping and several and of_layer != of_experts:
         yield (
@@ -88,6 +90,7 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
             f"--moe-router-topk {k} is more than --num-experts {experts}. "
             f"Use --moe-router-topk {experts}, or fewer."
         )
+    # Its derivative is 0: no gradient reaches the router.
     plain = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if k == 1 and plain and not upcycled and not model.by_sinkhorn:
         yield (
@@ -131,6 +134,7 @@ def _balance(model: ModelConfig) -> Iterator[str]:
     for kind in kinds:
         if kind in _INSTEAD:
             yield f"{flag} {kind} is not implemented. Use {_INSTEAD[kind]}."
+    # Neither is a loss: none has no loss, and sinkhorn balances by its choice.
     alone = [kind for kind in ("none", "sinkhorn") if kind in kinds]
     if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and alone):
         single = alone[0] if alone else "none"
@@ -151,6 +155,7 @@ def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
             "--moe-expert-capacity-factor 0 drops every token. "
             "Use 1.0, or leave it out to drop none."
         )
+    # Of a whole microbatch: ranks that share its tokens have less of both, choices and capacity.
     chosen = (batch.micro_batch_size or 0) * (batch.seq_length or 0) * model.moe_router_topk
     if 0 < chosen * factor < model.experts:
         share = chosen / model.experts * factor
@@ -172,6 +177,7 @@ def _split(config: Config) -> Iterator[str]:
     etp = par.etp
     yield from _widths(config)
     if model.experts % ep:
+        # The remedy must suit both: the experts, and the processes that there are.
         fitting = gcd(world // pp // etp, model.experts)
         yield (
             f"--num-experts {model.experts} does not divide by --expert-model-parallel-size {ep}: "
@@ -188,6 +194,8 @@ def _split(config: Config) -> Iterator[str]:
             f"{differs} with --tensor-model-parallel-size {tp} needs ranks that have tokens of "
             "their own. Add --sequence-parallel."
         )
+    # Experts lie on a grid of their own over the same processes. Where the dense grid does not fit
+    # either, `_layout` has a line.
     ranks = etp * ep * pp
     if world % ranks and world % par.ranks_of_a_replica == 0:
         whole = lcm(ranks, par.ranks_of_a_replica)
@@ -229,6 +237,7 @@ def _upcycling(config: Config) -> Iterator[str]:
     name = "--moe-use-upcycling"
     granularity = "--moe-upcycling-granularity"
     pieces = config.checkpoint.moe_upcycling_granularity
+    # Equal experts are together the dense MLP if the weights of a token's experts add up to 1.
     if model.by_sinkhorn:
         yield (
             f"{name}: weights under sinkhorn add up to less than 1. "

@@ -27,6 +27,7 @@ def fp8_problems(config: Config) -> Iterator[str]:
     at_once = 16
     how = f"--fp8-format {model.fp8_format}"
     if model.fp8_recipe == "mxfp8":
+        # A block of mxfp8 has 32 numbers with one scale.
         at_once = 32
         how += " --fp8-recipe mxfp8"
     for name, width, ranks in _widths(config, at_once):
@@ -64,9 +65,11 @@ def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int
         yield "--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim, 1
         yield "--qk-head-dim", model.qk_head_dim, 1
         yield "--v-head-dim", model.v_head_dim, 1
+    # Without a head's size another check has a line, and there are no widths to ask about.
     elif heads and (model.kv_channels or (model.hidden_size and model.hidden_size % heads == 0)):
         groups = model.num_query_groups if model.group_query_attention else heads
         projection = heads * model.head_dim
+        # Queries, keys and values are rows of one product.
         qkv = (heads + 2 * groups) * model.head_dim
         if projection % (at_once * tp) or qkv % (at_once * tp):
             yield "--kv-channels", model.head_dim, 1

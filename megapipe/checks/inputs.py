@@ -46,7 +46,9 @@ def path_problems(config: Config) -> Iterator[str]:
             yield from unread
         for blend in filter(None, found or ()):
             for prefix in blend.prefixes:
+                # A glance at header and sizes: the tokens may have terabytes.
                 yield from ask(lambda: blend.ask(glance, prefix))  # noqa: B023
+    # Looked up and not imported: the run does that when it opens its boards.
     if log.wandb_project and not _installed("wandb"):
         yield (
             f"--wandb-project {log.wandb_project} needs the package wandb: pip install wandb, "
@@ -100,6 +102,7 @@ def profile_problems(config: Config) -> Iterator[str]:
             f"be recorded. Use --profile-step-start {max(0, length - 2)} "
             f"--profile-step-end {length}."
         )
+    # Ranks are known without a process group: the launcher has said how many there are.
     if outside := [r for r in log.profile_ranks if not 0 <= r < config.world_size]:
         ranks = " ".join(map(str, outside))
         yield f"--profile-ranks {ranks}: ranks are 0 to {config.world_size - 1}"
@@ -134,6 +137,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
     if attention == "flash" and on_gpu and window:
         yield f"--attention-backend flash has no kernel for --window-size {window}. Use auto."
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    # inductor compiles C++ during the first step; without a compiler the run would end there.
     if config.model.compile and not any(map(which, compilers)):
         yield (
             "--compile needs a C++ compiler, and there is no g++ or clang++ in PATH. "
@@ -142,6 +146,7 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
     if config.model.transformer_impl != "transformer_engine":
         return
     if on_gpu:
+        # An installed package need not work: its libraries are loaded here, before ranks meet.
         yield from ask(load)
     else:
         why = "--distributed-backend gloo keeps to the CPU" if has_cuda else "torch sees none"

@@ -23,8 +23,10 @@ def on_cpus(config: Config) -> Config:
     Its `noop_flags` have a line about each flag that was replaced.
     """
     for field, asked, taken, because in _ON_A_CPU:
+        # Other values, such as flash, have a kernel on CPUs or are refused by `machine_problems`.
         if config.value(field) == asked:
             line = (f"--{field.replace('_', '-')} {asked}", because)
             config = config.with_fields(**{field: taken})
+            # The start prints these lines, so that nobody takes a laptop's numbers for a GPU's.
             config = replace(config, noop_flags=(*config.noop_flags, line))
     return config

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megapipe.config import ModelConfig
 
+# Nine digits: int() refuses more than 4300, with an error that names no flag.
 _WINDOW = re.compile(r"\(?(\d{1,9}|-1), *(0|-1)\)?")
 
 
@@ -23,6 +24,7 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
     """Yield problems of the rotation in latent attention: an odd width, or its base."""
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim
+    # As in Megatron-LM, YaRN rotates all of these channels.
     share = model.rotary_percent if model.rope_type == "rope" else 1.0
     turned = int(dim * share)
     if turned % 2 or not turned:
@@ -77,6 +79,8 @@ def recompute_problems(model: ModelConfig) -> Iterator[str]:
             f"{given}: mla_up_proj is of --multi-latent-attention, which is not given. "
             "Leave mla_up_proj out."
         )
+    # One part of the model in the list is enough to recompute something. Only a list of none is
+    # refused.
     elif modules and not any(there.get(name, True) for name in modules):
         yield (
             f"{given}: the model has none of these parts, so nothing is computed again. "

@@ -28,6 +28,7 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
                 problems.append(f"{given} is missing, for example {given} {required[name].example}")
             elif value is not None and name in ranges and (problem := ranges[name].problem(value)):
                 problems.append(f"{typed(flag(name), value)} {problem}")
+                # Defaults are sound, so every later check can compute with this configuration.
                 reset[name] = field.default
         if reset:
             config = replace(config, **{section: replace(part, **reset)})
@@ -47,4 +48,5 @@ def divisors(value: int) -> list[int]:
 def near(value: int, multiple_of: int) -> str:
     """Return the multiples above 0 next to a value: the one below and the one above."""
     low = value // multiple_of * multiple_of
+    # 0 would be a remedy that the next start refuses.
     return f"{low} or {low + multiple_of}" if low else str(multiple_of)

@@ -29,6 +29,8 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         microbatches: per step and data-parallel rank; None if the batch is not known.
     """
     par = config.parallel
+    # Without chunks there is no placement. A wrong name of a schedule is the likelier cause, and is
+    # asked first.
     if unclear := ask(lambda: chunks_of(config)):
         given = par.pipeline_schedule
         if given and given.lower() not in SCHEDULES and not is_file(given):
@@ -62,8 +64,11 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
         if par.pipeline_slices or table.cuts:
             yield from slice_problems(config, name, table)
     if config.model.num_layers and (not refused or name.lower() in SCHEDULES):
+        # The layers do not depend on the number of microbatches: with one that fits, they are
+        # checked beyond a batch that does not.
         sound = usual if refused else count
         for text in ask(lambda: counts_of(config, schedule_of(config, sound).placement)):
+            # The same sentence may come from the table and from the layers.
             if text not in refused:
                 yield text
 
@@ -126,6 +131,7 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
         return
     pp = par.pipeline_model_parallel_size
     tp = par.tensor_model_parallel_size
+    # The pipeline cuts the rows first, then tensor parallelism cuts each share.
     pieces = pp * tp
     rows = "--padded-vocab-size"
     if model.padded_vocab_size is None:
@@ -183,6 +189,8 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
         replica = stage + place.chain
         rank = place.rank_of[stage]
         twin = place.rank_of[replica]
+        # The groups that sum the gradients of copies are pairs of mirrored ranks
+        # (ProcessMesh.twins).
         if rank == twin or rank + twin != last:
             yield (
                 f"--pipeline-schedule {name}: stage {stage} is on rank {rank}, its replica "

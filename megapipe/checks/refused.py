@@ -30,6 +30,7 @@ def refusals(config: Config, *, of_layer: bool = False) -> Iterator[str]:
     """
     given = dict(pair for section in config.sections for pair in _given(section))
     for owner, name, note in _ROWS:
+        # A dense layer has no experts, though the model that it is part of has them.
         if of_layer and owner is not ModelConfig and not note.others:
             continue
         if name not in given or not note.where(config):

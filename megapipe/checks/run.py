@@ -64,6 +64,7 @@ def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Token
         *unread,
         *tokenizer_problems(config, tokenizer),
     ]
+    # Of sound values alone: a wrong one would be reported twice.
     problems += machine_problems(check_numbers(config)[0], has_cuda)
     if problems or tokenizer is None:
         raise ConfigError(problems)
@@ -72,6 +73,8 @@ def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Token
 
 def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
     """Return the problems of the flags alone, on any machine. own_data: as in `validate`."""
+    # Each wrong value is at its default from here on. One typing error then gives one line and not
+    # a dozen.
     sound, problems = check_numbers(config)
     sound, unclear = sound_batch(sound)
     problems += unclear
@@ -140,6 +143,7 @@ def _model(config: Config) -> Problems:
             f"Use --num-query-groups {either(divisors(heads))}."
         )
     widths = _widths(config)
+    # The default of a gated MLP is two thirds of 4 h in steps of 64, which is 0 for a small h.
     if widths.get("--ffn-hidden-size") == 0:
         yield (
             f"--swiglu makes an MLP of width 0 from --hidden-size {m.hidden_size}. "
@@ -153,6 +157,8 @@ def _model(config: Config) -> Problems:
                 f"Use --tensor-model-parallel-size {either(_tensor_sizes(config))}."
             )
     positions = m.max_position_embeddings
+    # Beyond the table of learned positions a look-up would fail on the device, in the middle of a
+    # step.
     if positions and length and length > positions:
         yield (
             f"--seq-length {length} is above --max-position-embeddings {positions}. "
@@ -167,6 +173,7 @@ def _heads(m: ModelConfig) -> Problems:
     heads = m.num_attention_heads
     if not hidden or not heads:
         return
+    # Without a head's size there is no rotation to check.
     if m.kv_channels is None and hidden % heads:
         yield (
             f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: "
@@ -176,6 +183,7 @@ def _heads(m: ModelConfig) -> Problems:
         return
     if m.position_embedding_type != "rope":
         return
+    # Channels turn in pairs, so their number must be even.
     turned = int(m.head_dim * m.rotary_percent)
     if turned % 2:
         yield (
@@ -206,9 +214,11 @@ def _overrides(config: Config) -> Problems:
     if unreadable := ask(lambda: layer_config(model, 0)):
         yield from unreadable
         return
+    # Problems of the whole model are reported already; a layer has only its own.
     known = {*check_numbers(config)[1], *_of_model(config)}
     first: dict[ModelConfig, int] = {}
     for layer in range(model.layers):
+        # A model of 100 layers may have two kinds of them: each kind is checked once.
         first.setdefault(layer_config(model, layer), layer)
     for changed, layer in first.items():
         sound, problems = check_numbers(replace(config, model=changed))
@@ -222,6 +232,7 @@ def _length(config: Config) -> Problems:
     batch = config.batch
     if batch.train_iters is None and batch.train_samples is None:
         yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
+    # Both lengths together are refused by a note of their fields.
     if batch.train_iters is not None and batch.train_samples is not None:
         return
     mine, other = ("iters", "samples") if batch.train_samples is None else ("samples", "iters")
@@ -250,6 +261,8 @@ def _layout(config: Config) -> Problems:
             f"{division(world, ranks)}.\n"
             f"      Start a multiple of {ranks}, such as torchrun --nproc-per-node {ranks}{layouts}"
         )
+    # The number of microbatches does not follow from such a world. The schedule is checked with
+    # one that suits it, unless that takes long: the world size has to change anyway.
     if world % ranks or not config.batch.micro_batch_size:
         if pp <= _LARGEST:
             yield from pipeline_problems(config, None)

@@ -27,6 +27,7 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     given = f"--pipeline-schedule {name}, which has slices,"
     if par.pipeline_slices:
         given = f"{FLAG} {par.pipeline_slices}"
+    # One slice is the whole sequence, which goes with everything.
     if par.pipeline_slices and number_of(config) == 1:
         return
     if par.cuts_at_documents and not config.data.reset_attention_mask:
@@ -47,6 +48,8 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
         return
     over = par.expert_model_parallel_size * par.etp
     tokens = par.tensor_model_parallel_size * par.context_parallel_size
+    # The experts are on more ranks than one microbatch is: tokens of other data-parallel ranks are
+    # gathered too.
     gathers = over > tokens and model.moe_token_dispatcher_type == "allgather"
     if par.cuts_at_documents and gathers:
         yield (

@@ -31,6 +31,7 @@ def training_problems(config: Config) -> Iterator[str]:
 
 def _optimizer_problems(config: Config) -> Iterator[str]:
     flags = config.optimizer
+    # --optimizer may name a function of the user's, which is imported here.
     if unknown := ask(lambda: find_rule(flags)):
         yield from unknown
         return
