@@ -58,9 +58,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    # These three are not among the sections: they say how a run was started, not which run it is.
     check: CheckConfig = field(default_factory=CheckConfig)
     world_size: Annotated[int, NO_FLAG] = 1
     """Number of processes, from the launcher; not a flag."""
+    # Not compared: two configurations that do the same are equal, whichever idle flags were typed.
     noop_flags: Annotated[tuple[tuple[str, str], ...], NO_FLAG] = field(default=(), compare=False)
     """Flags that were given but set no field, each with what happens instead. Not a flag."""
 
@@ -123,6 +125,8 @@ class Config:
 
         Layers can then be chosen by the model's flags alone.
         """
+        # Without this an idle flag would act after all: on a single data-parallel rank
+        # --fp8-param-gather would keep Transformer Engine's linear layers out.
         model = replace(model, fp8_param_gather=self.gathers_fp8, tp_comm_overlap=self.overlaps_tp)
         return replace(self, model=model)
 
@@ -173,6 +177,7 @@ class Config:
 
     def with_batch(self, size: int) -> Config:
         """Return the configuration with a constant batch of `size` sequences."""
+        # Both ways to grow are removed, or they would win over the size.
         return self.with_fields(
             global_batch_size=size, rampup_batch_size=(), step_batch_size_schedule=None
         )
@@ -180,6 +185,7 @@ class Config:
     @property
     def evaluation(self) -> Config:
         """The configuration with the constant batch of an evaluation."""
+        # An evaluation's batch is constant, also in a run whose batch grows.
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
         size = self.data.eval_micro_batch_size or self.batch.micro_batch_size
         return config.with_fields(micro_batch_size=size)
@@ -198,6 +204,7 @@ class Config:
 
 
 _PARTS = {name: part for name, part in vars(Config()).items() if is_dataclass(part)}
+# A field's name is in one section only, so the name alone finds it.
 SECTION_OF = {field: section for section, part in _PARTS.items() for field in vars(part)}
 """The section of each field."""
 KINDS = {

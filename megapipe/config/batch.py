@@ -15,6 +15,8 @@ RAMP = "--rampup-batch-size"
 STEPS = "--step-batch-size-schedule"
 MOST_SIZES = 10_000
 """Limit on the sizes of a ramp-up. Each is checked before the run starts."""
+# At most 15 digits, which a float64 holds exactly. int() refuses more than 4300 in words of its
+# own.
 _NUMBER = re.compile(r"(\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})([KMBT]?)")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # numpy's RandomState, with which Megatron-LM shuffles, accepts no other seeds.
@@ -87,6 +89,7 @@ class BatchSizes:
         if batch.step_batch_size_schedule is None:
             return BatchSizes(((0, final or batch.micro_batch * data_parallel_size),))
         sizes = BatchSizes(tuple(_steps(batch.step_batch_size_schedule, batch.seq_length)))
+        # --global-batch-size is not needed here. Given, it can only agree.
         if final not in (None, sizes.last):
             raise ConfigError(
                 f"{STEPS} ends at a batch of {sizes.last}, but --global-batch-size is {final}. "
@@ -111,6 +114,8 @@ class BatchSizes:
     def after(self, iterations: int, consumed: int = 0) -> int:
         """Return the samples consumed after `iterations` more steps."""
         for stop, size in self._rest(consumed):
+            # Rounded up: a step that begins before `stop` has the old size, though it ends after
+            # it.
             steps = iterations if stop is None else min(iterations, -(-(stop - consumed) // size))
             consumed += steps * size
             iterations -= steps
@@ -188,6 +193,7 @@ def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
             shown = entry if len(entry) <= 40 else f"{entry[:40]}..."
             raise ConfigError(f'{STEPS}: {shown} is not TOKENS:SIZE, as in {STEPS} "0:16 2.4B:320"')
         tokens, size = (int(float(match[1]) * _UNITS[match[2]]) for match in found if match)
+        # Megatron-LM's flag counts tokens, and a run counts its samples.
         pairs.append((tokens // (seq_length or 1), size))
     pairs.sort(key=lambda pair: pair[0])
     begins = [begin for begin, _ in pairs]

@@ -16,6 +16,7 @@ class CheckpointConfig:
     """Saving and loading."""
 
     # Which checkpoints are saved, and which are kept.
+    # As in Megatron-LM, which has no default interval either.
     save: Annotated[
         str | None,
         demands("save_interval", says="{} needs --save-interval, for example --save-interval 1000"),
@@ -38,6 +39,7 @@ class CheckpointConfig:
     """What the run does when a checkpoint cannot be saved. stop: it ends. continue: it warns, and
     tries again at the next save. Not in Megatron-LM."""
     # Loading, and settings that may differ.
+    # Without a note: a script with --load names the folder of its own first run, which is empty.
     load: str | None = None
     """Folder to resume from. Without a checkpoint in it the run starts from the beginning."""
     exit_on_missing_checkpoint: Annotated[bool, LOADS] = False

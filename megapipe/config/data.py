@@ -82,6 +82,7 @@ class TokenizerConfig:
         """The kind of tokenizer, with one name for each kind."""
         if self.tokenizer_type is None:
             return GPT2 if self.vocab_file or self.merge_file else SENTENCEPIECE
+        # Three names of Megatron-LM for one kind of file.
         if self.tokenizer_type in ("GPTSentencePieceTokenizer", "Llama2Tokenizer"):
             return SENTENCEPIECE
         return self.tokenizer_type
@@ -92,6 +93,7 @@ class DataConfig(TokenizerConfig):
     """The tokens, their files and order, and the evaluation."""
 
     # Files.
+    # CONTENTS on --load: the files may have moved, and digests of them are compared.
     data_path: Annotated[tuple[str, ...], CONTENTS] = ()
     """Data files without .bin and .idx. One prefix; or several, and each sample is
     read once; or WEIGHT PREFIX WEIGHT PREFIX ... for a blend."""
@@ -116,6 +118,8 @@ class DataConfig(TokenizerConfig):
     """Train on synthetic tokens without files. It needs --tokenizer-type NullTokenizer
     --vocab-size N."""
     # Reading and order.
+    # Another order or another split would train on some samples twice and never on others, so both
+    # are NAMED on --load.
     num_workers: Annotated[int, at_least(0), FREE] = 2
     """Number of background threads that read ahead. 0: read in the training loop."""
     dataloader_type: Annotated[Literal["single", "cyclic"], NAMED] = "single"
@@ -133,6 +137,7 @@ class DataConfig(TokenizerConfig):
     reset_attention_mask: Annotated[bool, NAMED] = False
     """Let a token attend only to tokens of its own document."""
     # Evaluation.
+    # FREE on --load: an evaluation changes no weight.
     eval_iters: Annotated[int, at_least(-1), FREE, EVALUATES] = 100
     """Number of batches per evaluation. 0 or -1: evaluate nothing."""
     eval_global_batch_size: Annotated[int | None, at_least(1), FREE, EVALUATES, HAS_BATCHES] = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from megapipe.config.notes import ABOVE_0, FREE, Idle, at_least, excludes, needs
 
 COLLECTS = needs("manual_gc", "Python collects when it wants to")
+# A hash needs a full tensor that another rank has, too.
 _NOT_WHOLE = "{} compares weights that {} leaves no rank whole"
 
 
@@ -16,6 +17,7 @@ class GuardConfig:
     """Checks while a run trains, and when it stops early."""
 
     # Early ends.
+    # All of this file is FREE on --load: no flag here changes a number of a sound step.
     exit_interval: Annotated[int | None, at_least(1), FREE] = None
     """Save and stop after the next iteration that is a multiple of this, with exit status 0.
     Default: train to the end."""
@@ -56,6 +58,7 @@ class GuardConfig:
     no_check_for_nan_in_loss_and_grad: Annotated[bool, FREE] = False
     """Skip the update if loss or gradient is not finite, as a dynamic loss scale does. Default:
     stop the run."""
+    # Megatron-LM's rerun_state_machine.
     rerun_mode: Annotated[Literal["disabled", "validate_results"], FREE] = "validate_results"
     """What happens before a run stops for a step that is not finite. validate_results: the step
     runs a second time. disabled: nothing."""

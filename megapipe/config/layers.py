@@ -31,6 +31,7 @@ _NAMES = (
 )
 FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]
 """Fields that a layer may change. The hidden state's width is the same for all layers."""
+# Nine digits: int() refuses more than 4300 in words of its own.
 _LAYERS = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")
 
 Overrides = Mapping[int, Mapping[str, Any]]
@@ -42,6 +43,7 @@ def inline(model: ModelConfig) -> ModelConfig:
     Raises: ConfigError if the file cannot be read.
     """
     given = model.per_layer_overrides
+    # The text of a JSON object begins so, and no sensible file name does.
     if given is None or given.lstrip().startswith("{"):
         return model
     try:
@@ -64,6 +66,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
     Raises: ConfigError with every problem of the overrides.
     """
     layer = min(layer, model.layers - 1)
+    # The layer's configuration answers all questions about it, so that nobody has to ask for its
+    # number again.
     if model.has_experts and not model.has_experts_in(layer):
         model = replace(model, num_experts=None)
     if model.fp8_format and not model.has_fp8_in(layer, model.layers):
@@ -75,6 +79,7 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
     return replace(model, **parse_overrides(text, model.layers).get(layer, {}))
 
 
+# Asked for every layer, in checks, plan and model.
 @lru_cache(maxsize=8)
 def parse_overrides(text: str, num_layers: int) -> Overrides:
     """Return the changed fields of each layer that has any.
@@ -85,6 +90,7 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
     """
     try:
         entries = json.loads(text)
+    # json recurses, so thousands of brackets end in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{FLAG} is not JSON: {error}") from None
     if not isinstance(entries, dict) or not all(isinstance(x, dict) for x in entries.values()):

@@ -19,6 +19,7 @@ class LogConfig:
     """The log, TensorBoard, Weights & Biases, and the profiler."""
 
     # Lines of the log, and files of metrics.
+    # Notes for --load are missing on purpose: how a run reports may always change.
     log_interval: Annotated[int, at_least(1)] = 100
     """Print a line after every this many steps."""
     log_format: Literal["auto", "megatron", "short"] = "auto"
@@ -101,6 +102,7 @@ class LogConfig:
     """Record the lines of Python in the trace."""
     profile_step_start: Annotated[int, at_least(0), PROFILER, PROFILE] = 10
     """First step that is recorded."""
+    # ANY: only together with the start can it be judged, see checks.inputs.
     profile_step_end: Annotated[int, ANY, PROFILER, PROFILE] = 12
     """Step at which recording ends; it is not recorded."""
     profile_ranks: Annotated[tuple[int, ...], ANY, PROFILER, PROFILE] = ()

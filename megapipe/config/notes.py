@@ -31,11 +31,13 @@ def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
 
 def note_of(cls: type, kind: type[T]) -> dict[str, T]:
     """Return the note of each field, for a kind that a field has at most once."""
+    # Two notes of such a kind would be a mistake in a field, and fail here.
     return {name: note for name, (note,) in notes_of(cls, kind).items()}
 
 
 @cache
 def _notes(cls: type) -> dict[str, tuple[Any, ...]]:
+    # Every annotation is evaluated here, about 300 of them: once a class, as each command asks.
     hints = get_type_hints(cls, include_extras=True)
     fields = dataclasses.fields(cls)
     return {field.name: getattr(hints[field.name], "__metadata__", ()) for field in fields}
@@ -72,6 +74,7 @@ class Range:
 
     def problem(self, value: float) -> str | None:
         """Return the rule that the value breaks, None if it fits."""
+        # NaN fails every comparison. Infinity passes some, and so is asked for separately.
         if not self.holds(value):
             return f"must be {self.words}"
         return f"must be {self.words} and finite" if value == math.inf else None
@@ -162,6 +165,8 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
         return bool(value) if least is None else value >= least
 
     def acts(config: Any) -> bool:
+        # A note names a field and not its section, so all sections are asked. The two fields of
+        # Config itself have no such names.
         for section in vars(config).values():
             for name in fields.split():
                 value = getattr(section, name, None)
@@ -216,6 +221,7 @@ def demands(fields: str, *values: object, says: str = "", least: int | None = No
     says: the whole sentence, instead of one made from the flags' names.
     """
     lacking = needs(fields, "{} has no effect", *values, least=least)
+    # "{} has no effect, without X" is a line about a flag; in a sentence the comma goes.
     text = f"{lacking.text.replace(',', '', 1)}. Add it, or leave it out."
     return Refused(says or text, lacking.where)
 
@@ -224,6 +230,7 @@ def typed(name: str, value: object) -> str:
     """Return a flag with its value, as on a command line."""
     if value is True:
         return name
+    # A field of type float has 1 as 1.0, which nobody has typed.
     values = value if isinstance(value, tuple) else (value,)
     return " ".join((name, *(str(x).removesuffix(".0") for x in values)))
 

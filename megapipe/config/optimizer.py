@@ -49,6 +49,7 @@ class OptimizerConfig:
     optimizer: Annotated[str, NAMED] = "adam"
     """The optimizer: adam (AdamW, decoupled weight decay), sgd, muon, or FILE.py:NAME of your
     own."""
+    # CURVE on --load: the rate goes on where it stopped, or a flag has to say which curve counts.
     lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None
     """Peak learning rate. Required."""
     min_lr: Annotated[float, at_least(0), CURVE, FALLS] = 0.0
@@ -114,6 +115,7 @@ class OptimizerConfig:
     """Largest L2 norm of the whole gradient; a larger gradient is scaled down to it. 0: do not
     clip."""
     # Settings of the rules.
+    # Defaults are Megatron-LM's, of its Muon as well.
     adam_beta1: Annotated[float, BELOW_1, NAMED, ADAM] = 0.9
     """Decay per step of Adam's first moment."""
     adam_beta2: Annotated[float, BELOW_1, NAMED, ADAM] = 0.999
@@ -141,6 +143,7 @@ class OptimizerConfig:
     muon_extra_scale_factor: Annotated[float, ABOVE_0, NAMED, MUON] = 1.0
     """Further factor on muon's step. 0.2 makes spectral steps as large as adam's."""
     # Types of gradients, parameters and state.
+    # A switch of its own, as in Megatron-LM: no type alone may change the numbers.
     use_precision_aware_optimizer: Annotated[
         bool,
         NAMED,
@@ -162,6 +165,7 @@ class OptimizerConfig:
     exp_avg_sq_dtype: Annotated[Literal["fp32", "bf16"], NAMED, ROUNDED] = "fp32"
     """Type of Adam's second moment between steps. Updates compute in float32."""
     # The curves on --load.
+    # Spelled as in Megatron-LM, with underscores within.
     override_opt_param_scheduler: Annotated[
         bool,
         Spelled("override-opt_param-scheduler"),

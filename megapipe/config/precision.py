@@ -31,6 +31,7 @@ class PrecisionConfig:
     loss_scale: Annotated[float | None, ABOVE_0, NAMED] = None
     """Factor on the loss before backward, by which the gradient is divided again. Default: dynamic
     with --fp16, else 1."""
+    # High on purpose: overflows of the first steps halve it to the largest scale that fits.
     initial_loss_scale: Annotated[float, ABOVE_0, FREE, SCALE_MOVES] = 2.0**32
     """Dynamic loss scale at the start."""
     min_loss_scale: Annotated[float, ABOVE_0, NAMED, SCALE_MOVES] = 1.0
@@ -40,6 +41,7 @@ class PrecisionConfig:
     hysteresis: Annotated[int, at_least(1), NAMED, SCALE_MOVES] = 2
     """Overflow, counted from the last doubling, from which on every overflow halves the dynamic
     loss scale. 1: every overflow does."""
+    # NAMED on --load: other sums, and so other numbers.
     grad_reduce_in_bf16: Annotated[bool, NAMED, REPLICAS, demands("bf16")] = False
     """Sum gradients over data-parallel ranks in bfloat16, which halves the bytes and loses three
     digits. Microbatches are still added in float32."""

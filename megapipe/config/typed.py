@@ -39,7 +39,9 @@ def fits(value: object, kind: Any) -> bool:
     if inner:  # a union
         return any(fits(value, one) for one in inner)
     if kind is float:
+        # JSON writes 1.0 as 1, and Python's reader takes NaN and Infinity, which fit no field.
         return type(value) in (int, float) and abs(value) < float("inf")  # type: ignore[arg-type]
+    # Not isinstance: True is an instance of int.
     return type(value) is kind
 
 

@@ -32,6 +32,7 @@ class ArchitectureConfig:
     """The settings of every GPT, and the implementation of its layers."""
 
     # Widths and heads.
+    # MUST on --load: with other sizes a checkpoint's weights are not this model's.
     num_layers: Annotated[int | None, Required("12"), LISTED, MUST] = None
     """Number of transformer layers. Required."""
     hidden_size: Annotated[int | None, Required("768"), at_least(1), MUST] = None
@@ -144,6 +145,7 @@ class ArchitectureConfig:
     """Standard deviation of the initial word and position embeddings. Default:
     --init-method-std."""
     # Dropout.
+    # NAMED on --load: training goes on with other numbers, and the weights keep their meaning.
     attention_dropout: Annotated[float, BELOW_1, NAMED] = 0.1
     """Dropout probability of attention weights, at least 0 and below 1."""
     hidden_dropout: Annotated[float, BELOW_1, NAMED] = 0.1
@@ -152,6 +154,8 @@ class ArchitectureConfig:
     padded_vocab_size: Annotated[int | None, at_least(1), FREE] = None
     """Rows of the word embedding. Default: the tokenizer's size rounded up to a multiple of
     --make-vocab-size-divisible-by."""
+    # With the tensor-parallel size, the weight's shape and its initial values would depend on the
+    # layout.
     make_vocab_size_divisible_by: Annotated[
         int,
         at_least(1),
@@ -167,6 +171,7 @@ class ArchitectureConfig:
     """Compute output head and loss in one operation. Above 64M logits it holds only 1M of them at
     a time, and multiplies once more."""
     # Who computes the layers.
+    # FREE on --load: the same function by other code, up to rounding.
     model_provider: Annotated[str | None, FREE] = None
     """Function that builds the model, as MODULE:NAME or FILE.py:NAME, see docs/model_provider.md.
     Default: megapipe's GPT. Not in Megatron-LM."""
@@ -226,6 +231,7 @@ class ArchitectureConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
+            # Megatron-LM's rounding, down to a multiple of 64.
             return int(4 * self.hidden * 2 / 3 / 64) * 64
         return 4 * self.hidden
 
@@ -245,6 +251,7 @@ class ArchitectureConfig:
     @property
     def erf_gelu(self) -> bool:
         """Return whether the MLP has GELU in its erf form."""
+        # Megatron-LM computes the tanh form in its fusion of bias and GELU, which needs a bias.
         by_erf = self.no_bias_gelu_fusion or self.disable_bias_linear
         return by_erf and not (self.gated or self.squared_relu)
 
@@ -258,12 +265,16 @@ class ArchitectureConfig:
         """Like `linear_std`, for projections into the residual stream."""
         if self.init_method_xavier_uniform:
             return None
+        # Two projections of each layer add to the residual stream (Radford et al. 2019, section
+        # 2.3).
         growth: float = (2 * self.layers) ** 0.5
         return self.init_method_std / growth
 
     @property
     def embedding_std(self) -> float | None:
         """Like `linear_std`, for word and position embeddings."""
+        # Megatron-LM's rule: an equal deviation means the distribution of all other weights,
+        # Xavier's too.
         own = self.embedding_init_method_std
         return self.linear_std if own in (None, self.init_method_std) else own
 

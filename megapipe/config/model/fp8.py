@@ -22,6 +22,7 @@ MARGIN = Range("at least 0 and at most 16", lambda v: 0 <= v <= 16)
 class FP8Config:
     """Linear layers that quantise their operands to eight bits. Acts with --fp8-format alone."""
 
+    # FREE on --load: the weights of a checkpoint are not quantised.
     fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, FREE] = None
     """Multiply in FP8 in the linear layers of attention, MLP and experts. e4m3: all operands.
     hybrid: gradients in e5m2, the rest in e4m3. Default: no FP8."""
@@ -71,6 +72,7 @@ class FP8Config:
         """Return whether a layer, counted from 0, multiplies in FP8. layers: how many there are."""
         if self.fp8_format is None:
             return False
+        # The numbers of layers may overlap in a small model; a layer is then left out once.
         at_start = layer < self.num_layers_at_start_in_bf16
         at_end = layer >= layers - self.num_layers_at_end_in_bf16
         return not (self.first_last_layers_bf16 and (at_start or at_end))

@@ -45,6 +45,7 @@ class MLAConfig:
     ] = False
     """Compute the keys and values of all heads from one latent per token (DeepSeek-V2). With
     --q-lora-rank queries have a latent too."""
+    # Defaults are taken from Megatron-LM's flags.
     q_lora_rank: Annotated[int | None, at_least(1), MUST, LATENT] = None
     """Width of the queries' latent. Default: queries are projected from the hidden state."""
     kv_lora_rank: Annotated[int, at_least(1), MUST, LATENT] = 32

@@ -50,6 +50,8 @@ class MoEConfig:
     # Balance: a loss, or the choice itself.
     moe_router_topk: Annotated[int, at_least(1), MUST, EXPERTS] = 2
     """Number of experts that each token is sent to."""
+    # NAMED on --load, unlike the choice of experts: a loss changes the training, and not the
+    # function that the weights compute.
     moe_router_load_balancing_type: Annotated[tuple[Balancing, ...], NAMED, EXPERTS] = ("aux_loss",)
     """How the router is kept balanced. A loss over each microbatch (aux_loss), each sequence
     (seq_aux_loss) or the step so far (global_aux_loss); several may be given. none: no loss.
@@ -148,6 +150,7 @@ class MoEConfig:
     ] = False
     """Pad each expert's input to its capacity with rows that have no effect, so that all shapes
     are fixed."""
+    # FREE on --load: each way brings the same rows to the same experts.
     moe_token_dispatcher_type: Annotated[
         Literal["allgather", "alltoall", "flex"], FREE, EXPERTS
     ] = "allgather"
@@ -198,6 +201,7 @@ class MoEConfig:
     @property
     def balancing(self) -> dict[str, float]:
         """The weight of each balancing loss above 0, by its Megatron-LM name."""
+        # Not strict: a check reports lists of unequal length, and asks for this property meanwhile.
         kinds = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: weight for kind, weight in kinds if weight and kind.endswith("aux_loss")}
 

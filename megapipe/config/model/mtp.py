@@ -50,4 +50,5 @@ class MTPConfig:
     @property
     def depth_weight(self) -> float:
         """The weight of one depth's loss."""
+        # Megatron-LM's mean over the depths. 1 without depths, where nothing is weighed.
         return self.mtp_loss_scaling_factor / max(self.depths, 1)

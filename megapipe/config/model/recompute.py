@@ -23,9 +23,12 @@ Part = Literal["core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_expert
 class RecomputeConfig:
     """Activations that are computed again in backward. Default: none."""
 
+    # FREE on --load: the same numbers are computed, some of them twice.
     recompute_granularity: Annotated[Literal["full", "selective"] | None, FREE] = None
     """Recompute activations in backward instead of keeping them. full: whole layers. selective:
     the parts in --recompute-modules. Default: keep all."""
+    # Megatron-LM's names. moe_act is accepted without effect: experts compute their activation
+    # again in any case.
     recompute_modules: Annotated[
         tuple[Part, ...],
         FREE,

@@ -22,6 +22,8 @@ class ParallelConfig(OffloadConfig, ShardingConfig, PipelineConfig, RanksConfig)
     """Settings of tensor, context, pipeline and data parallelism."""
 
     # Messages between stages.
+    # One by one, a late message holds up only messages of its own neighbour and direction, see
+    # distributed.groups.num_links.
     no_overlap_p2p_communication: Annotated[
         bool,
         SEVERAL_RANKS,

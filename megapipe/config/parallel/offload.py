@@ -25,6 +25,8 @@ class OffloadConfig:
     """Copy saved activations to the host until their backward (passes O and L), where they are back
     in time. With --memory-limit-gib copy only what does not fit, or recompute it (R) where that
     is faster."""
+    # Saved first means needed last: backward goes the other way, which leaves most time for the way
+    # back.
     activation_offload_fraction: Annotated[float, UP_TO_1, COPIES] = 1.0
     """Fraction of each microbatch's saved bytes that is copied to the host, those saved first in
     its forward."""

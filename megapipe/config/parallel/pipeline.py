@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from megapipe.config.notes import ABOVE_0, LISTED, Idle, at_least, demands, excludes, needs
 from megapipe.schedule.catalogue import SCHEDULES, usual
 
+# A single rank can have several stages, too, if chunks or a schedule give them.
 SEVERAL_STAGES = Idle(
     lambda c: (
         c.parallel.pipeline_model_parallel_size == 1
@@ -31,6 +32,7 @@ ENDS = (
 )
 
 
+# Any, because Config imports this file.
 def shares_grads(config: Any) -> bool:
     """Return whether gradients are sharded over several ranks."""
     return bool(config.parallel.shards_grads and config.weight_replicas > 1)
@@ -39,8 +41,9 @@ def shares_grads(config: Any) -> bool:
 def _no_groups(config: Any) -> bool:
     """Return whether the schedule has no groups of microbatches, as interleaved has."""
     par = config.parallel
-    several = par.chunks or par.pipeline_model_parallel_layout
-    name = par.pipeline_schedule or usual(2 if several else None)
+    # Two stands for several stages on a rank; `usual` asks for no more than that.
+    chunks = 2 if par.chunks or par.pipeline_model_parallel_layout else None
+    name = par.pipeline_schedule or usual(chunks)
     return name.lower() not in SCHEDULES or not SCHEDULES[name.lower()].grouped
 
 

@@ -53,6 +53,7 @@ class RanksConfig:
     @property
     def etp(self) -> int:
         """Number of ranks that split an expert's matrices."""
+        # Megatron-LM's default, too.
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property

@@ -24,6 +24,7 @@ BUCKETS = needs("overlap_grad_reduce", "all is reduced at the end")
 SAME = "{} and {} say the same"
 
 
+# An update of post-validation comes before the sums of the whole batch are known.
 def _early(other: str, why: str) -> Refused:
     """Return the note of an update that cannot wait for the result of another flag."""
     return excludes(other, f"{{}} updates before other ranks are done, and {{}} {why}")
@@ -34,6 +35,7 @@ class ShardingConfig:
     """Shards of optimizer state, gradients and weights over data-parallel ranks."""
 
     # Which tensors are sharded.
+    # No notes for --load here: a checkpoint has full tensors under every sharding.
     use_distributed_optimizer: Annotated[
         bool,
         REPLICAS,
@@ -81,6 +83,7 @@ class ShardingConfig:
     computes earlier layers. Default: a whole stage at once, after that pass."""
     ddp_num_buckets: Annotated[int | None, at_least(1), REPLICAS, BUCKETS] = None
     """Number of buckets per stage, instead of --ddp-bucket-size. Default: one."""
+    # Megatron-LM demands both flags, too.
     overlap_param_gather: Annotated[
         bool,
         REPLICAS,
