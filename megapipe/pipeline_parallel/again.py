@@ -16,6 +16,7 @@ class Rewinding(Iterator[T]):
         order: the indices, in the order of the items.
     """
 
+    # A function and not the items: a batch is made when it is taken, and none is kept here.
     def __init__(self, at: Callable[[int], T], order: Sequence[int]) -> None:
         self._at = at
         self._order = order

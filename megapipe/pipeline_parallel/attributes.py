@@ -57,6 +57,7 @@ def chunks_of(
         data: one iterator for all stages, or a list of them.
     Raises: ConfigError for lists of other lengths.
     """
+    # Megatron's callers give a list only where a rank has several chunks.
     stages = table.placement.stages_on(rank)
     modules = list(model) if isinstance(model, Sequence) else [model]
     # Sequences other than a list may be the data themselves.

@@ -44,6 +44,7 @@ class Call(NamedTuple):
     awaits: tuple[Pass, ...]
 
 
+# Programs of a run: training and evaluation of each batch size, and of each table that it tries.
 @lru_cache(maxsize=64)
 def looked_up(
     program: Program, placement: Placement, rank: int, ahead: Ahead
@@ -107,7 +108,13 @@ def looked_up(
             awaits=tuple(awaited(p)),
         )
 
-    return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
+    plan: list[tuple[Call, ...] | Exchange] = []
+    for item in items:
+        if isinstance(item, Exchange):
+            plan.append(item)
+        else:
+            plan.append(tuple(map(call, item)))
+    return tuple(plan)
 
 
 def _taken_again_later(
@@ -121,6 +128,7 @@ def _taken_again_later(
     """
     found: dict[Pass, frozenset[Pass]] = {}
     later: set[Pass] = set()
+    # From the end, so that `later` has the results that later passes take.
     for one in reversed(list(takes)):
         taken = received.intersection(takes[one])
         found[one] = frozenset(taken & later)
@@ -133,6 +141,8 @@ def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -
 
     Its second row has the passes of other ranks whose results this rank is sent.
     """
+    # The program does not say how many microbatches and slices the step has. Its passes do. Links
+    # and needs depend on the numbers alone, so cuts of any length will do.
     numbers = [p.microbatch for p in passes if not p.kind.traits.per_stage]
     slices = 1 + max((p.slice for p in passes if p.slice is not None), default=-1)
     rows = tuple(tuple((p,) for p in row) for row in (passes, sent))

@@ -51,6 +51,7 @@ def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
     """Return the program of each rank, and the most messages that each has under way."""
+    # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
     # Where passes have nothing to hide, the first of a pair sends its result before the second
     # runs.
@@ -62,6 +63,7 @@ def _programs(
     return lower_timed(schedule, clock), most_in_flight(schedule, clock)
 
 
+# Functions of values alone, asked at each step.
 _built = lru_cache(maxsize=16)(build)
 _kept = lru_cache(maxsize=16)(share_of_window)
 
@@ -93,6 +95,7 @@ class ForwardBackward:
     options: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # All of these last from step to step.
         self.transport = Transport(self.mesh.pp, self.p2p_mode)
         self._dtype: torch.dtype | None = None
         self._together = Together(self.mesh.device)
@@ -165,9 +168,13 @@ class ForwardBackward:
         stages = {}
         for n, (number, (module, data)) in enumerate(chunks.items()):
             ends = ends_of(table.placement, number, config)
+            # A family may read the batches too, or join the inputs of the stage in its own way.
             for of_stage in of_stages[number].values():
                 data = of_stage.data(data)
                 ends = of_stage.ends(ends)
+            weights = None
+            if step.weights:
+                weights = step.weights[n]
             stages[number] = PipelineStage(
                 step,
                 module,
@@ -178,7 +185,7 @@ class ForwardBackward:
                 last=table.last.get(number),
                 kept=kept[number],
                 microbatches=microbatches(),
-                weights=step.weights[n] if step.weights else None,
+                weights=weights,
                 own=of_stages[number],
             )
         return stages
@@ -206,6 +213,8 @@ class ForwardBackward:
         context = self.mesh.cp.size
         sizes = Sizes(place, whole, here, self._dtype, step.forward_only, variable, context)
         shapes: list[Callable[[Pass], Shape | None]] = [partial(microbatches.shape, shape)]
+        # The first that knows a message decides. Messages that none knows are hidden states of
+        # whole microbatches.
         for family in FAMILIES:
             shape_of = family.shapes(sizes)
             if shape_of is not None:
@@ -236,6 +245,7 @@ class ForwardBackward:
         """
         ranks = self.mesh.pp.size
         table = self.schedule
+        # A name makes a table for any number of microbatches, so a batch may grow.
         if isinstance(table, str):
             return _built(table, ranks, num_microbatches, chunks=self.chunks, **self.options)
         if (table.num_microbatches, len(table.ranks)) != (num_microbatches, ranks):
@@ -254,11 +264,15 @@ def ends_of(place: Placement, stage: int, config: Any) -> Ends:
     config: has `depth_weight`, the factor on the loss of a depth of multi-token prediction.
     """
     depth = place.depth(stage)
+    # Megatron-LM's mtp_loss_scaling_factor, divided by the number of depths.
+    counts = 1.0
+    if depth:
+        counts = config.depth_weight
     return Ends(
         holds_loss=place.is_last(stage) or depth > 0,
         goes_on=place.next(stage) is not None,
         depth=depth,
-        counts=config.depth_weight if depth else 1.0,
+        counts=counts,
     )
 
 

@@ -99,6 +99,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
     def taken(self, call: Call) -> list[Tensor]:
         """Return the inputs of a pass, waiting for them where they are under way."""
         given = []
+        # In the order of the table, because sums of floats depend on their order.
         for made_by, _ in call.takes:
             given.append(self.take(made_by))
             if made_by in call.leaves:
@@ -193,6 +194,7 @@ def _walk(
 ) -> None:
     """Run the items of a plan, and wait at the end for all that is under way."""
     stages, hand, comm, watch, _ = runs
+    # Labels cost time in each pass, so they are there only while a profiler records.
     step = runs.labelled if profiler._is_profiler_enabled else runs.item
     item: tuple[Call, ...] | Exchange = ()
     at = 0
@@ -201,6 +203,7 @@ def _walk(
         # item.
         while at < len(plan):
             item = plan[at]
+            # Before the item begins: if it hangs, this says where.
             position.at = item, monotonic()
             if read is not None and not isinstance(item, Exchange):
                 for call in item:
@@ -302,6 +305,7 @@ class _Runs(NamedTuple):
         b = other.item
         stage = self.stages[f.stage]
         back = self.stages[b.stage]
+        # DeepSeek's modules overlap the two inside one call.
         overlaps = hasattr(stage, "overlapped_forward_backward")
         if overlaps and f.kind.is_forward and b.kind.is_backward:
             x, grad = map(sum_of, given)

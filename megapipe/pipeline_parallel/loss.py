@@ -67,6 +67,8 @@ class Loss(NamedTuple):
             raise ConfigError(
                 f"{_FORMS}; its loss has no gradient: it depends on no parameter that trains."
             )
+        # Checked here, because the errors of autograd or of the sum over microbatches would not
+        # name loss_func.
         count = None
         if tokens:
             if not (_is_number(tokens[0]) and torch.as_tensor(tokens[0]).numel() == 1):
@@ -114,6 +116,8 @@ class Loss(NamedTuple):
                     "of (loss, dict), or leave the flag out."
                 )
             return torch.full_like(self.value, scale)
+        # Clamped below, because no token of a microbatch may have a loss, such as in a batch of
+        # padding.
         share = torch.full_like(self.value, scale / microbatches)
         if self.tokens is None:
             return share * cp.size if averaged else share / cp.size
@@ -153,11 +157,13 @@ def _check_reported(name: str, number: Any) -> None:
 
 
 def _is_number(x: Any) -> bool:
+    # bool is a subclass of int, and a flag is no count.
     return isinstance(x, Tensor | Real) and not isinstance(x, bool)
 
 
 def _count(tokens: Tensor | float, device: torch.device) -> Tensor:
     """Return a count as a tensor [] on the loss's device, without waiting for the device."""
+    # Waiting would hold up the launch of the next kernels.
     if isinstance(tokens, Tensor):
         return tokens.detach().to(device, non_blocking=True).reshape(())
     return torch.full((), tokens, device=device)
@@ -169,4 +175,6 @@ def _form(x: Any) -> str:
         return f"a tensor {list(x.shape)} of {str(x.dtype).removeprefix('torch.')}"
     if isinstance(x, tuple | list):
         return f"({', '.join(map(_form, x))})"
-    return "None" if x is None else f"a {type(x).__name__}"
+    if x is None:
+        return "None"
+    return f"a {type(x).__name__}"

@@ -26,6 +26,7 @@ Keep = Callable[[int, int, Tensor], Callable[[], Tensor]]
 class Microbatches:
     """The microbatches of one stage, each in one part, which is the whole."""
 
+    # A stage asks these for every pass, so a shape overrides only the answers that it changes.
     @property
     def count(self) -> int:
         """Return the number of parts of a microbatch.
@@ -71,6 +72,7 @@ class Microbatches:
             losses: of all parts so far.
             share: returns this gradient for the loss of a whole microbatch.
         """
+        # Known at once: a whole microbatch's loss has all its tokens. A part's is a function.
         return share(losses[number])
 
     def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
@@ -95,6 +97,8 @@ def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
 
     config: may have `sequence_parallel`, with which the tensor-parallel ranks share them too.
     """
+    # Between layers sequence parallelism cuts the sequence a second time, and messages leave in
+    # that form (Korthikanti et al. 2022, sec. 4.2.2).
     if getattr(config, "sequence_parallel", False):
         return mesh.cp.size * mesh.tp.size
     return mesh.cp.size

@@ -219,11 +219,10 @@ class PipelineStage:
             for of_stage in families:
                 given = of_stage.takes_input(given)
         self.set_input(given)
-        with ExitStack() as contexts:
+        with self._reporting_layers(microbatch), ExitStack() as saving:
             if differentiates:
-                contexts.enter_context(self._reporting_layers(microbatch))
                 for of_stage in families:
-                    contexts.enter_context(of_stage.saving(microbatch))
+                    saving.enter_context(of_stage.saving(microbatch))
             output, loss_func = output_of(
                 self.request.forward_step_func(data or self.data_iterator, self.module)
             )
@@ -262,10 +261,13 @@ class PipelineStage:
 
         Only the last microbatch reports: after it the layer's gradients are complete.
         """
-        module = self.module
-        done = None if self.weights is None else self.weights.layer_done
         is_last = self.last is not None and microbatch == self.last.weights
-        if done is None or not is_last or not isinstance(module, Layered):
+        # Asked first, because it spares all other forwards the rest.
+        if not is_last or self.weights is None or not torch.is_grad_enabled():
+            return nullcontext()
+        done = self.weights.layer_done
+        module = self.module
+        if done is None or not isinstance(module, Layered):
             return nullcontext()
         return module.between_layers(self._reporting(done))
 

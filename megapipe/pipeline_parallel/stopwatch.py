@@ -39,6 +39,10 @@ class Stopwatch:
         self._clock = Clock(device)
         self._asked = None
         self._schedule = schedule
+        #   asked            begin               end
+        #     | waits for input | computes, and may |
+        #     |                 | wait for a        |
+        #     |                 | collective        |
         self.passes: list[tuple[Any, Any, Any, int]] = []
         self.waits: list[tuple[Any, Any]] = []
         self.copies: list[tuple[Pass, Callable[[], tuple[Any, Any]], list[tuple[Any, Any]]]] = []
@@ -92,6 +96,7 @@ class Stopwatch:
     def times(self) -> list[tuple[float, float, float]]:
         """Return (asked, begin, end) of every pass, in seconds."""
         rows: list[tuple[float, float, float]] = []
+        # A pair has one row of marks, and a row of times for each of its passes.
         for asked, begin, end, passes in self.passes:
             row = (self.seconds(asked), self.seconds(begin), self.seconds(end))
             rows += [row] * passes
@@ -135,6 +140,7 @@ def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
     """Return the mean over steps and ranks of `exposed_communication`. Collective."""
+    # The mean over this rank's steps of the sum over ranks.
     mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)
     return float(pp.all_reduce(mine.to(pp.device)).mean()) / pp.size
 
@@ -152,7 +158,8 @@ def _gathered(
         rows: [rank] -> its passes.
         make: returns a pass, given its three numbers.
     """
-    # Padded to the longest row of any rank, so that one all-gather takes all.
+    # Padded to the longest row of any rank, so that one all-gather takes all. In float64, because
+    # a host's clock may have run for months: float32 would round it to seconds.
     padded = torch.zeros(len(mine), max(map(len, rows)), 3, dtype=torch.float64)
     for step, times in enumerate(mine):
         own = torch.tensor(times, dtype=torch.float64)

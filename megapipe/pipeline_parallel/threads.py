@@ -52,6 +52,7 @@ def run_threads(
     Raises: the first error of any rank, at once. Ranks that wait for the failed one run into their
         timeouts.
     """
+    # Experts lie over the same ranks: their sizes do not multiply.
     world = tp * cp * dp * pp
     grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
     store = HashStore()
@@ -72,6 +73,7 @@ def run_threads(
             group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             return group
 
+        # Any error, also of a test's assertion: the thread would only print it.
         try:
             mesh = build_mesh(grids, rank, CPU, make_group, shares=shares)
             results[rank] = body(mesh.activate())

@@ -78,6 +78,8 @@ def how(
     return How.OTHER_BEGINS if _TURNS[other.kind] < _TURNS[one.kind] else How.ONE_BEGINS
 
 
+# A lock and not a condition: a turn changes at every collective of a pass, and one acquire and one
+# release are the least that two threads can do.
 def _taken() -> Lock:
     lock = Lock()
     lock.acquire()
@@ -117,6 +119,7 @@ class Shared:
     def to_second(self) -> None:
         """Let the second pass go on until it gives the turn back or is over."""
         first = self.first
+        # Nothing to do if the second pass is over: the first waits for its own collective then.
         if not self.second.over:
             self.turn = True
             self.second.go.release()
@@ -183,6 +186,7 @@ class Together:
         pair = self._pair = self._pair or self._begun()
         made: list[U] = []
         failed: list[BaseException] = []
+        # A new thread has its own context variables and torch settings, so it is given this one's.
         context = copy_context()
         settings = _settings(self.device)
 

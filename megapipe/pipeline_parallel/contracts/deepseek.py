@@ -312,14 +312,13 @@ def paired_step(
     stages = {}
     for number, module in modules_of.items():
         last = place.is_last(number)
-        stages[number] = PairedStage(
-            module,
-            inputs if place.is_first(number) else None,
-            criterion if last else None,
-            labels if last else None,
-            shapes=[shape],
-            is_last=last,
-        )
+        stage = PairedStage(module, shapes=[shape], is_last=last)
+        if place.is_first(number):
+            stage.inputs = inputs
+        if last:
+            stage.criterion = criterion
+            stage.labels = labels
+        stages[number] = stage
     messenger = Messenger(mesh.pp, shape, dtype)
     execute(lower(table)[mesh.pp.rank], place, stages, messenger, position=mesh.position)
     if place.num_chains == 2:

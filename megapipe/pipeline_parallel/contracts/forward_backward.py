@@ -165,6 +165,9 @@ class Step:
                 "on_stage_done": sync.on_stage_done,
             }
         settings |= ours
+        # Megatron's interleaved schedule reads seq_length alone.
+        if len(modules) > 1:
+            decoder_seq_length = None
         # 4. The passes. Gradients are synchronised in each stage's last backward alone.
         with _timed(config), sync.off(not forward_only):
             results = engine(
@@ -174,7 +177,7 @@ class Step:
                 num_microbatches=num_microbatches,
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length if len(modules) == 1 else None,
+                decoder_seq_length=decoder_seq_length,
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 variable_seq_lengths=adjust_tensor_shapes_fn is not None,

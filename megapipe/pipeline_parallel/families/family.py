@@ -35,6 +35,8 @@ class OfStage:
     family's name. `microbatch` is the number of a microbatch, or of a slice among all slices.
     """
 
+    # Before the step: what the stage gets.
+
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         """Return the batches of the stage's forwards, given the batches of the rank."""
         return given
@@ -46,6 +48,8 @@ class OfStage:
     def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
         """Return the stream of a microbatch or a slice, which its layers find while they run."""
         return stream
+
+    # Around a forward. Only differentiated forwards save anything.
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
         """Return the function that runs a forward, given the usual one."""
@@ -82,9 +86,13 @@ class OfStage:
         """
         return False
 
+    # Before a backward.
+
     def gradient(self, microbatch: int, own: Tensor | None) -> Tensor | None:
         """Return the gradient of the output by the stage's own loss, given the usual one."""
         return own
+
+    # After V has found a wrong update.
 
     def forget(self) -> None:
         """Forget the forwards so far, because the program runs again from its beginning."""
@@ -155,6 +163,8 @@ class Family:
             another shape.
     """
 
+    # Most families need few of these. A family of passes that only call the trainer's functions has
+    # nothing but `begin`.
     name: str
     begin: Mapping[Kind, Begin]
     keeps: Callable[[torch.device], Any] = lambda device: None

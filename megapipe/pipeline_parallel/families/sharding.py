@@ -15,6 +15,7 @@ from megapipe.schedule import Kind, Pass, Schedule
 from megapipe.schedule.families.sharding.runs import runs, sums
 
 
+# AF and AB differ in their place in the table alone: before a run of forwards, or of backwards.
 def _gather(stage: Any, *_: Any) -> Begun:
     return Begun(weights_of(stage).gather())
 

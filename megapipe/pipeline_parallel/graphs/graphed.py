@@ -90,7 +90,9 @@ class Graphed(nn.Module):
             if form == self._form and self._free:
                 slot = self._free.pop()
                 slot.take(x, leaves)
-                return replayed(self._anchor if x is None else x, slot, owner, self.lasts)
+                if x is None:
+                    x = self._anchor
+                return replayed(x, slot, owner, self.lasts)
             # Two are enough to say that forms differ.
             if len(self.forms) < 2 and form not in self.forms:
                 self.forms.append(form)
@@ -112,6 +114,7 @@ class Graphed(nn.Module):
             self.slots.clear()
         self._where = where
         before = len(self.slots)
+        # Users may register hooks at any time, so this is asked before each step.
         if any(map(_has_hooks, self.module.modules())):
             self.why_not = self.why_not or "its modules have hooks, which a graph would not call"
             self.slots.clear()

@@ -115,15 +115,15 @@ class Slot:
         def backward() -> Sequence[Tensor]:
             inputs = params if self.x is None else [self.x, *params]
             with weights.deferring(0) if splits else nullcontext():
-                grads = list(torch.autograd.grad(output, inputs, self.grad, allow_unused=True))
-            grad_x = None if self.x is None else grads.pop(0)
-            for param, grad in zip(params, grads, strict=True):
+                grads = torch.autograd.grad(output, inputs, self.grad, allow_unused=True)
+            # The first, if the stage has an input.
+            of_input = len(inputs) - len(params)
+            for param, grad in zip(params, grads[of_input:], strict=True):
                 # Our own layers add theirs to main_grad and give autograd none.
                 if grad is not None:
                     param.main_grad.add_(grad)  # type: ignore[attr-defined]
-            if self.x is None:
-                return ()
-            return (torch.zeros_like(self.x) if grad_x is None else grad_x,)
+            # Zeros where the output does not depend on the input.
+            return [torch.zeros_like(self.x) if grad is None else grad for grad in grads[:of_input]]
 
         def weight() -> Sequence[Tensor]:
             weights.run(0)

@@ -99,13 +99,20 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
     if stages:
         held = f", stage {' and '.join(map(str, sorted(stages)))}"
     step = position.step
+    place = step
+    if item is not None:
+        place = f"{_name(item)} of {step}"
+    # Before the passes of a step there is no plan, and every message is still to come.
+    ahead = None
+    if plan is not None:
+        ahead = list(_ahead(mesh, item))
     return Report(
         name=f"rank {mesh.world.rank} (pipeline rank {mesh.pp.rank}{held})",
-        place=step if item is None else f"{_name(item)} of {step}",
+        place=place,
         step=step,
         since_s=monotonic() - since,
         waits=_waits(mesh, item),
-        ahead=None if plan is None else list(_ahead(mesh, item)),
+        ahead=ahead,
         note=note,
         cause=cause,
     )

@@ -57,6 +57,7 @@ class _Slot:
     def __post_init__(self) -> None:
         self.held.add(self.size)
 
+    # Autograd frees what a graph saved without a word: only the end of the slot shows it.
     def __del__(self) -> None:
         if self.storage is not None:
             self.held.add(-self.size)
@@ -281,6 +282,7 @@ class Activations(OfStage):
         """Begin L, and return the copy."""
         kept = self._kept[microbatch]
         host = self.host
+        # The keys that went with this slice come back with it: no earlier backward reads them.
         held = [*kept.slots.values(), *self._keys.pop(microbatch, ())]
         coming = [slot for slot in held if slot.buffer is not None]
         device = host.back.device
@@ -291,6 +293,7 @@ class Activations(OfStage):
             self.held.add(slot.size)
             pairs.append((_bytes(slot.storage), _of(slot.buffer, slot.size)))
         begun = host.back.begin(pairs, [kept.begun])
+        # Another O may take the buffers at once: its copy waits for these that read them.
         for slot in coming:
             assert slot.buffer is not None
             host.give(slot.buffer._replace(read=begun))

@@ -107,10 +107,10 @@ class Host:
         self.modules: Collection[str] = ()
         self.sizes: dict[int, list[Sizes]] = {}
 
+    # A step of another table, or with other routing, may need fewer buffers than the one before.
     def begin(self) -> None:
         """Begin a step: release the buffers that the previous step has not used."""
         for size, count in self._unused.items():
-            # The first ones: buffers are taken from the end of the list.
             del self._free[size][:count]
             self.bytes -= size * count
         self._free = {size: buffers for size, buffers in self._free.items() if buffers}
@@ -123,11 +123,13 @@ class Host:
         """
         size = size_class(size)
         fitting = [free for free in self._free if size <= free <= 2 * size and self._free[free]]
+        # Page-locked memory is slow to allocate, so a free buffer that is too large is better.
         if not fitting:
             self.bytes += size
             return Buffer(self.out.buffer(size))
         fits = min(fitting)
         buffers = self._free[fits]
+        # From the end: the first ones stay unused then, and `begin` releases these.
         buffer = buffers.pop()
         self._unused[fits] = min(self._unused.get(fits, 0), len(buffers))
         return buffer

@@ -72,8 +72,11 @@ class Shared(OfStage):
         A depth takes its hidden states followed by these tokens, as [s + s, b, h].
         """
         depth = self._depth
+        shares = given
         # A depth is also given the hidden states of the stage before it, which come first.
-        looked_up = sum_of(given[1:] if depth else given)
+        if depth:
+            shares = given[1:]
+        looked_up = sum_of(shares)
         assert looked_up is not None, "every rank has a share"
         # The shares looked up s + `depths` tokens. Depth d predicts from token d on.
         own = looked_up[depth : len(looked_up) - self._depths + depth]
@@ -83,6 +86,7 @@ class Shared(OfStage):
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
     ) -> bool:
         # The loss waits for all shares, which other ranks compute from this output.
+        # A forward that runs again finds the loss computed, or under way.
         if self._combines and not again:
             self._ends[microbatch] = (output.detach(), loss_func, cp)
         return self._combines
@@ -110,6 +114,7 @@ class Shared(OfStage):
         grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
         # Under sequence parallelism the output has s/t tokens, and the loss all s.
         shares_sequence = grad_x.shape != x.shape
+        # B of this stage takes it from there, as it would take the gradient of a usual loss.
         self._combined[microbatch] = opening(tp, shares_sequence).backward(grad_x).wait()
         return packed_loss(of_loss.log_sum, scale, x.dtype)
 
@@ -181,8 +186,10 @@ def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
         if made_by.kind.is_backward and made_by.stage in place.meant(made_by.stage, Where.EMBEDS):
             # The gradient of embedded tokens goes to all shares. A depth's follows the gradient of
             # its hidden states, and these are a rank's own tokens only.
-            before = sizes.here if place.depth(made_by.stage) else 0
-            return before + length, batch, hidden
+            rows = length
+            if place.depth(made_by.stage):
+                rows += sizes.here
+            return rows, batch, hidden
         return by_kind.get(made_by.kind)
 
     return shape

@@ -81,6 +81,7 @@ class VocabularyShare(nn.Module):
             tokens from its own number on.
         Raises: ConfigError without labels.
         """
+        # Each rank reads the labels from its own batch, so that nobody has to send them.
         if labels is None:
             raise ConfigError(
                 f"{FLAG} needs a forward_step that calls model(tokens, ..., labels=labels)."
