@@ -24,6 +24,7 @@ class Difference(NamedTuple):
     why: str
 
 
+# Megatron-LM's parser has None, and its validation computes the value. Fields here have the value.
 _LATER = "its validation fills in the same"
 
 DIFFERENCES = (

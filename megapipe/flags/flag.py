@@ -54,6 +54,7 @@ class Flag:
 
     def spell(self, values: Sequence[str]) -> list[str]:
         """Return the words of a command line, with `=` where a value looks like a flag."""
+        # A value such as -1 or -inf would be taken for the next flag.
         if self.count == "one" and values[0].startswith("-"):
             return [f"{self.name}={values[0]}"]
         return [self.name, *values]
@@ -68,6 +69,7 @@ class Flag:
             if self.kind is str:
                 dashes = f"; one that begins with a dash is written {self.name}=-..."
             return f"{self.name} needs a value: {self.allowed}{dashes}"
+        # Mostly a text with spaces whose quotes a shell script has lost.
         if self.count == "one" and len(values) > 1:
             got = f"got {len(values)}: {text}"
             return f'{self.name} takes one value, {got} (quote it: {self.name} "{text}")'
@@ -78,10 +80,13 @@ class Flag:
 
         A wrong number of values is left to `count_problem`.
         """
+        # One line for one mistake: values of a wrong number are not read.
         if self.count_problem(values):
             return None
         try:
             read = self.read(values)
+        # KeyError: the value is none of a choice's words. ValueError: int() or float() cannot read
+        # it.
         except (KeyError, ValueError):
             return f"{self.name} {' '.join(values)}: expected {self.allowed}"
         if self.default is None and read == "":
@@ -92,9 +97,13 @@ class Flag:
     def read(self, values: Sequence[str]) -> Any:
         """Return the value of the field. Raises: KeyError or ValueError."""
         if self.count == "none":
+            # A switch says the opposite of its default, as store_true and store_false do in
+            # argparse.
             return not self.default
         read = self.value_type
         if get_origin(read) is Literal:
+            # A choice may be a number, as in --timing-log-level 2, and a command line has only
+            # words.
             read = {str(choice): choice for choice in get_args(read)}.__getitem__
         found = tuple(map(read, values))
         return found if self.count == "many" else found[0]
@@ -105,6 +114,7 @@ def flags_of(cls: type) -> dict[str, Flag]:
     return {flag.name: flag for flag in _flags(cls, "")}
 
 
+# Types are evaluated once: a start asks for the flags in several places.
 @functools.cache
 def _flags(cls: type, section: str) -> tuple[Flag, ...]:
     found: list[Flag] = []
@@ -114,6 +124,7 @@ def _flags(cls: type, section: str) -> tuple[Flag, ...]:
         kind, *notes = get_args(hint) if get_origin(hint) is Annotated else [hint]
         if NO_FLAG in notes:
             continue
+        # A section of Config: its flags are on the command line without the section's name.
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             assert not section, "two levels: a configuration and its sections"
@@ -124,6 +135,7 @@ def _flags(cls: type, section: str) -> tuple[Flag, ...]:
             default = field.default_factory()
         assert default is not dataclasses.MISSING, f"{cls.__name__}.{field.name} has no default"
         if get_origin(kind) in (Union, types.UnionType):
+            # Of "int | None", the type of a value that is given.
             kind = next(k for k in get_args(kind) if k is not types.NoneType)
         name = named_flag(field.name, cls)
         found.append(Flag(name, cls, section, field.name, kind, default))

@@ -47,6 +47,7 @@ def uneven(given: dict[str, list[str]], ranks: int) -> str:
         ranks: number of pipeline ranks.
     """
     numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
+    # The fork's empty layers would have no place in a split that another flag gives.
     if any("decoder-" in name or "account-for" in name or name == _LAYOUT for name in given):
         return "another flag says which stage holds how many layers"
     if not all(len(values) == 1 and _is_number(values[0]) for values in numbers):
@@ -92,6 +93,7 @@ def chosen(
         size = given.get(_GROUP, ["0"])[0]
         return _by_groups(size, ranks) if several else (None, [])
     pending = given.get(_PENDING, ["auto"])[0]
+    # The fork fills the memory of a rank, and so does zb-auto.
     if pending == "auto":
         return "zb-auto", []
     if not _is_number(pending) or int(pending) < ranks:

@@ -25,6 +25,7 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
         program: the command that the user typed.
         width: columns of the terminal.
     """
+    # A terminal of 10 columns would break every word, and one of 300 is hard to read.
     width = min(max(width, _NARROWEST), _WIDEST)
     lines = [f"usage: {program} [--flag value ...]", ""]
     if text := _about(cls):
@@ -66,6 +67,7 @@ def _about(cls: type) -> str:
 
 
 def _default(flag: Flag) -> str:
+    # A switch is off by default, and a flag without a default says in its text what happens.
     if flag.count == "none" or flag.default in (None, ()):
         return ""
     default = flag.default if flag.count == "many" else (flag.default,)
@@ -79,6 +81,7 @@ def _docstrings(cls: type) -> dict[str, str]:
     Python does not keep them, so they are read from the source.
     """
     found: dict[str, str] = {}
+    # From the last base to the class itself, so that a class's own docstring of a field wins.
     for owner in reversed(cls.__mro__[:-1]):
         try:
             source = inspect.getsource(owner)
@@ -86,6 +89,7 @@ def _docstrings(cls: type) -> dict[str, str]:
             continue
         (body,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(body, ast.ClassDef)
+        # A field and the text after it are two statements of the class.
         for pair in pairwise(body.body):
             match pair:
                 case (

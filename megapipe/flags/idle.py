@@ -23,6 +23,7 @@ def noted(kind: type[T]) -> list[tuple[Flag, T]]:
     return [(flag, note) for flag in flags for note in notes[flag.owner].get(flag.field, ())]
 
 
+# At import: the fields do not change, and every start asks them.
 IDLE = [(flag, note.where, note.text) for flag, note in noted(Idle)]
 """(flag, predicate of a Config in which it has no effect, what happens instead)."""
 
@@ -32,6 +33,7 @@ def idle(config: Config) -> list[tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     for flag, text in _given(config):
         value = config.value(flag.field)
+        # The first note that applies speaks; a field may have several.
         found.setdefault(flag.name, (typed(flag.name, value), text))
     return list(found.values())
 

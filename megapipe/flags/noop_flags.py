@@ -192,6 +192,7 @@ num-seq-splits=1: a microbatch is one piece
 
 def rows_of(text: str) -> Iterator[tuple[str, str]]:
     """Yield (names, sentence) of each row of a table like the one above."""
+    # A row goes on in lines that are indented.
     for row in re.sub(r"\n +", " ", text).splitlines():
         names, _, sentence = row.partition(": ")
         if sentence:
@@ -202,8 +203,10 @@ def _noop_flags() -> Iterator[tuple[str, Noop]]:
     for names, because in rows_of(_ROWS):
         # A long list of values may continue on the next line.
         for word in names.replace("| ", "|").split():
-            name, _, values = word.partition("=")
-            yield f"--{name}", Noop(tuple(values.split("|")) if values else (), because)
+            name, equals, values = word.partition("=")
+            # A switch has no values; "".split("|") would have one.
+            allowed = tuple(values.split("|")) if equals else ()
+            yield f"--{name}", Noop(allowed, because)
 
 
 NOOP_FLAGS = dict(_noop_flags())

@@ -29,6 +29,7 @@ from megapipe.schedule import SCHEDULES
 T = TypeVar("T")
 _VALUE = ["VALUE"]
 _SELECTIVE = {"--recompute-granularity": ["selective"]}
+# These names stand in scripts that people still run. An unknown flag would stop them.
 OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
     # Megatron-LM until 2023.
     "--layernorm-epsilon": {"--norm-epsilon": _VALUE},
@@ -50,7 +51,9 @@ OLD_NAMES: Mapping[str, Mapping[str, list[str]]] = {
 }
 """Each old name, with the flags and values that it means. VALUE stands for its own value."""
 
+# Not every dash: -1 and -.5 are values.
 _FLAG = re.compile(r"--|-[A-Za-z]")
+# Flags that give a rank several stages, without which --interleave-group-size means nothing.
 _SEVERAL = {"--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"}
 _UNQUOTED = "--step-batch-size-schedule"
 
@@ -85,14 +88,17 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     Raises: ConfigError with every unknown flag and unreadable value. `stop` prints it as argparse
         would.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
     flags = flags_of(cls)
+    # Before anything is checked: help must come whatever else is wrong.
     if _asks_for_help(argv, flags):
         say(help_text(cls, flags, program(), shutil.get_terminal_size().columns))
         sys.exit(0)
     given, others, problems = _split(argv, flags)
     noops: dict[str, str] = {}
     known: Set[str] = frozenset()
+    # A tool has flags of its own only; names of Megatron-LM mean nothing to it.
     if issubclass(cls, Config):
         known = KNOWN
         problems += _old_names(given, others)
@@ -113,6 +119,7 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
     for name, values in given.items():
         flag = flags[name]
         sections.setdefault(flag.section, {})[flag.field] = flag.read(values)
+    # Fields are replaced and not assigned: a configuration is frozen.
     parsed: Any = cls()
     top = sections.pop("")
     for section, fields in sections.items():
@@ -126,6 +133,7 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
     Raises: ConfigError with the problems of both.
     """
     tool = own()
+    # Defaults stand for flags that cannot be read, so that the problems of both are found at once.
     config = Config()
     problems: list[str] = []
     of_tool, of_run = split_among(own, argv)
@@ -149,6 +157,7 @@ def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     of_tool = False
     for word in argv:
         if _FLAG.match(word):
+            # Values follow their flag, so a word without dashes goes where the last flag went.
             of_tool = word.partition("=")[0] in names
         words[of_tool].append(word)
     return words[True], words[False]
@@ -175,6 +184,7 @@ def to_flags(config: object) -> list[str]:
     for flag in flags_of(type(config)).values():
         section = getattr(config, flag.section) if flag.section else config
         value = getattr(section, flag.field)
+        # Two runs that do the same then have the same line, whichever defaults were typed.
         if value == flag.default:
             continue
         if flag.count == "none":
@@ -187,6 +197,7 @@ def to_flags(config: object) -> list[str]:
 
 def _asks_for_help(argv: Sequence[str], flags: Mapping[str, Flag]) -> bool:
     """Return whether --help is a flag, and not the value of the flag before it."""
+    # A text may be "--help", as in --tokenizer-model --help; a number may not.
     awaiting = {name for name, flag in flags.items() if flag.kind is str}
     pairs = zip(["", *argv], argv, strict=False)
     return any(word in ("--help", "-h") and before not in awaiting for before, word in pairs)
@@ -200,9 +211,12 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
     values: list[str] | None = None
     for word in argv:
         name, equals, value = word.partition("=")
+        # These three look like flags and are numbers.
         if _FLAG.match(name) and name not in ("-inf", "-infinity", "-nan"):
             values = [value] if equals else []
             if name in ours:
+                # The words that follow are appended to this list. A flag that is given twice starts
+                # a new one, and so the last one counts.
                 typed.given[ours[name]] = values
             else:
                 typed.others.append((name, values))
@@ -258,6 +272,8 @@ def _schedule_switches(
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]
     size = given.get("--pipeline-model-parallel-size", ["1"])
+    # A wrong size is reported with the other flags; here 1 stands for it. int() refuses thousands
+    # of digits.
     ranks = int(size[0]) if size and size[0].isdecimal() and len(size[0]) < 10 else 1
     name, problems = chosen(switches, ranks, several=bool(given.keys() & _SEVERAL))
     yield from problems
@@ -292,6 +308,7 @@ def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -
     if name in known:
         return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
     like = name if name.startswith("--") else f"-{name}"
+    # 0.75 finds a lost or doubled letter, and not another flag that begins in the same way.
     near = difflib.get_close_matches(like, {*ours, *known}, n=1, cutoff=0.75)
     if not near:
         return f"unknown flag {name}"

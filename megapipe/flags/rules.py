@@ -82,6 +82,7 @@ _FORK_FLAGS = {
     ),
 }
 
+# A name outside of these is a typo, and the nearest name is proposed.
 KNOWN = MEGATRON_FLAGS | set(NOOP_FLAGS) | set(_FORK_FLAGS) | set(SWITCHES) | OLD_FLAGS
 """Every flag of Megatron-LM and of its zero-bubble fork."""
 
@@ -91,6 +92,7 @@ def value_problem(name: str, values: Sequence[str]) -> str | None:
     allowed, because = NOOP_FLAGS[name]
     wanted = 1 if allowed else 0
     several = bool(values) and MANY in allowed
+    # The number of values is judged first: with a wrong one, the values may be another flag's.
     if len(values) != wanted and not several:
         takes = "one value" if allowed else "no value"
         return f"{name} takes {takes}, got {' '.join(values) or 'none'}"
@@ -107,6 +109,7 @@ def reason(name: str) -> str:
     """Return why a flag of Megatron-LM is refused, or what to use; empty for "not yet"."""
     bare = name.removeprefix("--")
     for patterns, why in _REASONS:
+        # fnmatchcase and not fnmatch, which ignores case on some systems.
         if any(fnmatchcase(bare, pattern) for pattern in patterns.split()):
             return why
     return ""

@@ -46,6 +46,7 @@ def take_any_name() -> None:
     """
     # The stream may be closed, be replaced by a test, or be a file that became a pipe.
     with contextlib.suppress(AttributeError, OSError, ValueError):
+        # backslashreplace, as Python sets it for standard error.
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -71,6 +72,7 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if isinstance(error, KeyboardInterrupt):
         text = "; ".join(["interrupted", *map(str, error.args)])
+        # 128 + SIGINT, as a shell reports it.
         code = 130
     else:
         text = as_called(f"error: {error}")
@@ -95,15 +97,18 @@ def _printed_by_torchrun(text: str) -> bool:
 
     Returns: whether torchrun prints it.
     """
+    # torchrun gives each rank such a file, and prints the one of the rank that failed first.
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if not path.name:
         return False
     # torch.distributed.elastic has a folder for each local rank.
     if (path.parents[1] / "0" / path.name).exists():
         return True
+    # torchrun compares the times of all ranks' files, in whole seconds.
     extra = {"timestamp": str(int(time.time()))}
     report = {"message": {"message": text, "extraInfo": extra}}
     try:
+        # The form that torchrun reads: torch.distributed.elastic writes the same for an exception.
         path.write_text(json.dumps(report), encoding="utf-8")
     except OSError:
         return False

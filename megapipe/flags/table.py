@@ -28,10 +28,12 @@ def table() -> str:
     A flag sets a field, is accepted and sets nothing, is accepted with a line, or is refused.
     """
     ours = flags_of(Config)
+    # Megatron-LM has some flags with dashes and with underscores, and takes both.
     spelled = {spelling for name in ours for spelling in (name, name.replace("_", "-"))}
     acts = [(f"`{flag.name}`", _default(flag), meaning(flag)) for _, flag in sorted(ours.items())]
     means = {old: text_of(flags) for old, flags in OLD_NAMES.items()} | SWITCHES
     old = [(f"`{name}`", flag) for name, flag in sorted(means.items())]
+    # Flags with the same sentence and values share a row: 200 of them would fill the page.
     by_sentence: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, noop in sorted(NOOP_FLAGS.items()):
         by_sentence[noop.because, _values(noop.values)].append(f"`{name}`")
@@ -43,6 +45,7 @@ def table() -> str:
         others = " ".join(map(usual, note.others))
         together.append((flag.name, others, note.text.format("A", "B")))
     refused: dict[str, list[str]] = defaultdict(list)
+    # All that is left of Megatron-LM's flags, so that the table has every one of them.
     for name in sorted(MEGATRON_FLAGS - spelled - set(NOOP_FLAGS) - set(OLD_NAMES)):
         refused[reason(name) or "not implemented yet"].append(f"`{name}`")
     whys = [(why, " ".join(names)) for why, names in sorted(refused.items())]

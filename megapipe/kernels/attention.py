@@ -23,6 +23,7 @@ _FLAGS = ("-O2", *cpu.FLAGS[1:])
 
 @cache
 def _compiled_attention() -> ctypes.CDLL | None:
+    # Before the compiler: on a processor without tiles nothing is compiled.
     if not torch.cpu._is_amx_tile_supported():
         return None
     loaded = compiled("attention", _SOURCES, _FLAGS)
@@ -64,6 +65,7 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     It needs plain bf16 CPU tensors with a contiguous last dimension of one size, and the library.
     """
     return (
+        # A subclass of Tensor, such as a plan's fake tensor, has no memory that C could read.
         q.dtype == k.dtype == v.dtype == torch.bfloat16
         and q.shape[-1] == v.shape[-1]
         and all(

@@ -19,6 +19,7 @@ def own() -> list[str]:
 
     Libraries that an earlier run of this process excluded are enabled again first.
     """
+    # In one process a run may follow another, whose ranks lacked a library.
     leave_out(())
     return [name for name, library in _LIBRARIES.items() if library() is not None]
 

@@ -71,31 +71,45 @@ _Argument = Tensor | int | float | ctypes.Array[ctypes.c_float] | None
 
 
 def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
-    """Call a C loop over all elements of tensors of one shape."""
+    """Call a C loop over all elements of tensors of one shape.
+
+    Its first parameter is the number of elements; the others follow as given.
+    """
     _run(name, first.numel(), first, *arguments)
 
 
 def _run(name: str, *arguments: _Argument) -> None:
-    """Call a C function: tensors as pointers, integers as 64 bits, floats as 32 bits."""
+    """Call a C function: tensors as pointers, integers as 64 bits, floats as 32 bits.
+
+    Args:
+        name: of the function in cpu.c.
+        arguments: in the order of its parameters.
+    """
     values: list[object] = []
     for x in arguments:
         if isinstance(x, Tensor):
             values.append(ctypes.c_void_p(x.data_ptr()))
+        # 64 bits of an integer by hand: ctypes would pass a Python integer as a C int, of 32 bits.
         elif isinstance(x, int):
             values.append(ctypes.c_int64(x))
         elif isinstance(x, float):
             values.append(ctypes.c_float(x))
         else:
             values.append(x)
+    # None, for an absent tensor, arrives as a null pointer.
     getattr(library(), name)(*values)
 
 
 def _is_bf16(x: Tensor) -> int:
+    # One C function serves both types, and is given this number.
     return int(x.dtype == torch.bfloat16)
 
 
 def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
-    """Return x sigmoid(x (linear + cubic x^2)), the tanh form of GELU, in a new tensor."""
+    """Return x sigmoid(x (linear + cubic x^2)), the tanh form of GELU, in a new tensor.
+
+    linear, cubic: the coefficients, see models/gelu.py.
+    """
     y = torch.empty_like(x)
     _run_elementwise("gelu", x, y, linear, cubic, _is_bf16(x))
     return y

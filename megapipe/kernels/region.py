@@ -31,8 +31,11 @@ def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         # Compiled at the first call only: torch.compile imports the compiler, about a second.
         @cache
         def compiled() -> Callable[..., Any]:
+            # Inductor writes a GPU's kernels in Triton.
             return torch.compile(function) if find_spec("triton") else function
 
+        # Registered, and not only compiled: to torch the region is one operation, which a fake
+        # device can run and count (tools/proofs/gpu).
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, function, "CPU")  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, lambda *given: compiled()(*given), "CUDA")  # type: ignore[no-untyped-call]

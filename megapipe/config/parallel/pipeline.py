@@ -65,6 +65,7 @@ class PipelineConfig:
     ] = None
     """JSON file with the times of passes and messages, as megapipe plan --save-costs writes it.
     Schedules are made for these times. Default: estimates from FLOPs. Not in Megatron-LM."""
+    # Megatron-LM's name. Here it acts on tensor and context parallelism as well.
     overlap_moe_expert_parallel_comm: Annotated[
         bool,
         Idle(

@@ -142,6 +142,7 @@ class ShardingConfig:
 
     @property
     def _sharding(self) -> str:
+        # First, as it knows one strategy only: the flag that names others is not read with it.
         if self.use_torch_fsdp2:
             return "optim_grads_params"
         if self.use_megatron_fsdp:
