@@ -161,8 +161,8 @@ def spine() -> list[Path]:
 
 
 def of_families(source: str) -> list[str]:
-    """Modules of one family or shape that are imported; the list of all and the protocol are no family's."""
-    found = [name for _, name in imports(source) if re.search(r"\.(families|shapes)\.", name)]
+    """Modules of one family or shape, or of graphs, that are imported; the lists and the protocol are no family's."""
+    found = [name for _, name in imports(source) if re.search(r"\.(families|shapes|graphs)\.", name)]
     return [name for name in found if not name.endswith(".families.family")]
 
 

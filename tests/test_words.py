@@ -42,6 +42,7 @@ ROOMS = [
     "megapipe/pipeline_parallel/messages",
     "megapipe/pipeline_parallel/passes",
     "megapipe/pipeline_parallel/shapes",
+    "megapipe/pipeline_parallel/shapes/pairs",
     "megapipe/pipeline_parallel/watch",
     "megapipe/kernels",
     "megapipe/plan/families",

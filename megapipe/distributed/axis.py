@@ -42,7 +42,7 @@ class AtWaits(threading.local):
     """The actions of a thread when it waits for a collective.
 
     Attributes:
-        give_turn: lets another pass of the rank compute first, see `pipeline_parallel.together`.
+        give_turn: lets another pass of the rank compute first, see `shapes.pairs`.
         watch: measures the wait.
     """
 

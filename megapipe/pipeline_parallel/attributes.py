@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,9 @@ from megapipe.schedule import Schedule
 
 Chunks = Mapping[int, tuple[nn.Module, Iterator[Any] | None]]
 """Module and data of each stage of a rank, by the stage's number in ascending order."""
+
+Wrap = Callable[[Chunks, Schedule], Chunks]
+"""A function that returns the chunks of a training step with other modules, given its table."""
 
 
 def attribute_of(module: nn.Module, name: str) -> Any:

@@ -12,11 +12,10 @@ import torch
 
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
-from megapipe.pipeline_parallel.attributes import Chunks, chunks_of, config_of
+from megapipe.pipeline_parallel.attributes import Chunks, Wrap, chunks_of, config_of
 from megapipe.pipeline_parallel.execute import execute
 from megapipe.pipeline_parallel.families import FAMILIES
 from megapipe.pipeline_parallel.families.family import OfStage, Setting, Sizes
-from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.messages.agreed import dtype_of, size_of
 from megapipe.pipeline_parallel.messages.messenger import Messenger
@@ -24,9 +23,8 @@ from megapipe.pipeline_parallel.messages.transport import P2PMode, Transport
 from megapipe.pipeline_parallel.microbatches import Microbatches, Shape, ranks_of_tokens
 from megapipe.pipeline_parallel.passes.begin import Ends
 from megapipe.pipeline_parallel.request import Request
-from megapipe.pipeline_parallel.shapes import microbatches_of
+from megapipe.pipeline_parallel.shapes import as_run, microbatches_of, together_on
 from megapipe.pipeline_parallel.stage import PipelineStage
-from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import (
     Costs,
     Pass,
@@ -35,7 +33,6 @@ from megapipe.schedule import (
     Schedule,
     build,
     forward_only,
-    unpaired,
     verify,
 )
 from megapipe.schedule.dependencies import share_of_window
@@ -53,10 +50,7 @@ def _programs(
     """Return the program of each rank, and the most messages that each has under way."""
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
-    # Where passes have nothing to hide, the first of a pair sends its result before the second
-    # runs.
-    if not hides:
-        schedule = unpaired(schedule)
+    schedule = as_run(schedule, hides=hides)
     if evaluate:
         schedule = forward_only(schedule)
     clock = run_clock(schedule, costs)
@@ -83,6 +77,10 @@ class ForwardBackward:
             Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
         options: of `schedule.build`, for a name.
+    Attributes:
+        transport: posts the messages of all steps.
+        kept: by name, what a family keeps from step to step.
+        wrap: changes the modules of training steps; None to run them as they are.
     """
 
     mesh: ProcessMesh
@@ -98,10 +96,10 @@ class ForwardBackward:
         # All of these last from step to step.
         self.transport = Transport(self.mesh.pp, self.p2p_mode)
         self._dtype: torch.dtype | None = None
-        self._together = Together(self.mesh.device)
+        self._together = together_on(self.mesh.device)
         self._opened: set[Placement] = set()
         self.kept = {family.name: family.keeps(self.mesh.pp.device) for family in FAMILIES}
-        self.graphs: Graphs | None = None
+        self.wrap: Wrap | None = None
 
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages.
@@ -114,8 +112,8 @@ class ForwardBackward:
         rank = self.mesh.pp.rank
         table = step.schedule or self.table(step.num_microbatches)
         chunks = chunks_of(table, rank, step.model, step.data_iterator)
-        if self.graphs is not None and not step.forward_only:
-            chunks = self.graphs.over(chunks, table)
+        if self.wrap is not None and not step.forward_only:
+            chunks = self.wrap(chunks, table)
         modules = [module for module, _ in chunks.values()]
         config = config_of(modules[0]) if self.config is None else self.config
         if self._dtype is None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from megapipe.pipeline_parallel.calls import Call, looked_up
 from megapipe.pipeline_parallel.families import PASSES
 from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import InFlight
-from megapipe.pipeline_parallel.passes.begin import AGAIN, Begun, Made, sum_of
+from megapipe.pipeline_parallel.passes.begin import AGAIN, Begun, Made
+from megapipe.pipeline_parallel.shapes import together_on
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.together import Together, how
 from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
@@ -53,25 +52,23 @@ class Stage(Protocol):
         """Return whether backwards of both microbatches wait for collectives in the same places."""
 
 
-class PairedStage(Protocol):
-    """A stage that runs a forward and a backward together in its own way, as DeepSeek's do."""
+class RunTogether(Protocol):
+    """A function that runs the passes of one step of a table together, if it has more than one."""
 
-    def overlapped_forward_backward(
+    def __call__(
         self,
-        microbatch: int,
-        x: Tensor | None,
-        backward_stage: Stage,
-        backward_microbatch: int,
-        grad: Tensor | None,
-        *,
-        weights: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the results of the forward and of the backward.
+        calls: Sequence[Call],
+        stages: Mapping[int, Any],
+        given: Sequence[list[Tensor]],
+        watch: Stopwatch,
+    ) -> Sequence[Made]:
+        """Return the results of the passes, in their order.
 
         Args:
-            microbatch, x: of `forward` on this stage.
-            backward_stage: the stage of the backward, on the same rank.
-            backward_microbatch, grad, weights: of its `backward`.
+            calls: the passes, in the order of the table.
+            stages: this rank's stages by number.
+            given: the inputs of each pass.
+            watch: takes the times at which a pass waits and no other one runs.
         """
 
 
@@ -145,7 +142,7 @@ def execute(
     read: Callable[[Pass], None] | None = None,
     position: Position | None = None,
     watch: Stopwatch | None = None,
-    together: Together | None = None,
+    together: RunTogether | None = None,
 ) -> None:
     """Run one rank's program from its first to its last item.
 
@@ -165,13 +162,13 @@ def execute(
         read: called with each pass before its time is taken. It waits for the samples of the pass.
         position: kept up to date, for `pipeline_parallel.watch`.
         watch: takes the time of every pass, and of its waits for collectives.
-        together: runs the pairs.
+        together: runs steps of several passes. It may keep a thread from step to step.
     Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
         never used.
     """
     hand = _Hand()
     watch = watch or Stopwatch(comm.pp.device)
-    runs = _Runs(stages, hand, comm, watch, together or Together(comm.pp.device))
+    runs = _Runs(stages, hand, comm, watch, together or together_on(comm.pp.device))
     position = position or Position()
     plan = looked_up(program, placement, comm.pp.rank, comm.receives_ahead)
     # In this order, because the thread of `watch` may read them at any moment, from the plan on.
@@ -179,7 +176,7 @@ def execute(
     position.hand = hand
     position.plan = plan
     # Backwards run in this thread on a GPU too. Autograd has one thread for a device, and two
-    # backwards of a pair need two.
+    # backwards together need two.
     with torch.autograd.set_multithreading_enabled(False), at_waits.do(None, None):
         _walk(plan, runs, position, on_stage_done, read)
     assert not hand, f"never used: {', '.join(map(str, hand))}"
@@ -255,7 +252,7 @@ class _Runs(NamedTuple):
     hand: _Hand
     comm: Messenger
     watch: Stopwatch
-    together: Together
+    together: RunTogether
 
     def item(self, item: tuple[Call, ...] | Exchange) -> bool:
         hand = self.hand
@@ -267,7 +264,7 @@ class _Runs(NamedTuple):
                 hand.end(call.awaits)
             for do in call.before:
                 do(self.stages[call.item.stage])
-        again = self.pair(*item) if len(item) == 2 else self.single(item[0])
+        again = self.single(item[0]) if len(item) == 1 else self.several(item)
         for call in item:
             for do in call.after:
                 do(self.stages[call.item.stage])
@@ -297,35 +294,14 @@ class _Runs(NamedTuple):
         _give(call, made, hand)
         return False
 
-    def pair(self, one: Call, other: Call) -> bool:
-        """Run two passes together, and return False: neither is V."""
-        given = [self.hand.taken(call) for call in (one, other)]
+    def several(self, calls: Sequence[Call]) -> bool:
+        """Run passes together, and return False: none of them is V."""
+        given = [self.hand.taken(call) for call in calls]
         begin = self.watch.mark()
-        f = one.item
-        b = other.item
-        stage = self.stages[f.stage]
-        back = self.stages[b.stage]
-        # DeepSeek's modules overlap the two inside one call.
-        overlaps = hasattr(stage, "overlapped_forward_backward")
-        if overlaps and f.kind.is_forward and b.kind.is_backward:
-            x, grad = map(sum_of, given)
-            made: tuple[Made, Made] = cast(PairedStage, stage).overlapped_forward_backward(
-                one.number, x, back, other.number, grad, weights=not b.kind.is_split
-            )
-        else:
-            run = partial(PASSES[f.kind], stage, one.number, given[0])
-            run_other = partial(PASSES[b.kind], back, other.number, given[1])
-            synchronises = any(getattr(x, "synchronises", False) for x in (stage, back))
-            way = how(
-                f,
-                b,
-                lambda: back.same_waits(one.number, other.number),
-                synchronises=synchronises,
-            )
-            made = self.together.run(run, run_other, way, self.watch)
-        self.watch.note(begin, passes=2)
-        for call, tensor in zip((one, other), made, strict=True):
-            _give(call, tensor, self.hand)
+        made = self.together(calls, self.stages, given, self.watch)
+        self.watch.note(begin, passes=len(calls))
+        for call, one in zip(calls, made, strict=True):
+            _give(call, one, self.hand)
         return False
 
     def labelled(self, item: tuple[Call, ...] | Exchange) -> bool:

@@ -75,7 +75,7 @@ def build_run(
     optimizer = Optimizer(
         modules, config.optimizer, mesh, groups=hooks.groups, **config.of_optimizer
     )
-    stages.engine.graphs = _graphs(report, plan)
+    stages.engine.wrap = _graphs(report, plan)
     frozen = config.optimizer.freeze_all_layers
     curve = LRSchedule(0.0) if frozen else LRSchedule.of(config)
     # Of an empty checkpoint, so that a fresh run starts by the code of a resumed one.

@@ -29,8 +29,8 @@ from megapipe.flags.parse import parse, run
 from megapipe.models.provider import gpt_provider
 from megapipe.partition.spans import partition
 from megapipe.pipeline_parallel.engine import ForwardBackward
+from megapipe.pipeline_parallel.shapes.pairs.together import How, Together
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.together import How, Together
 from megapipe.schedule import Costs, Schedule, build, entry_of, unpaired
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.tensor_parallel.rng import initialize

@@ -279,7 +279,7 @@ def training(
     pipeline = Stages(config, table, modules, forward_step, mesh, 0)
     optimizer = Optimizer(modules, config.optimizer, mesh)
     if by is not None:
-        pipeline.engine.graphs = by
+        pipeline.engine.wrap = by
     draw = torch.Generator().manual_seed(1)
     data = torch.randint(0, size.vocab, (microbatches, 2, size.seq + 1), generator=draw)
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))

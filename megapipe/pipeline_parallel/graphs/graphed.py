@@ -184,10 +184,10 @@ class Graphs:
         self.stages: dict[int, Graphed] = {}
         self._warned: set[int] = set()
 
-    def over(self, chunks: Chunks, table: Schedule) -> Chunks:
-        """Return the chunks of a training step with modules that use graphs.
+    def __call__(self, chunks: Chunks, table: Schedule) -> Chunks:
+        """Return the chunks of a training step with modules that use graphs, as `engine.wrap`.
 
-        Call it once before each step. It captures what the step's table needs.
+        It is called once before each step, and captures what the step's table needs.
         """
         for number, (module, _) in chunks.items():
             if number not in self.stages:

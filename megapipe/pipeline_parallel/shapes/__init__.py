@@ -1,6 +1,6 @@
-"""Find out in which shape a table runs: with whole microbatches, or with slices of them.
+"""Say how tables of each shape run: with microbatches cut into slices, or with passes in pairs.
 
-A new shape is a file here and a line in `microbatches_of`.
+A new shape is a file here and a line in the functions that it concerns.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.pipeline_parallel.microbatches import Microbatches
+from megapipe.pipeline_parallel.shapes.pairs.pairs import Pairs
 from megapipe.pipeline_parallel.shapes.slices import slices_of
-from megapipe.schedule import Schedule
+from megapipe.schedule import Schedule, unpaired
 
 
 def microbatches_of(
@@ -27,3 +30,17 @@ def microbatches_of(
     Arguments and errors: see `slices_of`.
     """
     return slices_of(table, length, mesh, config, documents) or Microbatches
+
+
+def together_on(device: torch.device) -> Pairs:
+    """Return a function that runs the passes of a step of the table together on a device."""
+    return Pairs(device)
+
+
+def as_run(table: Schedule, *, hides: bool) -> Schedule:
+    """Return the table in the form in which ranks run it.
+
+    hides: passes wait for collectives, during which other passes can run.
+    """
+    # Otherwise the first of a pair sends its result before the second runs.
+    return table if hides else unpaired(table)

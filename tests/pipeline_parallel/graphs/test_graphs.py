@@ -38,7 +38,7 @@ def alone(change=lambda training: None, graphs: bool = True, case=ALONE):
     def ready(training: Training) -> None:
         change(training)
         if graphs:
-            training.pipeline.engine.graphs = Graphs(Pool, 1, said.append)
+            training.pipeline.engine.wrap = Graphs(Pool, 1, said.append)
 
     return [train(ProcessMesh.single(), case, ready)], said
 

@@ -20,9 +20,9 @@ from megapipe.pipeline_parallel.messages.messenger import Messenger
 from megapipe.pipeline_parallel.messages.transport import Op, Transport
 from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.request import Request
+from megapipe.pipeline_parallel.shapes import together_on
 from megapipe.pipeline_parallel.stage import PipelineStage
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.together import Together
 from megapipe.schedule import Costs, Kind, Pass, Schedule, lower, unpaired
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.kinds import Lane
@@ -133,7 +133,7 @@ class Ours(Runner):
         # Pairs are one after the other where passes have no communication to hide.
         hides = any(getattr(self.costs, name) for name in SHARES)
         self.table = self.schedule if hides else unpaired(self.schedule)
-        self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], Together(CPU)
+        self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], together_on(CPU)
         self.modules = self.layers(split_by_autograd=False)
         self.request = Request(
             forward_step_func=self.forward,

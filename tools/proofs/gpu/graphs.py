@@ -37,7 +37,7 @@ def with_graphs(case: Case, said: list[str]) -> tuple[list[Outcome], int]:
     replays = list[int]()
 
     def capture(training: Training) -> None:
-        training.pipeline.engine.graphs = Graphs(partial(Pool, replays.append), 1, said.append)
+        training.pipeline.engine.wrap = Graphs(partial(Pool, replays.append), 1, said.append)
 
     ranks = run_threads(lambda mesh: train(mesh, case, capture), pp=case.pp, dp=case.dp, timeout_s=60)
     return ranks, len(replays)

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it befo
 
 import torch
 
-from megapipe.pipeline_parallel import execute, together
+from megapipe.pipeline_parallel.shapes.pairs import pairs, together
+from megapipe.pipeline_parallel.shapes.pairs.together import How
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.pipeline_parallel.together import How
 from tools.proofs.equivalence import Outcome, Part, train
 from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw
@@ -45,7 +45,7 @@ def cases(seed: int) -> Iterator[Case]:
 def run(case: Case, *, apart: bool = False) -> list[Outcome]:
     """What every rank knows at the end, ranks as threads. apart: pairs run one pass after the other."""
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
-    names = vars(execute)
+    names = vars(pairs)
     how, names["how"] = names["how"], (lambda *_: How.APART) if apart else names["how"]
     try:
         return run_threads(partial(train, case=case), **sizes)

@@ -20,9 +20,9 @@ from torch.profiler import record_function
 
 from megapipe.config import LogConfig
 from megapipe.distributed.axis import Pending
-from megapipe.pipeline_parallel import together
+from megapipe.pipeline_parallel.shapes.pairs import together
+from megapipe.pipeline_parallel.shapes.pairs.together import How, Together, how
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-from megapipe.pipeline_parallel.together import How, Together, how
 from megapipe.schedule import Kind, Pass
 from megapipe.tensor_parallel.rng import Stream, current_stream
 from megapipe.tensor_parallel.weight_grad import WeightGrads

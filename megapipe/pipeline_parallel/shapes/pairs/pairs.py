@@ -1,0 +1,78 @@
+"""Run the two passes of a pair: in the stage's own way if it has one, else by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from megapipe.pipeline_parallel.calls import Call
+from megapipe.pipeline_parallel.families import PASSES
+from megapipe.pipeline_parallel.passes.begin import Made, sum_of
+from megapipe.pipeline_parallel.shapes.pairs.together import Together, how
+from megapipe.pipeline_parallel.stopwatch import Stopwatch
+
+
+class PairedStage(Protocol):
+    """A stage that runs a forward and a backward together in its own way, as DeepSeek's do."""
+
+    def overlapped_forward_backward(
+        self,
+        microbatch: int,
+        x: Tensor | None,
+        backward_stage: Any,
+        backward_microbatch: int,
+        grad: Tensor | None,
+        *,
+        weights: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the results of the forward and of the backward.
+
+        Args:
+            microbatch, x: of `forward` on this stage.
+            backward_stage: the stage of the backward, on the same rank.
+            backward_microbatch, grad, weights: of its `backward`.
+        """
+
+
+class Pairs:
+    """Runs the pairs of a rank. Its second thread lives from step to step.
+
+    device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._together = Together(device)
+
+    def __call__(
+        self,
+        calls: Sequence[Call],
+        stages: Mapping[int, Any],
+        given: Sequence[list[Tensor]],
+        watch: Stopwatch,
+    ) -> tuple[Made, Made]:
+        """Run both passes and return their results; see `execute.RunTogether`."""
+        one, other = calls
+        f = one.item
+        b = other.item
+        stage = stages[f.stage]
+        back = stages[b.stage]
+        # DeepSeek's modules overlap the two inside one call.
+        overlaps = hasattr(stage, "overlapped_forward_backward")
+        if overlaps and f.kind.is_forward and b.kind.is_backward:
+            x, grad = map(sum_of, given)
+            return cast(PairedStage, stage).overlapped_forward_backward(
+                one.number, x, back, other.number, grad, weights=not b.kind.is_split
+            )
+        run = partial(PASSES[f.kind], stage, one.number, given[0])
+        run_other = partial(PASSES[b.kind], back, other.number, given[1])
+        way = how(
+            f,
+            b,
+            lambda: back.same_waits(one.number, other.number),
+            synchronises=any(getattr(x, "synchronises", False) for x in (stage, back)),
+        )
+        return self._together.run(run, run_other, way, watch)
