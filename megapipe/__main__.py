@@ -1,4 +1,4 @@
-"""`python -m megapipe`: the command, where the shell does not find it."""
+"""Run `python -m megapipe`: the command megapipe, where the shell does not find it."""
 
 from megapipe.commands.main import main
 

@@ -1,4 +1,7 @@
-"""C sources compiled on the machine that runs them: once, in a second or two, for all later processes of the user."""
+"""Compile C sources on the machine that runs them.
+
+It takes a second or two, once: later processes of the user load the library that was kept.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,44 @@ from tempfile import TemporaryDirectory
 
 
 def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> ctypes.CDLL | None:
-    """The library of these C files; None where there is no compiler ($CC, or cc) that takes the flags, or no place to
-    keep what it makes.
+    """Return the library of these C files, compiled or kept from an earlier process.
 
-    Headers are among the sources. What is made for one processor (-march=native) is not taken for another one, as on
-    machines that share a home.
+    Args:
+        name: begins the name of the library's file.
+        sources: the .c files and the headers that they include.
+        flags: of the compiler.
+    Returns: None if there is no compiler ($CC, or cc) that takes the flags, or no folder to keep
+        the library in.
     """
     compiler = which(os.environ.get("CC") or "cc")
     kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megapipe"
+    # Machines may share a home, and -march=native code runs on one kind of processor only. So the
+    # processor is a part of the name, in addition to everything that the code depends on.
     text = repr((flags, _processor(), platform.libc_ver(), [path.read_text() for path in sources]))
     made = kept / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     try:
         if not made.exists():
             if compiler is None:
                 return None
+            # For this user alone: a process loads and runs what lies here.
             kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=kept) as folder:  # other processes see it when it is whole
+            # Under its final name the file is complete, as other ranks may load it meanwhile.
+            with TemporaryDirectory(dir=kept) as folder:
                 out = Path(folder) / made.name
                 given = [str(path) for path in sources if path.suffix == ".c"]
-                subprocess.run([compiler, *flags, *given, "-o", str(out)], check=True, capture_output=True, timeout=60)
+                command = [compiler, *flags, *given, "-o", str(out)]
+                subprocess.run(command, check=True, capture_output=True, timeout=60)
                 out.replace(made)
         return ctypes.CDLL(str(made))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: a user without a home
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        # RuntimeError: the user has no home. The caller has another way in every case.
         return None
 
 
 def _processor() -> tuple[str, ...]:
-    """The processor's kind and, where the system tells them, its instructions."""
+    """Return the processor's kind and, if the system lists them, its instruction sets."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
-    return platform.machine(), *sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    lines = []
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    return platform.machine(), *sorted({x for x in lines if x.startswith(("flags", "Features"))})

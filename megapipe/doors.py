@@ -1,4 +1,7 @@
-"""Every command: what a shell calls it, where it lies, and how the reader of a message can call it."""
+"""List every command: its name in a shell, its module, and how a reader can call it.
+
+Nothing heavy is imported here: `megapipe --help` reads this file alone.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ class Door:
     """One command.
 
     Attributes:
-        module: whose `main(argv)` it is, below megapipe.commands; another function of it stands behind a colon.
+        module: the module below megapipe.commands that has its `main(argv)`. If another function is
+            called instead, its name follows after a colon.
         about: its line of `megapipe --help`.
-        script: what runs it in a clone that nobody has installed; none: `python -m megapipe NAME`.
+        script: the file in tools that runs it in a clone that is not installed. None:
+            `python -m megapipe NAME` runs it.
     """
 
     module: str
@@ -24,55 +29,88 @@ class Door:
 
 
 DOORS = {
-    "quickstart": Door("start.quickstart", "from nothing to a trained GPT in minutes, without a download"),
-    "init": Door("start.init", "a folder to start from: a model, a loss, a program, launch scripts"),
-    "schedules": Door("schedules", "list, draw and compare pipeline schedules, or put all on a page", "schedules"),
-    "compare": Door("compare", "train a small GPT under every schedule: loss, time, bubble, memory", "compare_runs"),
-    "plan": Door("plan.main", "stages, time and memory of a run; --search: the best of all plans", "plan"),
-    "rehearse": Door("plan.rehearse", "each rank of a run alone on this machine: its memory and time", "rehearse"),
-    "check": Door("pretrain:check", "everything that a launch would refuse, and what becomes of each flag"),
+    "quickstart": Door(
+        "start.quickstart", "from nothing to a trained GPT in minutes, without a download"
+    ),
+    "init": Door(
+        "start.init", "a folder to start from: a model, a loss, a program, launch scripts"
+    ),
+    "schedules": Door(
+        "schedules", "list, draw and compare pipeline schedules, or put all on a page", "schedules"
+    ),
+    "compare": Door(
+        "compare",
+        "train a small GPT under every schedule: loss, time, bubble, memory",
+        "compare_runs",
+    ),
+    "plan": Door(
+        "plan.main", "stages, time and memory of a run; --search: the best of all plans", "plan"
+    ),
+    "rehearse": Door(
+        "plan.rehearse", "each rank of a run alone on this machine: its memory and time", "rehearse"
+    ),
+    "check": Door(
+        "pretrain:check", "everything that a launch would refuse, and what becomes of each flag"
+    ),
     "pretrain": Door("pretrain", "train; --nproc N starts N processes"),
-    "preprocess": Door("preprocess", "text to token files, Megatron's .bin and .idx", "preprocess_data"),
+    "preprocess": Door(
+        "preprocess", "text to token files, Megatron's .bin and .idx", "preprocess_data"
+    ),
     "tokenizer": Door("tokenizer", "train a SentencePiece tokenizer on text", "train_tokenizer"),
-    "convert": Door("convert", "Hugging Face and Megatron-LM checkpoints to ours and back", "convert_checkpoint"),
+    "convert": Door(
+        "convert", "Hugging Face and Megatron-LM checkpoints to ours and back", "convert_checkpoint"
+    ),
     "generate": Door("generate", "continue a text with a checkpoint", "generate_text"),
-    "traces": Door("traces", "the profiles of all ranks in one file, beside the prediction", "merge_traces"),
+    "traces": Door(
+        "traces", "the profiles of all ranks in one file, next to the prediction", "merge_traces"
+    ),
     "gpu-check": Door("gpu.main", "does everything work on this machine's GPU", "gpu_check"),
-    "chaos": Door("chaos.main", "break a run at random, let it heal, compare its weights to the bit", "chaos"),
-    "completion": Door("start.completion", "a script that completes commands and flags in bash or zsh"),
+    "chaos": Door(
+        "chaos.main", "break a run at random, let it heal, compare its weights to the bit", "chaos"
+    ),
+    "completion": Door(
+        "start.completion", "a script that completes commands and flags in bash or zsh"
+    ),
 }
 """Doors by name, in the order of the help."""
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder of a clone, or the one where the package was installed."""
+"""The folder of a clone, or the folder where the package was installed."""
+# `--nproc N` belongs to the match: without the command, torchrun takes it as a flag of its own.
 _NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 
 def as_called(text: str) -> str:
-    """A text that names commands as `megapipe plan`, with what its reader can paste: in a clone `python tools/plan.py`.
+    """Replace commands in a text by what its reader can paste.
 
-    Who has called `megapipe` has it.
+    text: names commands as `megapipe plan`. In a clone this becomes `python tools/plan.py`.
     """
+    # Whoever has called `megapipe` has it, in a clone too.
     if Path(sys.argv[0]).name.startswith("megapipe") or not in_clone():
         return text
     return _NAMED.sub(lambda found: _script_of(found[1], found[3]), text)
 
 
 def in_clone() -> bool:
-    """Are tests, benchmarks and scripts beside the package?"""
+    """Return whether the package lies in a clone, with tools and scripts next to it."""
+    # Two files, as another project's folder may have one of them.
     return (ROOT / "tools" / "rehearse.py").is_file() and (ROOT / "pretrain_gpt.py").is_file()
 
 
 def _script_of(name: str, processes: str | None) -> str:
+    """Return how a clone runs a command. processes: the value of --nproc, or None."""
     if name == "pretrain":
-        return f"torchrun --nproc-per-node {processes} pretrain_gpt.py" if processes else "python pretrain_gpt.py"
+        if processes:
+            return f"torchrun --nproc-per-node {processes} pretrain_gpt.py"
+        return "python pretrain_gpt.py"
     script = DOORS[name].script
     return f"python tools/{script}.py" if script else f"python -m megapipe {name}"
 
 
 def version() -> str:
-    """The installed one; a clone that was never installed has none."""
-    from importlib import metadata  # here: it is an eighth of the start of `megapipe schedules show`
+    """Return the installed version; "of a clone" where nothing was installed."""
+    # Imported here: it takes an eighth of the start of `megapipe schedules show`.
+    from importlib import metadata
 
     try:
         return metadata.version("megapipe")

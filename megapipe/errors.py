@@ -1,4 +1,7 @@
-"""The errors a user can act on. Each text is complete: flag or file, value, rule, remedy; no traceback is shown."""
+"""Define the errors that a user can mend.
+
+Each text is complete: flag or file, value, rule and remedy. It is printed without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ from collections.abc import Sequence
 
 
 class UserError(Exception):
-    """Something the user can change. `problems` holds one complete text each; all are shown at once."""
+    """An error that the user can mend. All of its problems are printed at once.
+
+    Attributes:
+        problems: the problems, one complete text each.
+    """
 
     exit_code = 2
-    """The status of the process. 2: a restart meets the same again."""
+    """Status of the process. 2: a restart meets the same error again."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
+        # A text is a sequence of letters, too.
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
         super().__init__(str(self))
 
@@ -22,7 +30,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Flags that contradict each other or what is at hand."""
+    """Flags that contradict each other, the files, or the machine."""
 
 
 class DataError(UserError):
@@ -30,8 +38,9 @@ class DataError(UserError):
 
 
 class DataLost(DataError):
-    """A file that could be read and cannot be any more: its disk or file system, which may come back."""
+    """A file that was readable before and is not any more. Its file system may come back."""
 
+    # Not 2: a restart may find the file again.
     exit_code = 1
 
 
@@ -44,12 +53,14 @@ class ScheduleError(UserError, ValueError):
 
 
 class TrainingError(UserError):
-    """Numbers of a training that cannot be right, and were the same twice; Megatron-LM's exit code for it."""
+    """Numbers of a training that cannot be right, and were the same twice."""
 
+    # Megatron-LM's exit code for this, EXIT_CODE_FAILED_ON_RESULT_VALIDATION.
     exit_code = 17
 
 
 class RanksDiffer(TrainingError):
-    """Ranks that should have the same numbers have not: go on from the last checkpoint; Megatron-LM's exit code."""
+    """Ranks that should have equal numbers do not: the run must go on from the last checkpoint."""
 
+    # Megatron-LM's, EXIT_CODE_RESUME_TO_DISAMBIGUATE.
     exit_code = 16

@@ -1,8 +1,9 @@
-"""A test that any model provider can be put through: python -m pytest with one line,
+"""Test any model provider, in one line under pytest.
 
-    def test_my_provider(): check_provider(my_provider, ModelConfig(num_layers=4, hidden_size=32, ...))
+    def test_my_provider():
+        check_provider(my_provider, ModelConfig(num_layers=4, hidden_size=32, ...))
 
-The oracle is the unsplit model in float64: a stage is right if the pieces compute what the whole does.
+The oracle is the unsplit model in float64: the stages together must compute what it computes.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Schedule, build
 
-RANKS, MICROBATCHES, BATCH = 2, 4, 2
+RANKS = 2
+MICROBATCHES = 4
+BATCH = 2
 TOLERANCE = 1e-9
-"""The tolerance of float64 numbers, relative to the largest of a tensor."""
+"""Tolerance of float64 numbers, relative to the largest number of a tensor."""
+# A softmax does not change if one number is added to all of its inputs. So the bias of keys has the
+# gradient 0, and what remains is rounding, for which a relative tolerance has no measure.
 ROUNDING = 1e-13
-"""The tolerance of a number that is 0, of the largest gradient of all: a softmax's, of a bias on all its keys."""
+"""Tolerance of gradients that are 0, relative to the largest gradient of the model."""
 
 
 def check_provider(
@@ -49,22 +54,31 @@ def check_provider(
     seq_length: int = 8,
     forward_step: ForwardStep | None = None,
 ) -> None:
-    """Split over two pipeline ranks under every schedule the model computes what it computes in one piece, and a
-    checkpoint of the whole loads into the pieces. Takes seconds; ranks are threads on the CPU.
+    """Compare a provider's model on two pipeline ranks with the same model in one piece.
+
+    Losses and gradients must be equal under every schedule, and a checkpoint of the whole model
+    must load into the stages. Takes seconds; the ranks are threads on the CPU.
 
     Args:
+        provider: builds the stages, with our signature or Megatron's.
         model: a small configuration with padded_vocab_size; dropout is set to 0.
-        tensor_parallel: also split every layer over so many ranks.
-        forward_step: (data_iterator, model) -> (output, loss_func); default: the sum of all tokens' losses.
+        schedules: names of the schedules.
+        tensor_parallel: also split every layer over this number of ranks.
+        seq_length: tokens of a sequence.
+        forward_step: (data_iterator, model) -> (output, loss_func). Default: the loss is the sum
+            over all tokens.
     Raises: AssertionError with one line for each loss, gradient or weight that differs.
     """
     assert model.padded_vocab_size is not None, "give padded_vocab_size"
+    # A provider may draw masks from torch's global generator, whose order depends on the split.
     model = replace(model, attention_dropout=0.0, hidden_dropout=0.0)
     case = _Case(provider, model, seq_length, forward_step or _forward_step)
     whole = case.run(build("gpipe", 1, MICROBATCHES), ProcessMesh.single())
     problems = []
     for name in schedules:
-        ranks = run_threads(partial(case.run, build(name, RANKS, MICROBATCHES)), tp=tensor_parallel, pp=RANKS)
+        ranks = run_threads(
+            partial(case.run, build(name, RANKS, MICROBATCHES)), tp=tensor_parallel, pp=RANKS
+        )
         problems += [f"{name}: {line}" for line in _differences(whole, ranks, tensor_parallel)]
     problems += case.round_trip()
     assert not problems, "\n".join(["the pieces are not the whole:", *problems])
@@ -72,7 +86,13 @@ def check_provider(
 
 @dataclass(frozen=True)
 class _Result:
-    """One rank's losses by microbatch, and its parameters: (layout, initial weight, gradient) by name."""
+    """The outcome of one rank.
+
+    Attributes:
+        losses: by microbatch.
+        params: (layout, initial weight, gradient) of each parameter, by name.
+        tp_rank: the rank's position along tensor parallelism.
+    """
 
     losses: list[float]
     params: dict[str, tuple[Layout, Tensor, Tensor | None]]
@@ -81,25 +101,38 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Case:
+    """A model to test: `run` runs a step of it, `round_trip` tests its checkpoints."""
+
     provider: Provider
     model: ModelConfig
     seq_length: int
     forward_step: ForwardStep
 
     def run(self, schedule: Schedule, mesh: ProcessMesh) -> _Result:
-        """One step of training without an optimizer."""
+        """Return the losses and gradients of one step on this rank. No optimizer runs."""
         own = schedule.placement.stages_on(mesh.pp.rank)
         modules = self.stages(mesh, schedule)
+        # Copied before the step: initial weights are compared, too.
         before = {name: param.detach().clone() for name, param in _named(modules)}
+        # Every rank draws the whole batch, and so the same one.
         draw = torch.Generator().manual_seed(7)
         shape = (MICROBATCHES, BATCH, self.seq_length + 1)
         tokens = torch.randint(0, self.model.padded_vocab_size or 1, shape, generator=draw)
         iterators: list[Iterator[Batch] | None] = []
         for stage in own:
             steps = schedule.ranks[mesh.pp.rank]
-            order = [p.microbatch for step in steps for p in step if p.kind.is_forward and p.stage == stage]
+            order = [
+                p.microbatch
+                for step in steps
+                for p in step
+                if p.kind.is_forward and p.stage == stage
+            ]
+            # Megatron's contract: stages between the ends have no data iterator.
             ends = schedule.placement.is_first(stage) or schedule.placement.is_last(stage)
-            iterators.append(map(make_batch, tokens[order]) if ends else None)
+            iterator = None
+            if ends:
+                iterator = map(make_batch, tokens[order])
+            iterators.append(iterator)
         reported = ForwardBackward(mesh, schedule, config=self.model)(
             forward_step_func=self.forward_step,
             data_iterator=iterators,
@@ -113,19 +146,24 @@ class _Case:
         return _Result(losses, params, mesh.tp.rank)
 
     def stages(self, mesh: ProcessMesh, schedule: Schedule, *, seed: int = 1) -> list[nn.Module]:
-        """The modules of a rank, in float64."""
+        """Return the stages of a rank, in float64."""
         counts = nearly_even(self.model.layers, schedule.placement.chain)
-        own = [spans(counts, schedule.placement)[stage] for stage in schedule.placement.stages_on(mesh.pp.rank)]
+        own = [
+            spans(counts, schedule.placement)[stage]
+            for stage in schedule.placement.stages_on(mesh.pp.rank)
+        ]
         provider = stage_provider(self.provider, own)
         return [build_stage(provider, self.model, span, mesh.tp, seed).double() for span in own]
 
     def round_trip(self) -> list[str]:
-        """Save the whole, load it into two pieces that were initialised otherwise."""
-        config, single = Config(model=self.model), ProcessMesh.single()
+        """Save the whole model, load it into two stages, and return a line for each difference."""
+        config = Config(model=self.model)
+        single = ProcessMesh.single()
         whole = self.stages(single, build("gpipe", 1, MICROBATCHES))
         saved = {name: param.detach() for name, param in _named(whole)}
         halves = build("1f1b", RANKS, MICROBATCHES)
 
+        # Another seed: a weight that is not loaded then differs from the saved one.
         def load(mesh: ProcessMesh, folder: Path) -> list[str]:
             modules = self.stages(mesh, halves, seed=2)
             load_checkpoint(folder, modules, None, config, mesh)
@@ -134,17 +172,29 @@ class _Case:
         with tempfile.TemporaryDirectory() as root:
             counters = {"consumed_train_samples": 0, "consumed_valid_samples": 0}
             folder = save_checkpoint(root, 1, whole, None, counters, config, single)
-            assert folder is not None, "written while one waits"
+            assert folder is not None, "a save in the foreground"
             try:
-                wrong = [name for names in run_threads(partial(load, folder=folder), pp=RANKS) for name in names]
+                wrong = [
+                    name
+                    for names in run_threads(partial(load, folder=folder), pp=RANKS)
+                    for name in names
+                ]
             except CheckpointError as error:
                 return [f"checkpoint: {problem}" for problem in error.problems]
-        return [f"checkpoint: {name} is not what was saved" for name in wrong]
+        return [f"checkpoint: {name} differs from the saved one" for name in wrong]
 
 
 def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[str]:
-    # In DualPipe each half of the microbatches ends on a rank of its own.
-    losses, want_losses = sorted(x for r in ranks if r.tp_rank == 0 for x in r.losses), sorted(whole.losses)
+    """Yield a line for each difference between the whole model and its stages.
+
+    Args:
+        whole: the outcome of the whole model.
+        ranks: the outcomes of all ranks.
+        tp: number of tensor-parallel ranks.
+    """
+    # Sorted, as DualPipe ends each half of the microbatches on a rank of its own.
+    losses = sorted(x for r in ranks if r.tp_rank == 0 for x in r.losses)
+    want_losses = sorted(whole.losses)
     if len(losses) != len(want_losses) or not _close(_vector(losses), _vector(want_losses)):
         yield f"losses are {losses}, not {want_losses}"
     found: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
@@ -154,33 +204,58 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
             layouts[name] = layout
             if name not in whole.params:
                 yield f"{name} is no parameter of the whole model"
-            elif not torch.equal(before, _slice(whole.params[name][1], layout, before, tp, rank.tp_rank)):
-                yield f"{name} starts otherwise than in the whole model: give it a Layout, or a seed of its own"
-            found[name, rank.tp_rank].append(torch.zeros_like(before) if grad is None else grad)
-    largest = max((grad.abs().max().item() for _, _, grad in whole.params.values() if grad is not None), default=0.0)
+            elif not torch.equal(
+                before, _slice(whole.params[name][1], layout, before, tp, rank.tp_rank)
+            ):
+                yield (
+                    f"{name} starts otherwise than in the whole model: "
+                    "give it a Layout, or a seed of its own"
+                )
+            # A parameter that this rank's tokens did not use has no gradient.
+            found[name, rank.tp_rank].append(_or_zeros(grad, before))
+    largest = max(
+        (grad.abs().max().item() for _, _, grad in whole.params.values() if grad is not None),
+        default=0.0,
+    )
     close = partial(_close, rounding=ROUNDING * largest)
     for name, (_, before, grad) in whole.params.items():
-        want = torch.zeros_like(before) if grad is None else grad
-        # Of DualPipe's twins each has a part.
+        want = _or_zeros(grad, before)
+        # DualPipe's mirrored ranks each have the gradient of half of the microbatches.
         sums = {t: torch.stack(found[name, t]).sum(0) for t in range(tp) if (name, t) in found}
         if len(sums) < tp:
             yield f"{name} is on no rank"
             continue
-        if layouts[name].sum_over_tp:  # the optimizer will
+        if layouts[name].sum_over_tp:
+            # In a run the optimizer does this, and there is none here.
             sums = dict.fromkeys(sums, torch.stack([*sums.values()]).sum(0))
-        wrong = [t for t, got in sums.items() if not close(got, _slice(want, layouts[name], got, tp, t))]
-        if wrong and layouts[name].dim is None and close(torch.stack([*sums.values()]).sum(0), want):
-            yield f"the gradient of {name} lacks a sum over tensor-parallel ranks: Layout(..., sum_over_tp=True)"
+        wrong = [
+            t for t, got in sums.items() if not close(got, _slice(want, layouts[name], got, tp, t))
+        ]
+        if (
+            wrong
+            and layouts[name].dim is None
+            and close(torch.stack([*sums.values()]).sum(0), want)
+        ):
+            yield (
+                f"the gradient of {name} lacks a sum over tensor-parallel ranks: "
+                "Layout(..., sum_over_tp=True)"
+            )
         elif wrong:
             yield f"the gradient of {name} differs from the whole model's"
 
 
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
-    """A rank's part of a whole parameter, in the shape of `like`."""
+    """Return a rank's part of a whole parameter, in the shape of `like`."""
     return layout.mine(whole.reshape(layout.full), Axis(tp_rank, tp)).reshape(like.shape)
 
 
+def _or_zeros(grad: Tensor | None, param: Tensor) -> Tensor:
+    """Return the gradient; zeros for a parameter without one."""
+    return torch.zeros_like(param) if grad is None else grad
+
+
 def _close(got: Tensor, want: Tensor, rounding: float = 1e-39) -> bool:
+    # Relative to the largest number: small ones next to it have its rounding.
     return bool((got - want).abs().max() <= max(TOLERANCE * want.abs().max().item(), rounding))
 
 
@@ -192,7 +267,9 @@ def _named(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [pair for module in modules for pair in module.named_parameters()]
 
 
-def _forward_step(data: Iterator[Any] | None, model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def _forward_step(
+    data: Iterator[Any] | None, model: nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
     if data is None:
         return model(), _no_loss
     batch = next(data)
