@@ -42,7 +42,10 @@ def fp8_problems(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Yield (flag, width, ranks that split it) of each side of a product."""
+    """Yield (flag, width, ranks that split it) of each side of a product.
+
+    The width is None where its flag was not given. at_once: the multiple that a GPU needs.
+    """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
     # The projection of a depth of multi-token prediction is split by its rows.

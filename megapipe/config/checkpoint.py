@@ -39,7 +39,7 @@ class CheckpointConfig:
     """What the run does when a checkpoint cannot be saved. stop: it ends. continue: it warns, and
     tries again at the next save. Not in Megatron-LM."""
     # Loading, and settings that may differ.
-    # Without a note: a script with --load names the folder of its own first run, which is empty.
+    # May be empty: many scripts name one folder for both, in which their first run finds nothing.
     load: str | None = None
     """Folder to resume from. Without a checkpoint in it the run starts from the beginning."""
     exit_on_missing_checkpoint: Annotated[bool, LOADS] = False

@@ -209,6 +209,7 @@ def excludes(
 
     Args:
         others: the other flags' fields, separated by spaces.
+        why: the reason; its {} are the two flags as typed. remedy: a sentence after it.
         where: restricts the refusal to some runs.
     """
     return Refused(f"{why}. {remedy}", where, tuple(others.split()))

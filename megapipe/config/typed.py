@@ -30,7 +30,7 @@ def unfit(kinds: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Return whether a value has a type. An int is a float too; a bool is only a bool."""
+    """Return whether a value has the type `kind`. An int is a float too; a bool only a bool."""
     inner = get_args(kind)
     if get_origin(kind) is Literal:
         return value in inner

@@ -86,7 +86,7 @@ def _default(flag: Flag) -> str:
 
 
 def _difference(flag: Flag, row: Difference) -> tuple[str, ...]:
-    """Return the cells of a flag that differs from Megatron-LM's."""
+    """Return the cells of a flag that differs from Megatron-LM's, by its row of DIFFERENCES."""
     default = flag.default if isinstance(flag.default, tuple) else (flag.default,)
     here = {
         "default": " ".join(map(str, default)),

@@ -39,6 +39,9 @@ def build_stage(
 ) -> nn.Module:
     """Return the provider's stage with its initial values, on the device of tp.
 
+    Args:
+        model: the model's configuration. span: the layers of the stage.
+        seed: of all initial values.
     Raises: ConfigError if a parameter without Layout is missing, or has another shape, when its
         layer is built alone.
     """

@@ -168,6 +168,7 @@ def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParalle
     """Build an output head [v/t, h].
 
     Args:
+        tp: tensor parallelism, which splits the rows.
         tied_to: global name of the parameter whose weight the head repeats, or None.
     """
     assert config.padded_vocab_size is not None

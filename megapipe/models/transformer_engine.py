@@ -117,6 +117,7 @@ def _explain(error: Exception) -> str:
 def choose_layers(config: Config, on_gpu: bool) -> tuple[Impl, str]:
     """Decide between plain torch and Transformer Engine, as --transformer-impl says.
 
+    on_gpu: whether the run computes on GPUs.
     Returns: the choice, and a text for the log that names the layers and the reason.
     Raises: ConfigError if Transformer Engine is requested and cannot be used.
     """

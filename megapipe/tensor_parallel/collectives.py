@@ -46,6 +46,7 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
 
     Args:
         tp: the ranks that split the region.
+        sequence_parallel: outside of the region a rank has only its part of the tokens.
         in_pieces: overlap the product with the collective, see `Pieces`.
     """
     if tp.size == 1:
@@ -66,7 +67,7 @@ def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     The result is the sum; under sequence parallelism this rank's tokens [s/t, ...] of the sum.
 
     Args:
-        in_pieces: overlap the product with the collective, see `Pieces`.
+        tp, sequence_parallel, in_pieces: as in `opening`.
     """
     if tp.size == 1:
         return INSIDE
@@ -89,5 +90,5 @@ class _Across(torch.autograd.Function):
 
 
 def across(x: Tensor, edge: Edge) -> Tensor:
-    """Apply an edge's collective to a tensor, with the conjugate collective in backward."""
+    """Return x after an edge's collective; backward has the conjugate one. x is not changed."""
     return _Across.apply(x, edge)  # type: ignore[no-untyped-call, no-any-return]

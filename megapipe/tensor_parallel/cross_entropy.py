@@ -69,7 +69,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Axis) -> Te
 
 
 def without_loss(target: Tensor, vocab: int) -> Tensor:
-    """Return True for labels outside of 0..vocab-1.
+    """Return a mask of the labels in target: True for numbers outside of 0..vocab-1.
 
     Such tokens have loss 0 and no gradient, as torch's ignore_index.
     """

@@ -43,6 +43,7 @@ class Pieces(NamedTuple):
 
         Args:
             x: [n, ..., k], this rank's rows.
+            multiply: the product, called once for each rank's rows.
             width: last dimension of the product.
         Returns: [t n, ..., width] and [t n, ..., k]; n rows instead of t n if not `shares`.
         """
@@ -74,6 +75,7 @@ class Pieces(NamedTuple):
 
         Args:
             x: [s, ..., k], this rank's slice of the features.
+            multiply: the product, called once for each piece.
             width: last dimension of the product.
         Returns: [s, ..., width]; with `shares` this rank's tokens [s/t, ..., width].
         """

@@ -171,6 +171,7 @@ def draws(
 
     Args:
         shape: of this rank's tensor.
+        device: of the result; GPUs and CPUs draw other numbers.
         site, tp, dim: as in `dropout`.
         cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.
     Returns: float32 of this shape.
@@ -225,6 +226,7 @@ def initialize(module: nn.Module, seed: int, tp: Axis, threads: int | None = Non
 
     Args:
         seed: with the parameter's global name, it names the random stream.
+        tp: tensor parallelism, which splits the weights.
         threads: by default this rank's part of the machine's cores; 1 for small modules.
     Raises: ConfigError if a parameter's size differs from its Layout's.
     """
@@ -284,7 +286,7 @@ def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> 
     """Return a parameter's initial values before they are split, in float32 on the CPU.
 
     Args:
-        name: the parameter's global name.
+        name: the parameter's global name. seed: the run's.
         expert: if given, only this expert's values.
     Returns: a tensor of shape layout.full; for one expert [1, ...].
     """

@@ -137,7 +137,7 @@ def share_of_loss(
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
     """Return the number of elements of `share_of_loss`'s message.
 
-    tokens: n. hidden: h.
+    tokens: n. hidden: h. dtype: of the hidden states.
     """
     return tokens * (2 * hidden + 3 * _numbers(dtype))
 
@@ -171,7 +171,7 @@ def combine(
 
     Args:
         shares: the messages of `share_of_loss`, of one dtype.
-        hidden: h.
+        hidden: h. tp: the ranks that split each share.
         part: (k, n): combine only the k-th of n equal runs of the tokens.
     """
     dtype = shares[0].dtype
@@ -221,6 +221,7 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
     """Add the gradient of a share's rows of the head into a tensor, in place.
 
     Args:
+        kept: the state that `share_of_loss` returned.
         weight: [v', h]. into: [v', h].
         losses: messages of `packed_loss`, one for each run of the tokens.
     """

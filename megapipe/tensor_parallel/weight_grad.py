@@ -115,7 +115,7 @@ class WeightGrads:
         return self._backward.owes is not None
 
     def submit(self, job: Job) -> None:
-        """Run a product now, or keep it for the W pass if this thread runs a B pass."""
+        """Run a job now, or keep it for the W pass if this thread runs a B pass."""
         owes = self._backward.owes
         if owes is None:
             job()

@@ -144,7 +144,7 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
 def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
     """Return CUDA graphs if --cuda-graph-impl asks for them and this run can have them.
 
-    Prints a line that says which, if they are asked for.
+    Otherwise returns None. Prints a line that says which, if they are asked for.
     """
     config = report.config
     mesh = report.mesh

@@ -112,7 +112,7 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
     # A search takes seconds, so rank 0 makes it for all ranks once they have met.
     searches = config.world_size > 1 and is_searched(schedule_name(config))
     plan = None if searches else make_plan(config)
-    # Before the datasets, whose indices may take minutes to build.
+    # Before the datasets: indices of large ones take a while.
     refuse_save(config.checkpoint, find(config.checkpoint))
     return Launch(config, plan, provider, datasets(config, tokenizer), tokenizer.eod, layers)
 

@@ -262,7 +262,7 @@ class ArchitectureConfig:
 
     @property
     def residual_std(self) -> float | None:
-        """Like `linear_std`, for projections into the residual stream."""
+        """Standard deviation for projections into the residual stream; None as `linear_std`."""
         if self.init_method_xavier_uniform:
             return None
         # Two projections of each layer add to the residual stream (Radford et al. 2019, section
@@ -272,7 +272,7 @@ class ArchitectureConfig:
 
     @property
     def embedding_std(self) -> float | None:
-        """Like `linear_std`, for word and position embeddings."""
+        """Standard deviation for word and position embeddings; None as `linear_std`."""
         # Megatron-LM's rule: an equal deviation means the distribution of all other weights,
         # Xavier's too.
         own = self.embedding_init_method_std

@@ -205,6 +205,7 @@ def attend(
     """Add the attention to some keys and values to the sums, in place.
 
     Args:
+        mask: which keys each query attends to.
         q: [b, heads, n, d], at the positions `queries`.
         kv: keys and values [2, b, groups, m, d], at the positions `held`.
         sums: updated.
@@ -246,7 +247,7 @@ def differentiate(
     """Return the gradient of some keys and values, and add their part to the queries' gradient.
 
     Args:
-        q, queries, kv, held: as in `attend`.
+        mask, q, queries, kv, held: as in `attend`.
         grad: gradient of the whole output, [b, heads, n, d].
         lse: [n, g, s/c, 1], of all keys.
         delta: [n, g, s/c, 1], the sum over d of grad x output. With lse it makes the gradient of

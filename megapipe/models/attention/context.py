@@ -191,7 +191,8 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, way: str 
 def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
     """Use the keys of all ranks: first this rank's, then the keys of the ranks before it.
 
-    Sends c - 1 messages, each during the use of the keys at hand.
+    Sends c - 1 messages, each during the use of the keys at hand. kv: this rank's keys and values
+    [2, b, groups/t, s/c, d], at the tokens of `cut`.
     """
     cp = mask.stream.cp
     for step in range(cp.size):

@@ -144,6 +144,7 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
 
     Args:
         x: [s/c, b, heads, head_dim], the tokens that the cut selects.
+        rotary: the channels, and the angle of each.
         positions: [s/c, b], each below s; by default the index in the whole sequence.
     Returns: the shape and type of x.
     """

@@ -48,7 +48,7 @@ def rows_of(
     """Sort choices into rows by expert.
 
     Args:
-        experts: [T, k], each token's experts.
+        experts: [T, k], each token's experts, of num_experts.
         kept: [T, k], the choices that get a row; None for all.
         each: if given, every expert gets this number of rows, and padding fills them up. Must be
             at least an expert's number of choices.

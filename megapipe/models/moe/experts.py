@@ -60,7 +60,7 @@ def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLA
     """Return the gradient of `products`' rows.
 
     Args:
-        grads: [R, out], the gradient of its output.
+        grads: [R, out], the gradient of its output. weight, ends, how: as given to it.
     Returns: [R, in].
     """
     if _grouped(grads, weight.shape[2], how):

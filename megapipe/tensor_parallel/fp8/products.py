@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
     def block(self, role: int) -> tuple[int, int] | None:
         """Return the (rows, columns) of a block; None with a single factor.
 
-        Columns run along the sum of a product.
+        Columns run along the sum of a product. role: INPUT, WEIGHT or GRADIENT.
         """
         if self.kind == "mxfp8":
             return 1, 32
@@ -164,7 +164,10 @@ class Scaled(Products, nn.Module):
         return found.transposed(weight.shape[1]) if transposed else found
 
     def quantised(self, x: Tensor, role: int) -> Quantised:
-        """Quantise an operand x [r, k] of a product that sums over k."""
+        """Quantise an operand x [r, k] of a product that sums over k.
+
+        role: INPUT, WEIGHT or GRADIENT; it decides type and block.
+        """
         dtype = self.recipe.dtype(role)
         block = self.recipe.block(role)
         if block is not None:
@@ -174,13 +177,14 @@ class Scaled(Products, nn.Module):
         return of_whole(x, dtype, self.expected(amax, role), self.recipe.margin)
 
     def seeing(self, amax: Tensor, role: int) -> None:
-        """Record the largest value of an operand. `Delayed` uses it in later steps."""
+        """Record an operand's largest value amax, by role. `Delayed` uses it in later steps."""
 
     def expected(self, amax: Tensor, role: int) -> Tensor:
         """Return the largest value that the factor is computed from.
 
         Args:
             amax: the operand's own largest value.
+            role: INPUT, WEIGHT or GRADIENT.
         """
         return amax
 

@@ -180,7 +180,7 @@ class ExitSignal:
             self._before[number] = signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Handle a signal, given its number and, unused, the interrupted frame."""
         if self.received:
             return
         self.number = number

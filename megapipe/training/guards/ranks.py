@@ -97,7 +97,7 @@ def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str
             if not blend:
                 read.append(blend)
                 continue
-            # An index has the length of every document: a digest of it is nearly one of the data.
+            # An index has the length of every sequence, so other data seldom has the same one.
             sizes = [[_digest(f"{prefix}.idx"), _size(prefix)] for prefix in blend.prefixes]
             read.append((blend.weights, sizes))
             tokens += [_tokens(prefix) for prefix in blend.prefixes]

@@ -129,7 +129,7 @@ class Moment:
 
     @property
     def now(self) -> Measured | None:
-        """Return the times of the last steps' passes, see Counters.now."""
+        """Return the times of the last steps' passes; None as for Counters.now."""
         return None if self.counters is None else self.counters.now
 
     @property

@@ -68,7 +68,7 @@ class Profiler:
     def close(self, iteration: int) -> None:
         """Write the trace and print its path, also if the run ends inside the window.
 
-        A trace that exists already is renamed.
+        A trace that exists already is renamed. iteration: the last one of the trace.
         """
         if self._open is None:
             return

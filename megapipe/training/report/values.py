@@ -11,7 +11,7 @@ from megapipe.training.report.moment import Moment
 
 
 def brief(x: float) -> str:
-    """Return three digits and a letter."""
+    """Return a number x as three digits and a letter, such as 1.23M."""
     for letter in ("", "k", "M", "G"):
         # 999.5 would be rounded to 1000.
         if x < 999.5:
@@ -53,7 +53,10 @@ def parts(now: Measured) -> dict[str, float]:
 
 
 def exposed(now: Measured) -> float | tuple[float, float] | None:
-    """Return exposed communication as a share of `passes`, with its prediction if there is one."""
+    """Return exposed communication as a share of `passes`, with its prediction if there is one.
+
+    Returns None if passes have no collectives.
+    """
     if now.exposed_communication is None:
         return None
     share = now.exposed_communication / now.passes
@@ -63,7 +66,7 @@ def exposed(now: Measured) -> float | tuple[float, float] | None:
 
 
 def exposed_text(now: Measured) -> str | None:
-    """Return the text of `exposed` for a line."""
+    """Return the text of `exposed` for a line, or None."""
     shares = exposed(now)
     if shares is None:
         return None
@@ -136,7 +139,7 @@ def copies(now: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]
 
 
 def exposed_copies(now: Measured) -> tuple[float, ...] | None:
-    """Return the longest time in ms in which copies delay a rank, measured and predicted."""
+    """Return the longest delay of a rank by copies in ms, measured and predicted, or None."""
     both = copies(now)
     if both is None:
         return None
@@ -144,7 +147,10 @@ def exposed_copies(now: Measured) -> tuple[float, ...] | None:
 
 
 def most_exposed(now: Measured) -> tuple[float, ...] | None:
-    """Return the rank that waits for copies most, its copies in ms, and their prediction."""
+    """Return the rank that waits for copies most, its copies in ms, and their prediction.
+
+    Returns None without copies.
+    """
     both = copies(now)
     if both is None:
         return None
@@ -164,7 +170,7 @@ def per_layer(moment: Moment) -> dict[str, float]:
 
 
 def busiest_load(moment: Moment) -> float | None:
-    """Return the load of the busiest expert, in means of its layer."""
+    """Return the load of the busiest expert, in means of its layer; None without experts."""
     busiest = moment.result.routed.busiest
     return None if busiest is None else busiest[0]
 
