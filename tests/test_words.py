@@ -37,6 +37,7 @@ ROOMS = [
     "megapipe/pipeline_parallel/contracts",
     "megapipe/pipeline_parallel/families",
     "megapipe/pipeline_parallel/families/offload",
+    "megapipe/pipeline_parallel/families/step",
     "megapipe/pipeline_parallel/families/vocabulary",
     "megapipe/pipeline_parallel/graphs",
     "megapipe/pipeline_parallel/messages",

@@ -108,13 +108,7 @@ def looked_up(
             awaits=tuple(awaited(p)),
         )
 
-    plan: list[tuple[Call, ...] | Exchange] = []
-    for item in items:
-        if isinstance(item, Exchange):
-            plan.append(item)
-        else:
-            plan.append(tuple(map(call, item)))
-    return tuple(plan)
+    return tuple(item if isinstance(item, Exchange) else tuple(map(call, item)) for item in items)
 
 
 def _taken_again_later(

@@ -52,25 +52,15 @@ class Stage(Protocol):
         """Return whether backwards of both microbatches wait for collectives in the same places."""
 
 
-class RunTogether(Protocol):
-    """A function that runs the passes of one step of a table together, if it has more than one."""
+RunTogether = Callable[
+    [Sequence[Call], Mapping[int, Any], Sequence[list[Tensor]], Stopwatch], Sequence[Made]
+]
+"""A function that runs the passes of one step of a table together, if it has more than one.
 
-    def __call__(
-        self,
-        calls: Sequence[Call],
-        stages: Mapping[int, Any],
-        given: Sequence[list[Tensor]],
-        watch: Stopwatch,
-    ) -> Sequence[Made]:
-        """Return the results of the passes, in their order.
-
-        Args:
-            calls: the passes, in the order of the table.
-            stages: this rank's stages by number.
-            given: the inputs of each pass.
-            watch: takes the times at which a pass waits and no other one runs.
-        """
-
+It takes the passes in the order of the table, this rank's stages by number, the inputs of each
+pass, and a stopwatch for the times at which a pass waits and no other one runs. It returns the
+results of the passes in their order.
+"""
 
 _NOTHING = "{} made nothing for the next stage"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +42,6 @@ class _Saved(NamedTuple):
     x: Tensor | None
     output: GradientEdge | None
     grad: Grad
-
-
-@runtime_checkable
-class Layered(Protocol):
-    """A module that says where one of its layers ends."""
-
-    def between_layers(self, cut: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which forward calls `cut` before each layer.
-
-        The context is one pass's: another pass of the module may run in between.
-
-        cut: takes the hidden states, and returns the hidden states to go on with.
-        """
 
 
 @dataclass(eq=False)
@@ -219,10 +206,10 @@ class PipelineStage:
             for of_stage in families:
                 given = of_stage.takes_input(given)
         self.set_input(given)
-        with self._reporting_layers(microbatch), ExitStack() as saving:
+        with ExitStack() as saving:
             if differentiates:
                 for of_stage in families:
-                    saving.enter_context(of_stage.saving(microbatch))
+                    saving.enter_context(of_stage.saving(self, microbatch))
             output, loss_func = output_of(
                 self.request.forward_step_func(data or self.data_iterator, self.module)
             )
@@ -255,39 +242,6 @@ class PipelineStage:
         if gives_loss and not ends.goes_on:
             return None
         return output.detach()
-
-    def _reporting_layers(self, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for a forward whose backward reports when each layer is done.
-
-        Only the last microbatch reports: after it the layer's gradients are complete.
-        """
-        is_last = self.last is not None and microbatch == self.last.weights
-        # Asked first, because it spares all other forwards the rest.
-        if not is_last or self.weights is None or not torch.is_grad_enabled():
-            return nullcontext()
-        done = self.weights.layer_done
-        module = self.module
-        if done is None or not isinstance(module, Layered):
-            return nullcontext()
-        return module.between_layers(self._reporting(done))
-
-    def _reporting(self, done: Callable[[int, int], None]) -> Callable[[Tensor], Tensor]:
-        """Return a cut that calls `done` when all layers after it have had their backward."""
-        seen: list[None] = []
-
-        def report(layer: int) -> None:
-            # By now `seen` has all layers.
-            done(layer, len(seen))
-
-        def at(x: Tensor) -> Tensor:
-            if x.requires_grad:
-                # As a job of weight gradients: deferred products of these layers run before it.
-                job = partial(report, len(seen))
-                x.register_hook(lambda _: self.weight_grads.submit(job))  # type: ignore[no-untyped-call]
-            seen.append(None)
-            return x
-
-        return at
 
     def weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward` has left out."""

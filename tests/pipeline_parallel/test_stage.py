@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,14 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.again import Rewinding
 from megapipe.pipeline_parallel.attributes import attribute_of, config_of
+from megapipe.pipeline_parallel.families.family import Setting
 from megapipe.pipeline_parallel.families.offload.activations import Activations
 from megapipe.pipeline_parallel.families.offload.host import Host, Sizes
+from megapipe.pipeline_parallel.families.step.layers import Reporting, stages_of
 from megapipe.pipeline_parallel.passes.begin import Ends, Weights
 from megapipe.pipeline_parallel.request import Request
 from megapipe.pipeline_parallel.stage import PipelineStage
+from megapipe.schedule import build
 from megapipe.schedule.passes import Last
 from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_grads
 
@@ -231,11 +234,34 @@ class Three(nn.Module):
         self.cut = None
 
 
+ASKS = Weights(lambda: print, lambda: print, layer_done=lambda layer, layers: None)
+ASKS_NOT = Weights(lambda: print, lambda: print)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "forward_only", "reports"),
+    [
+        (Three, ASKS, False, True),
+        (Three, ASKS_NOT, False, False),
+        (Square, ASKS, False, False),
+        (Three, ASKS, True, False),
+    ],
+)
+def test_layers_report_in_training_if_the_trainer_asks_and_the_module_can(
+    kind: type[nn.Module], weights: Weights, forward_only: bool, reports: bool
+) -> None:
+    module = kind()
+    step = stage(module, forward_only=forward_only).request
+    setting = Setting(build("1f1b", 1, 2), {0: (module, None)}, replace(step, weights=[weights]), None)
+    assert (0 in stages_of(setting)) == reports
+
+
 @pytest.mark.parametrize("last", [Last(0, 1), Last(1, 0), None])
 def test_layers_report_when_their_gradients_have_the_last_microbatch_from_the_last_layer_on(last: Last | None) -> None:
     seen: list[Any] = []
     weights = Weights(lambda: print, lambda: print, layer_done=lambda layer, layers: seen.append((layer, layers)))
-    own = stage(module := Three(), last=last, weights=weights)
+    families = {} if last is None else {"step": Reporting(weights.layer_done, last.weights)}
+    own = stage(module := Three(), last=last, weights=weights, own=families)
     for n in (0, 1):
         own.forward(n, X)
     for n in (0, 1):

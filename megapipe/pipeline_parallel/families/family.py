@@ -59,7 +59,7 @@ class OfStage:
         """Return the input of a differentiated forward in the form that the module gets."""
         return x
 
-    def saving(self, microbatch: int) -> AbstractContextManager[None]:
+    def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
         """Return a context in which the module runs a differentiated forward."""
         return nullcontext()
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Documents
 from megapipe.pipeline_parallel.microbatches import Microbatches
@@ -32,9 +30,8 @@ def microbatches_of(
     return slices_of(table, length, mesh, config, documents) or Microbatches
 
 
-def together_on(device: torch.device) -> Pairs:
-    """Return a function that runs the passes of a step of the table together on a device."""
-    return Pairs(device)
+together_on = Pairs
+"""Called with a device, returns a function that runs the passes of a step of the table together."""
 
 
 def as_run(table: Schedule, *, hides: bool) -> Schedule:

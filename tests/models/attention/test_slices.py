@@ -62,7 +62,7 @@ def most_kept(documents, *, again=False, window=None, copied=False):
         most[:] = max(most[0], found[0]), max(most[1], found[1])
 
     for number, mask in enumerate(all_sights):
-        with torch.set_grad_enabled(not again), moves.saving(number):
+        with torch.set_grad_enabled(not again), moves.saving(None, number):
             outs.append(attend(mask))
         look()
         moves.saved(number, outs[-1], None)

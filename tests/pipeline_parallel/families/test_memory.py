@@ -49,7 +49,7 @@ def given() -> torch.Tensor:
 
 
 def forward(moves: Activations, x: torch.Tensor) -> torch.Tensor:
-    with moves.saving(0):
+    with moves.saving(None, 0):
         y = moves.module(x.view_as(x))
     moves.saved(0, y, x)
     return y
@@ -180,7 +180,7 @@ def test_keys_leave_with_the_last_slice_that_sees_them_and_come_back_with_it() -
     want = [torch.randn(64, 64, dtype=torch.float64) for _ in range(2)]
     kept = [moves.keep(number, 1, keys.clone()) for number, keys in enumerate(want)]
     for number in range(2):
-        with moves.saving(number):
+        with moves.saving(None, number):
             pass
         moves.saved(number, None, None)
     assert (moves.held.bytes, moves.sizes[0].keys) == (2 * BYTES, BYTES)

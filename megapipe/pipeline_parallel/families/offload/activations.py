@@ -192,7 +192,7 @@ class Activations(OfStage):
                 self._keys.setdefault(out, []).append(slot)
         return _View.of(keys, slot).tensor
 
-    def saving(self, microbatch: int) -> AbstractContextManager[None]:
+    def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
         """Return a context for a forward, which notes the tensors that its graph saves."""
         kept = _Kept()
         self._kept[microbatch] = kept

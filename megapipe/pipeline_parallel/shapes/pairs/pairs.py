@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,28 +14,6 @@ from megapipe.pipeline_parallel.families import PASSES
 from megapipe.pipeline_parallel.passes.begin import Made, sum_of
 from megapipe.pipeline_parallel.shapes.pairs.together import Together, how
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
-
-
-class PairedStage(Protocol):
-    """A stage that runs a forward and a backward together in its own way, as DeepSeek's do."""
-
-    def overlapped_forward_backward(
-        self,
-        microbatch: int,
-        x: Tensor | None,
-        backward_stage: Any,
-        backward_microbatch: int,
-        grad: Tensor | None,
-        *,
-        weights: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the results of the forward and of the backward.
-
-        Args:
-            microbatch, x: of `forward` on this stage.
-            backward_stage: the stage of the backward, on the same rank.
-            backward_microbatch, grad, weights: of its `backward`.
-        """
 
 
 class Pairs:
@@ -60,13 +38,14 @@ class Pairs:
         b = other.item
         stage = stages[f.stage]
         back = stages[b.stage]
-        # DeepSeek's modules overlap the two inside one call.
+        # DeepSeek's modules overlap the two inside one call, see `contracts.deepseek`.
         overlaps = hasattr(stage, "overlapped_forward_backward")
         if overlaps and f.kind.is_forward and b.kind.is_backward:
             x, grad = map(sum_of, given)
-            return cast(PairedStage, stage).overlapped_forward_backward(
+            made: tuple[Made, Made] = stage.overlapped_forward_backward(
                 one.number, x, back, other.number, grad, weights=not b.kind.is_split
             )
+            return made
         run = partial(PASSES[f.kind], stage, one.number, given[0])
         run_other = partial(PASSES[b.kind], back, other.number, given[1])
         way = how(

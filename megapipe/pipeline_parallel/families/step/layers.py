@@ -1,0 +1,70 @@
+"""Report during a stage's last backward that a layer's gradients are complete.
+
+Their sum over data parallelism may then begin before G, while earlier layers still compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.pipeline_parallel.families.family import OfStage, Setting
+
+
+class Reporting(OfStage):
+    """A stage whose layers report.
+
+    Its module has `between_layers(cut)`, which returns a context for a forward. In this context
+    forward calls `cut` with the hidden states before each layer, and goes on with the result. The
+    context is one pass's: another pass of the module may run in between.
+
+    Args:
+        done: called as (layer, number of layers), see `Weights.layer_done`.
+        last: number of the last microbatch or slice that adds to gradients. The others do not
+            report.
+    """
+
+    def __init__(self, done: Callable[[int, int], None], last: int) -> None:
+        self._done = done
+        self._last = last
+
+    def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
+        if microbatch != self._last:
+            return nullcontext()
+        context: AbstractContextManager[None] = stage.module.between_layers(self._cut(stage))
+        return context
+
+    def _cut(self, stage: Any) -> Callable[[Tensor], Tensor]:
+        """Return a cut that calls `done` when all layers after it have had their backward."""
+        seen: list[None] = []
+
+        def report(layer: int) -> None:
+            # By now `seen` has all layers.
+            self._done(layer, len(seen))
+
+        def at(x: Tensor) -> Tensor:
+            if x.requires_grad:
+                # As a job of weight gradients: deferred products of these layers run before it.
+                job = partial(report, len(seen))
+                x.register_hook(lambda _: stage.weight_grads.submit(job))  # type: ignore[no-untyped-call]
+            seen.append(None)
+            return x
+
+        return at
+
+
+def stages_of(setting: Setting) -> dict[int, Reporting]:
+    """Return the stages whose layers report: the trainer asks for it, and the module can."""
+    table, chunks, step, _ = setting
+    if step.forward_only or not step.weights:
+        return {}
+    stages = {}
+    for (number, (module, _)), weights in zip(chunks.items(), step.weights, strict=True):
+        done = weights.layer_done
+        if done is not None and hasattr(module, "between_layers"):
+            stages[number] = Reporting(done, table.last[number].weights)
+    return stages
