@@ -26,7 +26,6 @@ ROOMS = [
     "megapipe/config/parallel",
     "megapipe/flags",
     "megapipe/convert",
-    "megapipe/convert/megatron",
     "megapipe/data",
     "megapipe/data/tokenizers",
     "megapipe/distributed",
