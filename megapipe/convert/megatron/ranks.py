@@ -19,7 +19,7 @@ from megapipe.config import ModelConfig
 from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts
-from megapipe.convert.megatron.export import Export, opened
+from megapipe.convert.megatron.export import Export, open_export
 from megapipe.convert.megatron.names import fused_name, in_layer, orders, stage_layouts
 from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.distributed.axis import Axis
@@ -96,7 +96,7 @@ def export_ranks(
     Args: as of `export_megatron`.
     Raises: CheckpointError for damage, a model whose layers differ, or sizes that do not divide it.
     """
-    export = opened(folder, target, optimizer, fused)
+    export = open_export(folder, target, optimizer, fused)
     if problems := list(sizes.problems(export.config.model)):
         raise CheckpointError(problems)
     ranks = [(t, p, e) for p in range(sizes.pp) for e in range(sizes.ep) for t in range(sizes.tp)]

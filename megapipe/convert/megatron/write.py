@@ -32,7 +32,7 @@ from megapipe.config import ModelConfig
 from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts, is_uniform
-from megapipe.convert.megatron.export import Export, opened
+from megapipe.convert.megatron.export import Export, open_export
 from megapipe.convert.megatron.names import in_layer, stored_names
 from megapipe.convert.megatron.ranks import Sizes
 from megapipe.convert.tensors import Progress, counted, is_trained
@@ -119,7 +119,7 @@ def export_megatron(
         ep: ranks of expert parallelism of the run that loads it: with several, experts have an optimizer of their own.
     Raises: CheckpointError for damage, or a model whose layers differ.
     """
-    export = opened(folder, target, optimizer, fused)
+    export = open_export(folder, target, optimizer, fused)
     if problems := list(Sizes(ep=ep).problems(export.config.model)):
         raise CheckpointError(problems)
     config, model, saved, steps = export.config, export.config.model, export.saved, export.steps
