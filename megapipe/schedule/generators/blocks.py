@@ -4,6 +4,16 @@ Qi et al. 2024, "Pipeline Parallelism with Controllable Memory" (sec. 2 and 3). 
 follows from the lifespans of its two stages in the block. On the V the lifespans of a rank's two
 stages add up to the same on every rank. The offsets in the block choose how soon B follows F. They
 fix the order of F and B; costs decide where W runs.
+
+The V-Min block of 4 ranks. Capital letters are the stage going down, small ones the stage going up:
+
+    rank 0  F . . . . . . f b . w . . . . B . W
+    rank 1  . F . . . . f . . b w . . . B . . W
+    rank 2  . . F . . f . . . . b . w B . W
+    rank 3  . . . F f . . . . . . b B w W
+
+The next microbatch runs the same block 6 slots later. Modulo 6 the six passes of a rank have six
+different slots, so a rank never waits between the ramps.
 """
 
 from __future__ import annotations
@@ -39,10 +49,13 @@ def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 @lru_cache(maxsize=4)
 def v_half_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
     """Return the tables from which costs choose V-Half, and their memory."""
-    # Without it, passes of a rank share slots if the number of ranks is even.
-    clash = 0 if ranks % 2 else 3
+    # With an even number of ranks some passes of a rank would share a slot modulo 6. A delay of the
+    # backwards by half a block separates them.
+    clash = 3 if ranks % 2 == 0 else 0
 
     def block(rank: int) -> Block:
+        # Passes take 2 slots for each rank away from rank 0, and 1 on the way back. The lifespans
+        # of both stages add up to 6p slots: p microbatches of a stage, which is half of a share.
         return Block(
             f0=2 * rank,
             f1=3 * ranks - rank - 2,
@@ -56,10 +69,11 @@ def v_half_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...]
 @lru_cache(maxsize=4)
 def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
     """Return the tables from which costs choose V-Min, and their memory."""
-    # Without it, passes of a rank share slots if 3 divides the number of ranks.
-    clash = 0 if ranks % 3 else 2
+    # The same for V-Min, where passes would share a slot if 3 divides the number of ranks.
+    clash = 2 if ranks % 3 == 0 else 0
 
     def block(rank: int) -> Block:
+        # Each pass follows the one before it directly, so lifespans are the shortest: 4p slots.
         return Block(
             f0=rank,
             f1=2 * ranks - rank - 1,
@@ -75,6 +89,9 @@ def _patterns(
 ) -> tuple[tuple[Schedule, ...], int]:
     """Return `memory` and two tables of a block: with packed ramps, and run slot by slot."""
     blocks = [block(rank) for rank in range(ranks)]
+    # Neither is always the shorter one. At F = B = W, p = 8 and m = 16, V-Half takes 56.5 packed
+    # and 57.5 slot by slot, V-Min 61.5 and 60.5. A stage of the V is half of a device share, so
+    # `memory` shares are twice as many microbatches of a stage.
     rows = (packed(blocks, microbatches), _squeeze(blocks, microbatches, 2 * memory))
     return tuple(Schedule(name, vee(ranks), microbatches, r) for r in rows), memory
 
@@ -92,6 +109,7 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
     rows: list[list[Step]] = [[] for _ in blocks]
     ranks = [_Rank(rank, stages - 1 - rank, block, limit) for rank, block in enumerate(blocks)]
     now = 0
+    # F, B and W of both stages.
     left = 6 * microbatches * len(blocks)
     while left:
         for row, rank in zip(rows, ranks, strict=True):
@@ -100,6 +118,7 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
                 continue
             row.append((item,))
             left -= 1
+            # Results of this slot can be used in the next one, whichever rank is asked first.
             kind, stage, i, _ = item
             if kind is Kind.F and stage + 1 < stages:
                 ready[Kind.F, stage + 1, i] = now + 1
@@ -132,7 +151,8 @@ class _Rank:
         self.next = dict.fromkeys(self.slots, 0)
         self.owed: deque[Pass] = deque()
         self.held = {down: 0, up: 0}
-        # Lifespans from F to the end of W, rounded up to whole microbatches.
+        # Lifespans from F to the end of W, rounded up to whole microbatches. If forwards going down
+        # filled the rank, the forward going up that leads to their backwards could not run.
         self.rooms = {
             down: min(ceil((w0 + 1 - block.f0) / 6), max(1, limit - 1)),
             up: ceil((w1 + 1 - block.f1) / 6),
@@ -146,17 +166,21 @@ class _Rank:
             ready: the slot from which on the input of (kind, stage, microbatch) is there.
         """
         full = sum(self.held.values()) == self.limit
-        can = [
-            (self.slots[kind, stage] + 6 * i, kind, stage)
-            for (kind, stage), i in self.next.items()
-            if ready.get((kind, stage, i), now + 1) <= now
-            and (kind is Kind.B or (not full and self.held[stage] < self.rooms[stage]))
-        ]
+        can = []
+        for (kind, stage), i in self.next.items():
+            if ready.get((kind, stage, i), now + 1) > now:
+                continue
+            # Only F takes memory. Its microbatch holds it until W.
+            if kind is Kind.F and (full or self.held[stage] >= self.rooms[stage]):
+                continue
+            can.append((self.slots[kind, stage] + 6 * i, kind, stage))
+        # W has no slot of its own here: it takes any slot that would be idle.
         if not can:
             if not self.owed:
                 return None
             self.held[self.owed[0].stage] -= 1
             return self.owed.popleft()
+        # The pass that the repeated blocks have first.
         _, kind, stage = min(can)
         item = Pass(kind, stage, self.next[kind, stage])
         self.next[kind, stage] += 1

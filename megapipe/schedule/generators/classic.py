@@ -19,14 +19,16 @@ def naive(ranks: int, microbatches: int) -> Schedule:
 
     A rank computes 1/p of the time.
     """
+    # Without a warm-up each forward is followed by its own backward.
     return in_turns("naive", ranks, [microbatches])
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Return GPipe (Huang et al. 2019): all forwards, then all backwards.
+    """Return GPipe (Huang et al. 2019, figure 2c): all forwards, then all backwards.
 
     The bubble is (p-1)/(m+p-1) of the time, the memory m.
     """
+    # Every rank runs all its forwards in the warm-up, so every rank holds m.
     return in_turns("gpipe", ranks, [microbatches], ahead=microbatches)
 
 
@@ -36,11 +38,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     Rank r runs p-1-r forwards, then a forward and a backward in turns, then the other backwards.
     Bubble (p-1)(F+B+W), memory p.
     """
+    # A forward more for each later rank: its first gradient takes that much longer to come back.
     return in_turns("1f1b", ranks, [microbatches], slope=1)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Return ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2).
+    """Return ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2.1, figure 3).
 
     W runs at a moment in which its rank would otherwise wait. Bubble (p-1)(F+B-W), with the memory
     of 1F1B, p, on every rank. Here [i] is B and (i) is W of microbatch i:
@@ -49,11 +52,12 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         rank 1      0   1      [0]  2  [1] (0)  3  [2] (1)  4  [3] (2) [4] (3) (4)
         rank 2          0  [0]  1  [1]  2  [2] (0)  3  [3] (1)  4  [4] (2) (3) (4)
     """
+    # Rank r has r forwards fewer in flight than rank 0. With r pending W it holds p as well.
     return in_turns("zb-h1", ranks, [microbatches], slope=1, lag=1)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Return ZB-H2: ZB-H1 with a warm-up twice as deep (Qi et al. 2023, sec. 2).
+    """Return ZB-H2: ZB-H1 with a warm-up twice as deep (Qi et al. 2023, sec. 2.2, figure 3).
 
     Bubble (p-1)(F+B-2W), which is 0 at F = B = W. Memory 2p-1, while 1F1B has p.
 
@@ -61,4 +65,5 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         rank 1      0   1   2  [0]  3  [1]  4  [2] (0) [3] (1) [4] (2) (3) (4)
         rank 2          0  [0]  1  [1]  2  [2]  3  [3]  4  [4] (0) (1) (2) (3) (4)
     """
+    # 2 (p-1-r) forwards fill the wait for the first gradient, 2r pending W the end of the row.
     return in_turns("zb-h2", ranks, [microbatches], slope=2, lag=2)

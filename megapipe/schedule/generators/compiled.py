@@ -16,10 +16,13 @@ from megapipe.schedule.generators.orders import Orders, Problem
 
 _FILES = "search/clock.h", "search/moves.c", "shapes/pairs/play.c", "families/offload/weigh.c"
 SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)
-FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")  # sums are rounded as Python rounds them
+# Without fused multiply-adds sums are rounded as Python rounds them. A search must find the same
+# table with and without a compiler.
+FLAGS = ("-O2", "-ffp-contract=off", "-fPIC", "-shared")
 
 Fill = Callable[[float], tuple[Orders, list[float]] | None]
-Ints, Doubles = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double)
+Ints = ctypes.POINTER(ctypes.c_int)
+Doubles = ctypes.POINTER(ctypes.c_double)
 # 1,024 quantiles of a normal and of an exponential distribution. The moves of a search draw these.
 QUANTILES = [(i + 0.5) / 1024 for i in range(1024)]
 # Rounded: the same on every machine, whatever the last bit of its logarithm is.
@@ -28,6 +31,7 @@ DECAY = tuple(round(-log(x), 6) for x in QUANTILES)
 
 
 class _Problem(ctypes.Structure):
+    # The same fields in the same order as `Problem` in search/clock.h.
     _fields_ = (
         *((name, ctypes.c_int) for name in ("passes", "microbatches", "ranks", "stages", "period")),
         ("unit", ctypes.c_double),
@@ -60,6 +64,7 @@ def given_to_c(of: Problem, rows: list[int]) -> _Problem:
     Args:
         rows: the place of each rank's first pass in an array of all orders, and the array's length.
     """
+    # As in `orders.fits_rank`: a sum that is over its limit by rounding alone still fits.
     limits = [limit * (1 + 1e-9) for limit in of.memory]
     return _Problem(
         *(
@@ -86,9 +91,12 @@ def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
     code = library()
     if code is None:
         return None
-    # In the filled orders each B of a rank has brought its W.
+    # In the filled orders each B of a rank has brought its W. The kind x // m % 3 is 1 for B.
     m = of.microbatches
-    lengths = [sum(2 if x // m % 3 else 1 for x in order) for order in orders]
+    lengths = []
+    for order in orders:
+        backwards = sum(x // m % 3 for x in order)
+        lengths.append(len(order) + backwards)
     rows = [0, *accumulate(lengths)]
     bare = [0] * rows[-1]
     for order, row in zip(orders, rows, strict=False):

@@ -38,6 +38,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         near = rank
         far = 2 * ranks - 1 - rank
         depth = min(rank, ranks - 1 - rank)
+        # The second half of the ranks is the mirror of the first: its stream enters at the end.
         if rank >= ranks // 2:
             near, far = far, near
         # The second chain carries the second half of the microbatches.
@@ -60,6 +61,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         )
     rows = []
     for rank in range(ranks):
+        # As in DualPipe, with m in place of m/2 for each stream, and p ranks to the fold, not p/2.
         main = microbatches - 2 * ranks + rank + 1
         rows.append(_eight_sections(rank, 2 * ranks - 1 - rank, ranks, rank, main, {}))
     return Schedule("dualpipe-v", vee(ranks), microbatches, tuple(rows))
@@ -68,16 +70,21 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _eight_sections(
     s0: int, s1: int, fold: int, depth: int, main: int, first: dict[int, int]
 ) -> tuple[Step, ...]:
-    """Return one rank's order.
+    """Return one rank's order, as in figure 5 of the DeepSeek-V3 report.
 
     Args:
         s0: the stage of the stream that enters on this side.
         s1: the stage of the other stream.
         fold: ranks from the entry to the fold.
         depth: how many of these ranks come before this one.
-        main: rounds of the overlapped section 4.
+        main: rounds of the overlapped section 4, the forwards of s0 that sections 1 and 2 leave.
         first: number of the first microbatch of each stage.
     """
+    # The sections of rank 0 for DualPipeV on 2 ranks, with 4 microbatches. [i] is a backward, (i)
+    # its W, and a prime marks s1:
+    #
+    #     1     2      3               4               5               6         7         8
+    #     0 1   2 0'   [0'] (0') 1'   3&[1'] 2'&[0]   [2'] 3'&[1]     [3'] [2]  (2) [3]   (3)
     rec = Recorder(first)
     after = fold - depth - 1  # ranks between this one and the fold
     for _ in range(2 * after):  # 1  F0
@@ -85,6 +92,7 @@ def _eight_sections(
     for _ in range(depth + 1):  # 2  F0 F1
         rec.f(s0)
         rec.f(s1)
+    # No forward is there to overlap with. The backward is split, so the gradient leaves sooner.
     for _ in range(after):  # 3  B1 W F1
         rec.b(s1)
         rec.w()
@@ -100,6 +108,7 @@ def _eight_sections(
     for _ in range(after):  # 5  B1 F1&B0
         rec.bw(s1)
         rec.f_bw(s1, s0)
+    # No forward is left. The later backwards are split too, and their W fill sections 7 and 8.
     for i in range(2 * (depth + 1)):  # 6  B1 B0, split in the second half
         backward = rec.bw if i <= depth else rec.b
         backward(s0 if i % 2 else s1)

@@ -6,6 +6,7 @@ schedule keeps its picture and its memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,7 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
     """
     place = candidates[0].placement
     m = candidates[0].num_microbatches
+    # The limit is part of the schedule's definition, and not a property of the costs.
     shares = replace(costs, mem_b=1.0, mem_w=1.0)
     of = problem(place, m, shares, (memory,) * place.num_ranks, period=False)
     best = candidates[0]
@@ -54,6 +56,7 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
         end = clock(of, orders)
         assert end is not None, f"{candidate.name} cannot proceed"
         time = length(of, orders, end)
+        # Times that differ by rounding alone are equal: the first candidate is taken.
         if time < least * (1 - 1e-9):
             best = candidate
             least = time
@@ -73,11 +76,14 @@ def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) 
     """
     bare: Orders = []
     for rank, order in enumerate(orders):
+        # The kind x // m % 3 is 2 for W.
         without = [x for x in order if x // of.microbatches % 3 != 2]
         fitting = backward_sooner(of, without, rank)
         if fitting is None:
             return
         bare.append(fitting)
+    # No overrun is best for all costs: W that overrun delay the next pass, and without overruns
+    # many W are left for the end of the row.
     fill = compiled_fill(of, bare) or partial(fill_weights, of, bare)
     for overrun in overruns:
         filled = fill(overrun)
@@ -93,23 +99,24 @@ def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | N
         overrun: a W may extend beyond the wait in which it starts by this fraction of itself.
     Returns: None if the order deadlocks or does not fit.
     """
+    # Local names: the loops below run for every pass of every candidate and overrun.
     duration = problem.duration
     lag = problem.lag
     source = problem.source
     target = problem.target
-    rank = problem.rank
     holds = problem.holds
     n = problem.num_passes
     m = problem.microbatches
+    # -1: has not run yet. The last entry is "no pass". Each other list has an entry for each rank.
     end = [-1.0] * n + [0.0]
     at = [0 for _ in orders]
     now = [0.0 for _ in orders]
     held = [0.0 for _ in orders]
-    paid = [0 for _ in orders]  # number of W in `owed` that have run
-    owed: Orders = [[] for _ in orders]
+    owed = [deque[int]() for _ in orders]  # pending W
     full: Orders = [[] for _ in orders]
     ready = list(range(len(orders)))
-    left = sum(map(len, orders))
+
+    # A rank runs until it lacks an input. The pass that makes this input puts it back on the stack.
     while ready:
         r = ready.pop()
         order = orders[r]
@@ -118,49 +125,49 @@ def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | N
         i = at[r]
         t = now[r]
         mem = held[r]
-        w = paid[r]
-        left += i
         while i < len(order):
             x = order[i]
             arrival = end[source[x]]
             if arrival < 0.0:
                 break
             arrival += lag[x]
-            while w < len(owe):
-                y = owe[w]
-                slack = overrun * duration[y] + 1e-9 * arrival
-                if mem + holds[x] <= limit and t + duration[y] > arrival + slack:
+            # Before x: pending W that end in time, and those whose memory x needs.
+            while owe:
+                w = owe[0]
+                # The second term: a wait that W fills exactly may be too short by rounding.
+                slack = overrun * duration[w] + 1e-9 * arrival
+                if mem + holds[x] <= limit and t + duration[w] > arrival + slack:
                     break
-                t += duration[y]
-                end[y] = t
-                full[r].append(y)
-                mem += holds[y]
-                w += 1
+                t += duration[w]
+                end[w] = t
+                full[r].append(owe.popleft())
+                mem += holds[w]
             mem += holds[x]
             if mem > limit:
                 return None
-            t = (arrival if arrival > t else t) + duration[x]
+            if arrival > t:
+                t = arrival
+            t += duration[x]
             end[x] = t
             full[r].append(x)
             i += 1
             if x // m % 3:  # B: from now on its W is pending
                 owe.append(x + m)
-            y = target[x]
-            if y != n:
-                q = rank[y]
-                if at[q] < len(orders[q]) and orders[q][at[q]] == y:
+            taker = target[x]
+            # Wake the receiver only if it stands at the pass that waits for this one.
+            if taker != n:
+                q = problem.rank[taker]
+                if at[q] < len(orders[q]) and orders[q][at[q]] == taker:
                     ready.append(q)
-        left -= i
         at[r] = i
         now[r] = t
         held[r] = mem
-        paid[r] = w
-    if left:
+    if at != [len(order) for order in orders]:
         return None
     # Whatever is still pending runs at the end.
-    for out, owe, w, t in zip(full, owed, paid, now, strict=True):
-        for y in owe[w:]:
-            t += duration[y]
-            end[y] = t
-            out.append(y)
+    for out, owe, t in zip(full, owed, now, strict=True):
+        for w in owe:
+            t += duration[w]
+            end[w] = t
+            out.append(w)
     return full, end

@@ -18,6 +18,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
     """
     last = 2 * ranks - 1
     rows = _repeated(ranks, microbatches)
+    # B and its W have a slot each here, and become one BW at the end.
     at = {item: slot for row in rows for slot, item in row.passes.items()}
     # No move may raise the peak of the steady phase.
     limit = max(held for row in rows for held, _ in row.states)
@@ -30,16 +31,22 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
             at[item] = row.move(slot, 1 + max(inputs), limit)
         elif kind is Kind.B:
             # W keeps the slot after its B: the two become one fused backward.
-            own = Pass(Kind.F, stage, i) if stage == last else Pass(Kind.W, stage + 1, i)
+            own = Pass(Kind.W, stage + 1, i)
+            if stage == last:
+                own = Pass(Kind.F, stage, i)
             previous = at.get(Pass(Kind.W, stage, i - 1), -1)
             at[item] = row.move_pair(slot, 1 + max(at[own], previous))
             at[Pass(Kind.W, stage, i)] = at[item] + 1
     fused = []
     for row in rows:
-        passes = [row.passes[slot] for slot in sorted(row.passes)]
-        kept = [item for item in passes if item.kind is not Kind.W]
-        steps = [x._replace(kind=Kind.BW) if x.kind is Kind.B else x for x in kept]
-        fused.append(tuple((item,) for item in steps))
+        steps = []
+        for slot in sorted(row.passes):
+            item = row.passes[slot]
+            if item.kind is Kind.B:
+                item = item._replace(kind=Kind.BW)
+            if item.kind is not Kind.W:
+                steps.append((item,))
+        fused.append(tuple(steps))
     return Schedule("1f1b-v", vee(ranks), microbatches, tuple(fused))
 
 
@@ -51,12 +58,15 @@ def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:
     """
     last = 2 * ranks - 1
     slots: list[dict[int, Pass]] = [{} for _ in range(ranks)]
+    # `now` is the slot of a stage's first B. Rank 0 has F of stage 0 in the slots that 6 divides.
+    # So its first B must not be in slot 2p if 3 divides p.
     now = 2 * ranks + 3 * (ranks % 3 == 0)
     for n, stage in enumerate(range(last, -1, -1)):
         row = slots[min(stage, last - stage)]
         for i in range(microbatches):
             row[stage + 6 * i] = Pass(Kind.F, stage, i)
             row[now + 6 * i] = Pass(Kind.B, stage, i)
+            # The second slot of the backward. Until the end it counts as W, which frees the memory.
             row[now + 6 * i + 1] = Pass(Kind.W, stage, i)
         now += 2 + 3 * ((n + 1 - ranks - 2) % 3 == 0)
     return [RankSlots(row, weights=True) for row in slots]

@@ -18,9 +18,13 @@ def interleaved(
     chunks: int = 2,
     microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
-    """Return interleaved 1F1B (Narayanan et al. 2021, sec. 2.2).
+    """Return interleaved 1F1B (Narayanan et al. 2021, sec. 2.2.2, figure 4).
 
-    Bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0.
+    Bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0. On 2 ranks, with a prime on the second
+    chunk and backwards in brackets, at F = BW:
+
+        rank 0  0   1   0'  1'  2  [0'] 3  [1'] 2' [0]  3' [1]     [2']    [3'] [2] [3]
+        rank 1      0   1   0' [0'] 1' [1'] 2  [0]  3  [1]  2' [2'] 3' [3'] [2] [3]
 
     Args:
         chunks: stages on each rank, v.

@@ -74,6 +74,8 @@ def problem(
     n = 3 * stages * m
     time = costs.durations(placement)
     mem_b, mem_w = costs.memory(placement)
+    # F takes a result of the stage before, B of the stage after, W of its own stage.
+    steps = (-1, 1, 0)
     duration = [0.0] * (n + 1)
     lag = [0.0] * (n + 1)
     holds = [0.0] * (n + 1)
@@ -82,12 +84,13 @@ def problem(
     rank = [-1] * (n + 1)
     for s in range(stages):
         for k, held in enumerate((mem_b[s], mem_w[s] - mem_b[s], -mem_w[s])):
-            before = (s - 1 if s else None, s + 1 if s + 1 < stages else None, None)[k]
+            before = s + steps[k]
+            is_handed = before != s and 0 <= before < stages
             for x in range((3 * s + k) * m, (3 * s + k + 1) * m):
                 duration[x] = time[KINDS[k]][s]
                 holds[x] = held
                 rank[x] = rank_of[s]
-                if before is not None:
+                if is_handed:
                     source[x] = x + 3 * m * (before - s)
                     if rank_of[before] != rank_of[s]:
                         lag[x] = costs.lag(rank_of[before], rank_of[s], placement.num_ranks)
@@ -103,12 +106,15 @@ def problem(
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """Return the end of every pass if each starts as soon as it can; None if ranks deadlock."""
+    # Local names and lists: a search calls this after every move. `search/clock.h` has the same
+    # sums in the same order, and must find the same times.
     duration = problem.duration
     lag = problem.lag
     source = problem.source
     target = problem.target
     rank = problem.rank
     n = problem.num_passes
+
     # -1: has not run yet. The last entry is "no pass".
     end = [-1.0] * n + [0.0]
     at = [0] * len(orders)
@@ -116,6 +122,8 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
     sizes = [len(order) for order in orders]
     ready = list(range(len(orders)))
     left = n
+
+    # A rank runs until it lacks an input. The pass that makes this input puts it back on the stack.
     while ready:
         r = ready.pop()
         order = orders[r]
@@ -155,6 +163,7 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
             other than the slowest.
     """
     ends = [end[order[-1]] for order in orders]
+    # Without a barrier between steps a rank begins its next step when its own row has ended.
     if problem.period:
         firsts = [order[0] for order in orders]
         both = zip(ends, firsts, strict=True)
@@ -174,6 +183,7 @@ def fits(problem: Problem, orders: Orders) -> bool:
 def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
     """Return whether an order of one rank stays within that rank's memory limit."""
     holds = problem.holds
+    # Rounding alone does not exceed a limit.
     limit = problem.memory[rank] * (1 + 1e-9)
     held = 0.0
     for x in order:
@@ -210,6 +220,7 @@ def one_by_one(problem: Problem) -> Orders:
     rows = []
     for rank in range(problem.placement.num_ranks):
         stages = problem.placement.stages_on(rank)
+        # F down the chain, then B and W up again.
         classes = [3 * s for s in stages] + [3 * s + k for s in reversed(stages) for k in (1, 2)]
         rows.append([c * m + i for i in range(m) for c in classes])
     return rows
@@ -233,12 +244,14 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
     held = 0.0
     first = 0
     for x in order:
+        # A B that has been moved ahead of its place.
         if x in done:
             continue
         if x // m % 3 == 0:
             while held + holds[x] > limit:
                 while first < len(backward) and backward[first] in done:
                     first += 1
+                # b - m is the forward of the same stage and microbatch.
                 can = (b for b in backward[first:] if b not in done and b - m in done)
                 sooner = next(can, None)
                 if sooner is None:
@@ -254,40 +267,4 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
             return None
         done.add(x)
         result.append(x)
-    return result
-
-
-def weights_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
-    """Return an order of a rank in which pending W come before a pass that does not fit.
-
-    Returns None if no pending W is left to free memory. It also does if a pass of the rank comes
-    before one that it needs.
-    """
-    m = problem.microbatches
-    holds = problem.holds
-    limit = problem.memory[rank] * (1 + 1e-9)
-    done: set[int] = set()
-    result: list[int] = []
-    owed: list[int] = []
-    held = 0.0
-    first = 0
-    for x in order:
-        kind = x // m % 3
-        if x in done:
-            continue
-        if kind and x - m not in done:
-            return None
-        while held + holds[x] > limit:
-            while first < len(owed) and owed[first] in done:
-                first += 1
-            if first == len(owed):
-                return None
-            done.add(owed[first])
-            result.append(owed[first])
-            held += holds[owed[first]]
-        if kind == 1:
-            owed.append(x + m)
-        done.add(x)
-        result.append(x)
-        held += holds[x]
     return result

@@ -27,6 +27,7 @@ def own_generator(name: str) -> Callable[..., Schedule]:
         found: Callable[..., Schedule] = find_named(name, "--pipeline-schedule", "my_schedule:make")
     except ConfigError as error:
         raise ScheduleError(error.problems) from None
+    # Asked before the call: a TypeError from within the function would be a mistake of its own.
     signature = inspect.signature(found)
     try:
         signature.bind(1, 1)
@@ -59,6 +60,7 @@ def own_schedule(
     except Exception as error:  # the user's code may raise anything
         size = f"{ranks} ranks and {microbatches} microbatches"
         raise ScheduleError(f"{source} failed for {size}: {place_of(error)}") from error
+    # All problems at once, as for a file: a user mends a table in one round.
     problems: list[str] = []
     if isinstance(made, Schedule):
         problems += _number_problems(made, ranks, microbatches, chunks)
@@ -67,6 +69,7 @@ def own_schedule(
             f"it returned a {type(made).__name__}, "
             "not a Schedule(name, placement, num_microbatches, ranks)"
         )
+    # The user's rows may be lists, but steps are keys of dicts, and tables are compared.
     if not problems:
         rows = tuple(tuple(_steps(row, rank, problems)) for rank, row in enumerate(made.ranks))
         more = _more(made, problems)
@@ -82,6 +85,7 @@ def _number_problems(
 ) -> Iterator[str]:
     """Yield where a schedule is not of the numbers that the function was asked for."""
     place = made.placement
+    # Every other question needs a placement.
     if not isinstance(place, Placement):
         yield f"placement is a {type(place).__name__}, not a Placement(rank_of, chain)"
         return
@@ -94,6 +98,7 @@ def _number_problems(
     if not 0 <= place.depths < place.chain:
         yield f"depths, the last stages of a chain, must be a number from 0 to {place.chain - 1}"
     stages = len(place.rank_of)
+    # --chunks would otherwise be ignored without a word.
     if chunks is not None and stages != chunks * ranks:
         yield (
             f"it has {stages} stages, not {chunks} chunks on each of {ranks} ranks. Make as many, "
@@ -121,6 +126,7 @@ def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]
 
 def _pass(item: Sequence[Any]) -> Pass:
     """Return a pass or a tuple as a Pass. Raises: TypeError or ValueError if it is none."""
+    # The user's numbers may be numpy's, which a JSON file cannot have.
     kind, stage, microbatch, *piece = item
     slices = (int(x) for x in piece if x is not None)
     return Pass(Kind(kind), int(stage), int(microbatch), *slices)
@@ -128,6 +134,7 @@ def _pass(item: Sequence[Any]) -> Pass:
 
 def _more(made: Schedule, problems: list[str]) -> dict[str, Any]:
     """Return the fields of a Schedule that have defaults, as tuples; append to `problems`."""
+    # For each field: the words of its error, and a function that raises if the value is no such.
     shapes: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
         "cuts": ("lengths of slices, such as (1.0, 1.0)", lambda x: tuple(map(float, x))),
         "documents": ("a tuple of slices for each microbatch, or one for all", _documents),

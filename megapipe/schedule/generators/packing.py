@@ -38,6 +38,7 @@ class Block:
 
         Each is the first free slot after its B; the earlier B chooses first.
         """
+        # Slots are equal modulo 6, because every microbatch repeats the block 6 slots later.
         taken = {slot % 6 for slot in (self.f0, self.f1, self.b1, self.b0)}
         slots = {}
         for backward in sorted((self.b0, self.b1)):
@@ -54,6 +55,7 @@ def packed(blocks: Sequence[Block], microbatches: int) -> tuple[tuple[Step, ...]
     W, and W take the slots that F and B leave free.
     """
     slots = _pack(_with_weights(_repeated(blocks, microbatches)), microbatches, weights=True)
+    # In the cool-down other ranks wait for B, and nobody waits for a W. So B comes first.
     slots = _pack(_without_weights(slots), microbatches, weights=False)
     return _steps(_with_weights(_without_weights(slots)))
 
@@ -91,17 +93,21 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     at = {item: slot for row in slots for slot, item in row.items()}
     # The steady phase repeats the building block, which is packed already.
     steady = range(at[Pass(Kind.B, 0, 0)], at[Pass(Kind.F, 0, microbatches - 1)] + 1)
+    # Ramps hold less than the steady phase. Up to its peak they may hold more, and be shorter.
     limit = max(held for row in rows for held, _ in row.states)
     for item, slot in sorted(at.items(), key=lambda entry: entry[1]):
         if slot in steady or (slot < steady.start and not weights):
             continue
         kind, stage, i, _ = item
+        # The pass whose result this one takes.
         if kind is Kind.W:
             before = Pass(Kind.B, stage, i)
         elif kind is Kind.B and stage == last:
             before = Pass(Kind.F, stage, i)
+        elif kind is Kind.B:
+            before = Pass(kind, stage + 1, i)
         else:
-            before = Pass(kind, stage - 1 if kind is Kind.F else stage + 1, i)
+            before = Pass(kind, stage - 1, i)
         earliest = 1 + max(at.get(before, -1), at.get(Pass(kind, stage, i - 1), -1))
         at[item] = rows[min(stage, last - stage)].move(slot, earliest, limit)
     packed_slots = [row.passes for row in rows]
@@ -134,6 +140,7 @@ class RankSlots:
         Returns: its new slot, or the old one if no slot fits.
         """
         item = self.passes.pop(slot)
+        # Where the earliest slot exceeds the limit a later one may not: memory goes up and down.
         for free in range(earliest, slot):
             if free in self.passes:
                 continue
@@ -170,6 +177,7 @@ class RankSlots:
             if item is not None:
                 held += (item.kind is Kind.F) - (item.kind is Kind.W)
                 owed += item.kind is Kind.B
+            # Without W in the slots, a free one will have the oldest pending W.
             elif owed and not self.weights:
                 held -= 1
                 owed -= 1
@@ -185,7 +193,10 @@ def _squeezed(slots: Slots, microbatches: int) -> Slots:
     table = Schedule("packed", vee(len(slots)), microbatches, _steps(slots))
     # A stage of the V is half a device share, so a pass takes one unit of time: one slot.
     time = simulate(table, Costs(2, 2, 2))
-    return [{round(time.start[item]): item for item in row.values()} for row in slots]
+    squeezed = []
+    for row in slots:
+        squeezed.append({round(time.start[item]): item for item in row.values()})
+    return squeezed
 
 
 def _with_weights(slots: Slots) -> Slots:
@@ -200,6 +211,7 @@ def _with_weights(slots: Slots) -> Slots:
         owed_down = deque[Pass]()
         slot = 0
         end = max(row)
+        # W that are pending at the end of the row follow it.
         while slot <= end or owed_up or owed_down:
             item = row.get(slot)
             if item is None and (owed_up or owed_down):
@@ -213,9 +225,16 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _without_weights(slots: Slots) -> Slots:
-    return [{slot: item for slot, item in row.items() if item.kind is not Kind.W} for row in slots]
+    """Return the slots without W, which leave their slots free."""
+    without = []
+    for row in slots:
+        without.append({slot: item for slot, item in row.items() if item.kind is not Kind.W})
+    return without
 
 
 def _steps(slots: Slots) -> tuple[tuple[Step, ...], ...]:
-    rows = [[row[slot] for slot in sorted(row)] for row in slots]
-    return tuple(tuple((item,) for item in row) for row in rows)
+    """Return the rows of the table: the passes of each rank in the order of their slots."""
+    rows = []
+    for row in slots:
+        rows.append(tuple((row[slot],) for slot in sorted(row)))
+    return tuple(rows)

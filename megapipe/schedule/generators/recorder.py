@@ -27,6 +27,7 @@ class Recorder:
         self._forwards: dict[int, int] = {}
         self._backwards: dict[int, int] = {}
 
+    # Short names, so that a line of a generator reads like a cell of the paper's figure.
     def f(self, stage: int) -> None:
         self.steps.append((self._forward(stage),))
 

@@ -19,6 +19,7 @@ def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
 
     Bubble (p-1)(F+B+W)/n, memory m.
     """
+    # GPipe for m n microbatches, read as m of n slices each.
     return of_one_length("terapipe", lambda count: gpipe(ranks, count), microbatches, slices)
 
 
@@ -41,6 +42,7 @@ def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None 
     Raises: ScheduleError for another number of slices.
     """
     count = ranks if slices is None else slices
+    # Interleaved runs groups of p microbatches, here of p slices, and a microbatch is whole groups.
     if count % ranks:
         more = -(-count // ranks) * ranks
         raise ScheduleError(

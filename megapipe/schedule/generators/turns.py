@@ -36,10 +36,13 @@ def in_turns(
     rows = []
     for rank in range(ranks):
         rec = Recorder()
-        down, up = (
-            [chunk * ranks + rank for size in groups for chunk in order for _ in range(size)]
-            for order in (range(chunks), range(chunks)[::-1])
-        )
+        # The stage of each forward and of each backward. Backwards begin with the last chunk.
+        down = []
+        up = []
+        for size in groups:
+            for chunk in range(chunks):
+                down += [chunk * ranks + rank] * size
+                up += [(chunks - 1 - chunk) * ranks + rank] * size
         # Earlier ranks wait longer for their first gradient, so they run more forwards before it.
         warmup = ahead + slope * (ranks - 1 - rank)
         for stage in down[:warmup]:

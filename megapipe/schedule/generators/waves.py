@@ -51,7 +51,13 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """Return Chimera (Li and Hoefler 2021, sec. 3.1 and 3.5): two 1F1B in opposite directions.
 
     Half of the microbatches run through each copy of the model. The bubble is p-2 slots at F = BW,
-    the memory from p/2+1 on the outer ranks to p on the inner ones.
+    the memory from p/2+1 on the outer ranks to p on the inner ones. On 4 ranks, with a prime on the
+    copy whose first stage is on rank 3, and backwards in brackets:
+
+        rank 0  0   1           2' [2'] 3' [3'] [0]     [1]
+        rank 1      0   2'  1   3' [2'] [0][3'] [1]
+        rank 2      2'  0   3'  1  [0] [2'] [1][3']
+        rank 3  2'  3'          0  [0]  1  [1] [2']    [3']
 
     Raises: ScheduleError for an odd number of ranks or microbatches.
     """
@@ -96,9 +102,13 @@ def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Sc
     for stage, rank in enumerate(placement.rank_of):
         chain, at = divmod(stage, n)
         for k in range(each):
+            # The slot in which the microbatch enters its chain.
             slot = 2 * n * (k // group) + 2 * (k % group)
+            # Microbatches are numbered through both chains, the first chain's first.
             microbatch = chain * each + k
             timed[rank].append((slot + at, Pass(Kind.F, stage, microbatch)))
             timed[rank].append((slot + 2 * n - 1 - at, Pass(Kind.BW, stage, microbatch)))
-    rows = [tuple((item,) for _, item in sorted(row)) for row in timed]
+    rows = []
+    for row in timed:
+        rows.append(tuple((item,) for _, item in sorted(row)))
     return Schedule(name, placement, microbatches, tuple(rows))

@@ -28,6 +28,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
         rec = Recorder()
         down = rank
         up = 2 * ranks - 1 - rank
+        # An order of enough microbatches. The ones that the caller lacks are left out at the end.
         forwards = max(2 * ranks - 1, microbatches)
         # Warm-up: forwards down until the first microbatch comes up again.
         for _ in range(2 * (ranks - rank) - 1):
@@ -61,4 +62,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
             rec.w(down)
         rows.append(tuple(step for step in rec.steps if step[0].microbatch < microbatches))
     pattern = Schedule("zb-v", vee(ranks), microbatches, tuple(rows))
-    return pattern if costs is None else shortest([pattern], costs, ranks)
+    if costs is None:
+        return pattern
+    # 1F1B's limit, p on every rank.
+    return shortest([pattern], costs, ranks)
