@@ -10,6 +10,7 @@ from itertools import accumulate
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 
+# B changes nothing: W still reads the inputs of the stage's linear layers.
 _CHANGE = {Kind.F: 1, Kind.BW: -1, Kind.W: -1}
 
 
