@@ -17,7 +17,8 @@ from time import process_time
 from megapipe.schedule.generators.compiled import Doubles, Ints, doubles, given_to_c, ints, library
 from megapipe.schedule.generators.orders import Orders, Problem, length
 
-# The search looks at the time whenever its moves have placed this many passes.
+# The search looks at the time whenever its moves have placed this many passes: a few hundredths of
+# a second. The C code cannot be interrupted, so it returns to Python in between.
 PASSES_AT_ONCE = 4_000_000
 
 
@@ -33,6 +34,8 @@ class Found:
 @dataclass(frozen=True)
 class Cooling:
     """The course of an annealing; `factor` returns the ratio of two temperatures in a row.
+
+    The temperature falls geometrically: hot, hot * factor, hot * factor^2, ..., cold.
 
     Attributes:
         steps: moves to try.
@@ -50,10 +53,13 @@ class Cooling:
     @property
     def factor(self) -> float:
         """Return the ratio of the temperatures of a move and the move before it."""
+        # pow() of two C libraries may differ in the last bit, and the search would then differ too.
         return round(float((self.cold / self.hot) ** (1 / self.steps)), 12)
 
 
 class _State(ctypes.Structure):
+    """The struct State of clock.h: the fields and their order are the same there."""
+
     _fields_ = (
         *((name, Ints) for name in ("orders", "best_orders", "path")),
         *((name, Doubles) for name in ("end", "best_end")),
@@ -75,6 +81,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
     moves = library()
     if moves is None:
         return start
+    # C has the orders of all ranks in one array; rank r has the places rows[r] to rows[r + 1].
     rows = [0, *accumulate(map(len, start.orders))]
     given = given_to_c(problem, rows)
     orders = [x for order in start.orders for x in order]
@@ -92,6 +99,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
         if process_time() > cooling.until:
             break
         asked = min(at_once, cooling.steps - done)
+        # Fewer moves than asked: the goal is met.
         if moves.anneal(ctypes.byref(given), ctypes.byref(state), asked) < asked:
             break
     found = list(best_orders)

@@ -61,9 +61,9 @@ class Report:
     def __str__(self) -> str:
         place = self.schedule.placement
         chunks = place.num_stages // place.num_ranks
-        shape = (
-            "v" if chunks == 2 and place == vee(place.num_ranks) else f"loop of {chunks} chunk(s)"
-        )
+        shape = f"loop of {chunks} chunk(s)"
+        if chunks == 2 and place == vee(place.num_ranks):
+            shape = "v"
         return (
             f"{shape}: makespan {self.makespan:g}, period {self.period:g}, "
             f"peak memory {self.peak:g}, lower bound {self.bound:g}, distance {self.distance:.1%}"
@@ -79,14 +79,24 @@ def describe_search(
     bound = bound_of_any(
         place, table.num_microbatches, costs, limits(place, costs, memory), objective
     )
-    took = time.period if objective == "period" else time.makespan
-    lines = [f"lower bound: {bound:.5g}; {took / bound - 1 if bound else 0.0:.1%} above it"]
+    took = _took(time, objective == "period")
+    lines = [f"lower bound: {bound:.5g}; {_distance(took, bound):.1%} above it"]
     if library() is None:
         lines.append(
             "not annealed: the moves of the search are C, and this machine has no C compiler "
             "(cc, or $CC)"
         )
     return lines
+
+
+def _took(time: Timeline, period: bool) -> float:
+    """Return the objective's value of a timeline."""
+    return time.period if period else time.makespan
+
+
+def _distance(took: float, bound: float) -> float:
+    """Return took / bound - 1; 0 where passes take no time and the bound is 0."""
+    return took / bound - 1 if bound else 0.0
 
 
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
@@ -162,6 +172,7 @@ def search_among(
     period = objective == "period"
     problems = [problem(x.placement, microbatches, x.costs, x.memory, period) for x in candidates]
     began = process_time()
+    # The seed is fixed, so a command finds the table again that a run has trained with.
     spending = Spending(began + CONTEST * seconds, Random(0))
     best = contest(_possible(problems), effort, spending, progress or (lambda share: None))
     schedule = decode(best.problem, best.found.orders, "zb-auto")
@@ -170,19 +181,18 @@ def search_among(
     # The catalogue also has tables that a search does not make: a whole backward pass costs one
     # overhead, and not two.
     for x in problems:
-        least = _worth(timeline, period)[0]
-        if bound_of_any(x.placement, microbatches, x.costs, x.memory, objective) > least * (
-            1 + 1e-9
-        ):
+        least, _ = _worth(timeline, period)
+        bound = bound_of_any(x.placement, microbatches, x.costs, x.memory, objective)
+        # Then no table of this placement is better, and its tables need not be made.
+        if bound > least * (1 + 1e-9):
             continue
         for made, time in _fitting(x, timeline, began + seconds):
             if _worth(time, period) < _worth(timeline, period):
                 schedule = made
                 of = x
                 timeline = time
-    least = timeline.period if period else timeline.makespan
     bound = bound_of_any(of.placement, microbatches, of.costs, of.memory, objective)
-    distance = least / bound - 1 if bound else 0.0
+    distance = _distance(_took(timeline, period), bound)
     return Report(schedule, timeline.makespan, timeline.period, max(timeline.peak), bound, distance)
 
 
@@ -196,7 +206,9 @@ def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedu
     """
     place = of.placement
     size = place.num_ranks, of.microbatches, place.num_stages // place.num_ranks, of.costs
-    tables = _promising(of, best, until) if is_large(of) else fixed(*size, place)
+    tables = fixed(*size, place)
+    if is_large(of):
+        tables = _promising(of, best, until)
     for made in tables:
         if process_time() > until:
             return
@@ -215,6 +227,7 @@ def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
     ranks = of.placement.num_ranks
     m = of.microbatches
     chunks = place.num_stages // ranks
+    # With the same remainder: some patterns exist only for multiples of the ranks.
     n = few(of) + m % ranks
     least, least_held = _worth(best, of.period)
     for small in fixed(ranks, n, chunks, of.costs, place):
@@ -233,7 +246,9 @@ def _fits(of: Problem, time: Timeline) -> bool:
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
     """Return (time, memory of all ranks), rounded; less is better."""
-    return float(f"{time.period if period else time.makespan:.12g}"), float(f"{sum(time.peak):.9g}")
+    # Two orders of the same passes add the same times in different orders. Without rounding their
+    # last bits would decide between them, and not the memory.
+    return float(f"{_took(time, period):.12g}"), float(f"{sum(time.peak):.9g}")
 
 
 def placements(
@@ -259,13 +274,16 @@ def placements(
         raise ScheduleError(
             f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2."
         )
-    places = [vee(ranks)] if placement != "loop" and chunks in (None, 2) else []
+    places = []
+    if placement != "loop" and chunks in (None, 2):
+        places.append(vee(ranks))
     if placement != "v":
-        places += [loop(ranks, v) for v in ((1, 2, 4) if chunks is None else (chunks,))]
-    by_stage = [
-        x for x in (costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w) if isinstance(x, tuple)
-    ]
-    return [p for p in places if all(len(x) == p.chain for x in by_stage)] or places
+        counts = (1, 2, 4) if chunks is None else (chunks,)
+        places += [loop(ranks, v) for v in counts]
+    fields = costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w
+    lengths = {len(x) for x in fields if isinstance(x, tuple)}
+    # If no placement has this number of stages, the costs themselves say so when they are used.
+    return [place for place in places if lengths <= {place.chain}] or places
 
 
 def limits(
@@ -285,10 +303,10 @@ def limits(
             )
         return memory
     if memory is None:
-        mem_b = costs.memory(place).b
-        memory = place.num_ranks * max(
-            sum(mem_b[s] for s in place.stages_on(r)) for r in range(place.num_ranks)
-        )
+        held = [0.0] * place.num_ranks
+        for rank, size in zip(place.rank_of, costs.memory(place).b, strict=True):
+            held[rank] += size
+        memory = place.num_ranks * max(held)
     return (memory,) * place.num_ranks
 
 
@@ -300,7 +318,9 @@ def _possible(problems: list[Problem]) -> list[Problem]:
     found = []
     lacking = []
     for x in problems:
-        least = [max(accumulate(x.holds[y] for y in order)) for order in one_by_one(x)]
+        # One microbatch after another is the order that holds least. What it needs, all need.
+        held = [map(x.holds.__getitem__, order) for order in one_by_one(x)]
+        least = [max(accumulate(changes)) for changes in held]
         short = [r for r, need in enumerate(least) if need > x.memory[r] * (1 + 1e-9)]
         if short:
             lacking.append((max(least[r] for r in short), short[0], x.memory[short[0]]))

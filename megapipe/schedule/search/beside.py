@@ -44,18 +44,17 @@ class Beside:
     def __init__(
         self, schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float
     ) -> None:
-        self.costs, self._out = costs, TemporaryFile()  # noqa: SIM115  closed with this object
+        self.costs = costs
+        self._out = TemporaryFile()  # noqa: SIM115  closed with this object
+        task = [to_json(schedule), dump_costs(costs), memory, effort, os.getpid()]
+        # The child must find this package also where it is not installed, as under tools/.
+        paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # Files, not pipes: a large table fills a pipe before the child can read it.
         with TemporaryFile() as given:
-            given.write(
-                json.dumps(
-                    [to_json(schedule), dump_costs(costs), memory, effort, os.getpid()]
-                ).encode()
-            )
+            given.write(json.dumps(task).encode())
             given.seek(0)
-            paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megapipe.schedule.search.beside"],
-                # A file, not a pipe: a large table fills a pipe before the child can read it.
                 stdin=given,
                 stdout=self._out,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -100,12 +99,17 @@ def better(
     before = simulate(schedule, costs).makespan
     best = Better(to_json(schedule), before, before)
     own = place.own_chain
-    if set(own.rank_of) != set(
-        place.rank_of
-    ):  # a rank has depths alone, and a search none to give it
+    # A rank has nothing but depths. The search places passes of the model's own chain only.
+    if set(own.rank_of) != set(place.rank_of):
         return best
-    held = costs.memory(place)[0]
-    tries = 2 + place.depths if place.depths else 1
+    held = [0.0] * place.num_ranks
+    for size, rank in zip(costs.memory(place).b, place.rank_of, strict=True):
+        held[rank] += size
+    # How much memory depths need is known only once they are in the table. So the own chain is
+    # searched several times, each time with one microbatch less of every rank's memory.
+    tries = 1
+    if place.depths:
+        tries = 2 + place.depths
     recipe = Recipe(
         "zb-auto",
         place.num_ranks,
@@ -114,11 +118,8 @@ def better(
         cuts=schedule.cuts,
         depths=place.rank_of[place.main : place.chain],
     )
-    for spared in range(tries):  # microbatches that may come to a rank with its depths
-        room = [
-            most - spared * sum(held[stage] for stage in place.stages_on(rank)) * (place.depths > 0)
-            for rank, most in enumerate(memory)
-        ]
+    for spared in range(tries):
+        room = [most - spared * one for most, one in zip(memory, held, strict=True)]
         try:
             made = recipe.build(Fixed(costs, tuple(room), place.depths)).table
         except ScheduleError:  # no room for a microbatch
@@ -133,10 +134,5 @@ def better(
 if __name__ == "__main__":
     os.nice(10)  # the run comes first
     table, costs_text, limits, seconds, parent = json.load(sys.stdin)
-    print(
-        json.dumps(
-            better(
-                from_json(table), read_costs(json.loads(costs_text)), tuple(limits), seconds, parent
-            )
-        )
-    )
+    costs = read_costs(json.loads(costs_text))
+    print(json.dumps(better(from_json(table), costs, tuple(limits), seconds, parent)))

@@ -60,12 +60,15 @@ def lower_bound(
     f, b, w = ([time + count * costs.overhead for time in work[kind]] for kind, count in each)
     mem_b, mem_w, *_ = costs.memory(placement)
     lag = [costs.lag(one, two, ranks) for one, two in pairwise(rank_of)] + [0.0]
-    # down: when F of stage s can start. up: how long after the start of the last stage's B the B of
-    # stage s can start.
+    # The first microbatch on three stages. down[s]: when F of stage s can start. up[s]: how long
+    # after the start of the last stage's B the B of stage s can start.
+    #
+    #     stage 0  F0             B0    down = 0, f0, f0 + f1, turn
+    #     stage 1     F1       B1       up   = b2 + b1, b2, 0
+    #     stage 2        F2 B2          turn = f0 + f1 + f2, when the last stage's B starts
     down = [0.0, *accumulate(x + y for x, y in zip(f, lag, strict=True))]
-    up = [0.0, *accumulate(b[s] + lag[s - 1] for s in reversed(range(1, placement.num_stages)))][
-        ::-1
-    ]
+    backwards = (b[s] + lag[s - 1] for s in reversed(range(1, placement.num_stages)))
+    up = [0.0, *accumulate(backwards)][::-1]
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
@@ -81,7 +84,9 @@ def lower_bound(
         lives = [mem_b[s] * (turn + up[s] + b[s] - down[s]) for s in stages]
         owed = [mem_w[s] * w[s] for s in stages]
         # Memory times time is an area. So m such lifespans need at least this time under the limit.
-        share = m / limit if limit else 0.0
+        share = 0.0
+        if limit:
+            share = m / limit
         to_last_b = max(busy + wait - _most(limit, m, stages, w, mem_w), sum(lives) * share)
         return to_last_b, max(busy + wait, (sum(lives) + sum(owed)) * share)
 
@@ -96,7 +101,10 @@ def lower_bound(
             if deeper >= first:
                 back = up[first] + b[first] - up[deeper] - b[deeper]
                 span = max(span, down[deeper] - down[first] + alone[r][0] + back + w[first])
-        best = max(best, span + (down[first] if objective == "makespan" else 0.0))
+        # The makespan also counts the time before the rank's first forward.
+        if objective == "makespan":
+            span += down[first]
+        best = max(best, span)
     return best
 
 
@@ -113,14 +121,16 @@ def bound_of_any(
     """
     size = placement, microbatches
     beside = _beside_backwards(costs)
-    if not any(getattr(costs, name) for name in SHARES):
+    links = [getattr(costs, name) for name in SHARES]
+    if not any(links):
         # Without fb a pair takes the time of both of its passes.
-        overheads = WHOLE if costs.fb is None else PAIRED
+        overheads = WHOLE
+        if costs.fb is not None:
+            overheads = PAIRED
         return lower_bound(*size, beside, memory, objective, overheads)
     # A pair takes at least the arithmetic of both passes, and at least their communication. With
     # either one as the time of passes, a pair becomes two steps of a table without pairs, which
     # holds no more memory.
-    links = [getattr(costs, name) for name in SHARES]
     lanes = [1 - share for share in links], links
     return max(
         lower_bound(*size, _scaled(beside, shares), memory, objective, PAIRED) for shares in lanes
@@ -133,14 +143,20 @@ def _beside_backwards(costs: Costs) -> Costs:
         return costs
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
         return replace(costs, f=0.0)
-    links = any(getattr(costs, name) for name in SHARES)
-    left = 0.0 if links else max(0.0, costs.fb - costs.b - costs.w)
+    # With communication a forward may also hide in other pairs than the one whose time fb is.
+    left = 0.0
+    if not any(getattr(costs, name) for name in SHARES):
+        left = max(0.0, costs.fb - costs.b - costs.w)
     return replace(costs, f=min(costs.f, left))
 
 
 def _scaled(costs: Costs, shares: list[float]) -> Costs:
+    """Return the costs with f, b and w multiplied by these three shares."""
+
     def part(time: PerStage, share: float) -> PerStage:
-        return tuple(share * x for x in time) if isinstance(time, tuple) else share * time
+        if isinstance(time, tuple):
+            return tuple(share * x for x in time)
+        return share * time
 
     f, b, w = (
         part(time, share) for time, share in zip((costs.f, costs.b, costs.w), shares, strict=True)
@@ -156,6 +172,8 @@ def _most(
     sizes = {memory[s] for s in stages}
     if min(sizes) <= 0.0 or limit == float("inf"):
         return everything
+    # Passes of one size: a whole number of them fits. Else the best stage fills the memory exactly,
+    # which no mix of passes exceeds.
     if len(sizes) == 1:
         return min(everything, limit // sizes.pop() * max(time[s] for s in stages))
     return min(everything, limit * max(time[s] / memory[s] for s in stages))

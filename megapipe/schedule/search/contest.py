@@ -66,16 +66,17 @@ class Entrant:
             hot: first temperature, in units of the longest pass.
         """
         steps = int(seconds * PASSES_PER_SECOND / (self.problem.num_passes + PER_MOVE))
+        if not steps:
+            return self
         rounds = max(1, steps // LONG)
+        goal = self.bound * (1 + 1e-9)
         found = self.found
-        for i in range(rounds if steps else 0):
+        for i in range(rounds):
+            # Few moves cannot cool a hot schedule down again, so they start colder.
             heat = hot * HEATS[i % len(HEATS)] * min(1.0, steps / 5000)
-            cooling = Cooling(
-                steps // rounds, heat, 0.05 * heat, self.spreads[i % len(self.spreads)], of.until
-            )
-            found = anneal(
-                self.problem, found, cooling, of.random.getrandbits(64), self.bound * (1 + 1e-9)
-            )
+            spread = self.spreads[i % len(self.spreads)]
+            cooling = Cooling(steps // rounds, heat, 0.05 * heat, spread, of.until)
+            found = anneal(self.problem, found, cooling, of.random.getrandbits(64), goal)
         return replace(self, found=found)
 
 
@@ -95,8 +96,11 @@ def contest(
         progress: called with the share of the effort spent.
         known: the best pattern, if there is one problem and the caller has it.
     """
-    spent = starts = _LONG_START if problems[0].microbatches >= 2 * few(problems[0]) else _START
+    starts = _START
+    if problems[0].microbatches >= 2 * few(problems[0]):
+        starts = _LONG_START
     entrants = _entrants(problems, starts * seconds, of, known)
+    spent = starts
     progress(spent)
     for keep, part, hot in _ROUNDS:
         best = min(x.found.length for x in entrants)
@@ -119,35 +123,38 @@ def _entrants(
     result: list[Entrant] = []
     bounds = [(_bound(x), i) for i, x in enumerate(problems)]
     some_large = any(map(is_large, problems))
-    for bound, i in sorted(bounds) if some_large else bounds:
+    # The most promising placement first, because its result may rule out the others.
+    if some_large:
+        bounds.sort()
+    for bound, i in bounds:
         x = problems[i]
         each = seconds / len(problems)
-        if (
-            some_large and result
-        ):  # what takes long to make is not made where it cannot win, or time is up
+        # Starts of a large table take long, so none are made for a placement that cannot win, nor
+        # after the last time.
+        if some_large and result:
             least = min(one.found.length for one in result)
             if bound >= least * (1 - 1e-9) or process_time() > of.until:
                 continue
         if is_large(x):
             starts = _unrolled(x, each, of)
         else:
-            starts = [known] if known else [patterns(x)[0][0]]
+            starts = [known or patterns(x)[0][0]]
+            # A pattern that meets the bound is optimal: no other start is needed.
             if starts[0].length > bound * (1 + 1e-9):
                 starts += _starts(x, each, of)
         spreads = SPREADS_OF_LOOPS if _is_dealt(x.placement) else SPREADS
-        turns = [
-            spreads[i % len(spreads) :] + spreads[: i % len(spreads)] for i in range(len(starts))
-        ]
-        result += [
-            Entrant(x, bound, found, turn) for found, turn in zip(starts, turns, strict=True)
-        ]
+        # Each start begins with another spread, so that the short first round tries them all.
+        for number, found in enumerate(starts):
+            turn = number % len(spreads)
+            result.append(Entrant(x, bound, found, spreads[turn:] + spreads[:turn]))
     return result
 
 
 def _bound(x: Problem) -> float:
-    return lower_bound(
-        x.placement, x.microbatches, x.costs, x.memory, "period" if x.period else "makespan"
-    )
+    objective = "makespan"
+    if x.period:
+        objective = "period"
+    return lower_bound(x.placement, x.microbatches, x.costs, x.memory, objective)
 
 
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
@@ -157,11 +164,13 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """
     small = problem(full.placement, few(full), full.costs, full.memory, full.period)
     ranked = patterns(small)
-    best = contest(
-        [small], seconds, replace(of, random=Random(0)), lambda share: None, ranked[0][0]
-    )
+    # Random numbers of its own: the small contest's draws must not shift the large one's.
+    own = replace(of, random=Random(0))
+    best = contest([small], seconds, own, lambda share: None, ranked[0][0])
+    found = unroll(full, small, best.found)[:2]
     name = next((name for _, name in ranked if name), "")
-    found = unroll(full, small, best.found)[:2] + (pattern(full, name)[:1] if name else [])
+    if name:
+        found += pattern(full, name)[:1]
     return sorted(found, key=lambda x: x.length) or [patterns(full)[0][0]]
 
 
@@ -172,13 +181,15 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
         best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None)
         return unroll(full, small, best.found)[:2]
     tries = int(seconds * PASSES_PER_SECOND_OF_STARTS / full.num_passes / 2)
-    dealt = deals(full, tries // 6, of.until, of.random) if _is_dealt(full.placement) else []
-    islands = max(1, min(16 - len(dealt), tries // 200))
-    return dealt + [
-        found
-        for _ in range(islands)
-        for found in blocks(full, tries // islands, of.until, of.random)[:1]
-    ]
+    starts = []
+    if _is_dealt(full.placement):
+        starts = deals(full, tries // 6, of.until, of.random)
+    # Several searches of blocks that know nothing of each other, because the blocks of one search
+    # soon resemble its best.
+    islands = max(1, min(16 - len(starts), tries // 200))
+    for _ in range(islands):
+        starts += blocks(full, tries // islands, of.until, of.random)[:1]
+    return starts
 
 
 def _is_dealt(place: Placement) -> bool:

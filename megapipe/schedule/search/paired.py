@@ -14,7 +14,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.compiled import library
 from megapipe.schedule.generators.waves import loop, vee
-from megapipe.schedule.passes import Schedule, unpaired
+from megapipe.schedule.passes import Pass, Schedule, unpaired
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.shapes.pairs.pairs import limits_in_pairs, pairs, refuse_unpairable
 from megapipe.schedule.shapes.pairs.together import best_play
@@ -23,6 +23,7 @@ from megapipe.schedule.verify import verify
 CHUNKS = (1, 2, 4, 8)
 _FIRST = 8
 _FINALISTS = 3
+"""Simulations of every order at first, and orders that get the rest of the effort."""
 # Passes that a second of effort may place, in Python and in C. They are counted and not timed, so
 # that a faster or busier machine finds the same table.
 _PYTHON = 180_000
@@ -69,12 +70,13 @@ def search_pairs(
         if best := best_play(table, costs, limits[n], _FIRST):
             found.append((best[0], n, best[1]))
     found.sort(key=lambda entry: entry[0])
-    pace = _PYTHON if library() is None else _COMPILED
+    pace = _COMPILED
+    if library() is None:
+        pace = _PYTHON
     for place, (_, n, _) in enumerate(found[:_FINALISTS]):
         progress((1 + place / _FINALISTS) / 2)
-        tries = int(
-            effort / _FINALISTS * pace / (3 * tables[n].placement.num_stages * microbatches)
-        )
+        passes = 3 * tables[n].placement.num_stages * microbatches
+        tries = int(effort / _FINALISTS * pace / passes)
         best = best_play(tables[n], costs, limits[n], _FIRST + tries)
         assert best is not None
         found.append((best[0], n, best[1]))
@@ -89,25 +91,21 @@ def _tables(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs
 ) -> Iterator[Schedule]:
     """Yield the catalogue's tables with one copy of the model, each order once."""
-    seen = set[str]()
+    seen = set[tuple[Pass, ...]]()
     for v in CHUNKS if chunks is None else (chunks,):
         for table in fixed(ranks, microbatches, v, costs):
-            shape = (
-                "v"
-                if table.placement == vee(ranks)
-                else "loop"
-                if table.placement == loop(ranks, v)
-                else None
-            )
+            shape = None
+            if table.placement == loop(ranks, v):
+                shape = "loop"
+            if table.placement == vee(ranks):
+                shape = "v"
             if placement not in (None, shape):
                 continue
-            passes = [[x for step in row for x in step] for row in table.ranks]
-            orders = str(
-                [
-                    [x for x in row if x.kind.is_forward] + [x for x in row if x.kind.is_backward]
-                    for row in passes
-                ]
-            )
+            # Pairs are formed again from the order of forwards and the order of backwards alone.
+            # Tables that differ only in how they mix these, or in W, give the same pairs.
+            forwards = [x for x in table.passes() if x.kind.is_forward]
+            backwards = [x for x in table.passes() if x.kind.is_backward]
+            orders = (*forwards, *backwards)
             if orders not in seen:
                 seen.add(orders)
                 yield unpaired(table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import chain, product, zip_longest
 from math import exp
 from random import Random
 from time import process_time
@@ -39,12 +39,14 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
     The name "" is one microbatch at a time.
     """
     place = problem.placement
-    known = fixed(
-        place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks, None, place
-    )
+    found = []
+    # One microbatch at a time holds least of all orders, so there is a start under any limit.
     alone = _timed(problem, one_by_one(problem))
-    found = [(alone, "")] if alone else []
-    found += [(x, schedule.name) for schedule in known for x in _fitted(problem, schedule)]
+    if alone:
+        found.append((alone, ""))
+    chunks = place.num_stages // place.num_ranks
+    for schedule in fixed(place.num_ranks, problem.microbatches, chunks, None, place):
+        found += [(x, schedule.name) for x in _fitted(problem, schedule)]
     return sorted(found, key=lambda x: x[0].length)
 
 
@@ -54,16 +56,21 @@ def pattern(problem: Problem, name: str) -> list[Found]:
     There are none if the schedule does not exist for these numbers.
     """
     place = problem.placement
-    made = one_of(name, place.num_ranks, problem.microbatches, place.num_stages // place.num_ranks)
-    return sorted(
-        (x for schedule in made for x in _fitted(problem, schedule)), key=lambda x: x.length
-    )
+    chunks = place.num_stages // place.num_ranks
+    found = []
+    for schedule in one_of(name, place.num_ranks, problem.microbatches, chunks):
+        found += _fitted(problem, schedule)
+    return sorted(found, key=lambda x: x.length)
 
 
 def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
+    """Return a schedule with its own W, if it fits the memory, and with W refilled."""
     orders = encode(problem, schedule)
-    found = _timed(problem, orders) if fits(problem, orders) else None
-    return [*([found] if found else []), *_refilled(problem, orders)]
+    found = None
+    if fits(problem, orders):
+        found = _timed(problem, orders)
+    refilled_too = _refilled(problem, orders)
+    return [found, *refilled_too] if found else refilled_too
 
 
 @dataclass(frozen=True)
@@ -104,17 +111,15 @@ def blocks(
             break
         # The first two fifths of the tries are random. Later ones vary the best blocks, and one in
         # twenty is random.
-        fresh = step < 0.4 * tries or not pool or random.random() < 0.05
-        block = (
-            _random(problem, random) if fresh else _vary(random.choice(pool)[1], problem, random)
-        )
+        if step < 0.4 * tries or not pool or random.random() < 0.05:
+            block = _random(problem, random)
+        else:
+            block = _vary(random.choice(pool)[1], problem, random)
         found = _unrolled(problem, block)
+        if not found or (len(pool) == keep and found.length >= pool[-1][0]):
+            continue
         # Blocks of equal length are mostly the same schedule. Copies would leave nothing to vary.
-        if (
-            found
-            and (len(pool) < keep or found.length < pool[-1][0])
-            and all(found.length != x[0] for x in pool)
-        ):
+        if all(found.length != x[0] for x in pool):
             pool = sorted([*pool, (found.length, block, found)], key=lambda x: x[0])[:keep]
     return [x[2] for x in pool]
 
@@ -128,14 +133,16 @@ def deals(problem: Problem, tries: int, until: float, random: Random, keep: int 
     p = problem.placement.num_ranks
     m = problem.microbatches
     pool: list[Found] = []
+    # Megatron-LM's groups: p microbatches each, and the rest in the last one.
+    usual = [p] * (m // p)
+    if m % p:
+        usual.append(m % p)
     for _ in range(tries):
         if process_time() > until:
             break
-        forward = (
-            _split(m, p, random)
-            if random.random() < 0.5
-            else [p] * (m // p) + [m % p] * (m % p > 0)
-        )
+        forward = usual
+        if random.random() < 0.5:
+            forward = _split(m, p, random)
         found = _dealt(problem, forward, _split(m, p, random), random.choice((0, 0, 1, -1, 2)))
         if found and all(found.length != x.length for x in pool):
             pool = sorted([*pool, found], key=lambda x: x.length)[:keep]
@@ -146,31 +153,38 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
     """Return schedules from a schedule of fewer microbatches, with its middle repeated.
 
     Several places to cut and numbers of repeated microbatches are tried, among them the number of
-    ranks, which keeps groups of microbatches whole.
+    ranks, which keeps groups of microbatches whole. With head 2 and repeat 1, four microbatches
+    become six:
+
+        0 1 2 3  ->  0 1 2 2' 2'' 3     2' is 2 one period later, 2'' two periods
     """
     m = problem.microbatches
     n = small.microbatches
     p = problem.placement.num_ranks
     results = []
+    start = [e - d for e, d in zip(found.end, small.duration, strict=True)]
+    classes = range(3 * problem.placement.num_stages)
     # Which middle repeats well depends on the small schedule, so all are tried. A large table is
     # filled with W in one way first.
     tried = _MIDDLE if is_large(problem) else OVERRUNS
     for repeat in sorted({1, 2, p}):
+        most_rounds = -(-(m - n) // repeat)
         for head in sorted({(n - repeat) // 3, (n - repeat) // 2}):
             if head < 0 or head + repeat >= n:
                 continue
-            start = [e - d for e, d in zip(found.end, small.duration, strict=True)]
-            times = [0.0] * problem.num_passes
-            classes = range(3 * problem.placement.num_stages)
             ahead = [start[c * n + head + repeat] - start[c * n + head] for c in classes]
             # The mean over all passes: a single late pass must not stretch all rounds.
             period = sum(ahead) / len(ahead)
-            for c in classes:
-                for i in range(m):
-                    rounds = 0 if i < head else min((i - head) // repeat, -(-(m - n) // repeat))
+            times = [0.0] * problem.num_passes
+            for i in range(m):
+                rounds = 0
+                if i >= head:
+                    rounds = min((i - head) // repeat, most_rounds)
+                for c in classes:
                     times[c * m + i] = start[c * n + i - rounds * repeat] + rounds * period
             results += _refilled(problem, _sorted(problem, times), tried)
     results.sort(key=lambda x: x.length)
+    # Only the best of a large table is filled in the other ways too.
     if is_large(problem) and results:
         results += _refilled(problem, results[0].orders, [x for x in OVERRUNS if x not in tried])
     return sorted(results, key=lambda x: x.length)
@@ -182,7 +196,11 @@ _MIDDLE = (0.3,)
 def few(problem: Problem) -> int:
     """Return the microbatches of a smaller problem with the same ramps and a middle to repeat."""
     ranks = problem.placement.num_ranks
-    return 2 * ranks if problem.placement.num_stages * problem.microbatches > _LARGE else 3 * ranks
+    # 1F1B fills the pipeline with p microbatches and drains it with p; a third p is the middle.
+    # A large table does without, as its small contest must be short.
+    if problem.placement.num_stages * problem.microbatches > _LARGE:
+        return 2 * ranks
+    return 3 * ranks
 
 
 def is_large(problem: Problem) -> bool:
@@ -198,7 +216,9 @@ _LARGE = 4096
 
 def _timed(problem: Problem, orders: Orders) -> Found | None:
     end = clock(problem, orders)
-    return None if end is None else Found(orders, end, length(problem, orders, end))
+    if end is None:
+        return None
+    return Found(orders, end, length(problem, orders, end))
 
 
 def _refilled(
@@ -220,11 +240,11 @@ def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
     m = problem.microbatches
     p = place.num_ranks
     stages = place.num_stages
-    work = max(
-        sum(problem.duration[c * m] for c in range(3 * stages) if place.rank_of[c // 3] == r)
-        for r in range(p)
-    )
-    starts = [_begins(m, group, block.period * work, p / stages) for group in block.groups]
+    work = [0.0] * p
+    for c in range(3 * stages):
+        work[place.rank_of[c // 3]] += problem.duration[c * m]
+    period = block.period * max(work)
+    starts = [_begins(m, group, period, p / stages) for group in block.groups]
     bare: list[list[tuple[float, int]]] = [[] for _ in range(p)]
     now = 0.0
     # The classes in the order of a microbatch: F down the stages, B up.
@@ -233,20 +253,22 @@ def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
         now += problem.lag[c * m]
         bare[place.rank_of[c // 3]] += [(now + starts[c % 3][i], c * m + i) for i in range(m)]
         leg, rest = divmod(at, p)
-        now += problem.duration[c * m] + (block.turns if rest == p - 1 else block.waits)[leg]
-    orders = [[x for _, x in sorted(timed)] for timed in bare]
+        waits = block.turns if rest == p - 1 else block.waits
+        now += problem.duration[c * m] + waits[leg]
+    orders = []
+    for timed in bare:
+        timed.sort()
+        orders.append([x for _, x in timed])
     return next(iter(_refilled(problem, orders, (block.overrun,))), None)
 
 
 def _split(m: int, p: int, random: Random) -> list[int]:
+    """Return random sizes of groups that sum to m: mostly p or half of p."""
+    half = -(-p // 2)
     sizes: list[int] = []
     while m > sum(sizes):
-        sizes.append(
-            min(
-                m - sum(sizes),
-                random.choice((p, p, p, -(-p // 2), -(-p // 2), random.randint(1, p))),
-            )
-        )
+        size = random.choice((p, p, p, half, half, random.randint(1, p)))
+        sizes.append(min(m - sum(sizes), size))
     return sizes
 
 
@@ -262,20 +284,22 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
     chunks = place.num_stages // place.num_ranks
     bare: Orders = []
     for rank in range(p):
-        following = [c * m for c in range(3 * place.num_stages)]
-        down = [3 * (v * p + rank) for size in forward for v in range(chunks) for _ in range(size)]
-        up = [
-            3 * (v * p + rank) + 1
-            for size in backward
-            for v in reversed(range(chunks))
-            for _ in range(size)
-        ]
+        # The classes of the rank's forwards and of its backwards, group by group. With two chunks
+        # and groups of two: F of chunk 0 twice, F of chunk 1 twice, and so on.
+        down: list[int] = []
+        for size, v in product(forward, range(chunks)):
+            down += [3 * (v * p + rank)] * size
+        up: list[int] = []
+        for size, v in product(backward, reversed(range(chunks))):
+            up += [3 * (v * p + rank) + 1] * size
+        # Forwards alone until the first backward arrives, then both in turns, as 1F1B.
         warm = max(1, p - 1 - rank + (chunks - 1) * forward[0] + deeper)
+        turns = chain.from_iterable(zip_longest(down[warm:], up))
+        classes = [*down[:warm], *(c for c in turns if c is not None)]
+        # Each class takes its microbatches in ascending order.
+        following = [c * m for c in range(3 * place.num_stages)]
         order = []
-        for c in [
-            *down[:warm],
-            *(c for pair in zip_longest(down[warm:], up) for c in pair if c is not None),
-        ]:
+        for c in classes:
             order.append(following[c])
             following[c] += 1
         bare.append(order)
@@ -287,9 +311,10 @@ def _begins(m: int, group: int, period: float, part: float) -> list[float]:
 
     Within a group they start at the pace of one chunk, which is `part` of the model.
     """
-    return [
-        (i // group * group + i % group * (part if group > 1 else 1.0)) * period for i in range(m)
-    ]
+    pace = 1.0
+    if group > 1:
+        pace = part
+    return [(i // group * group + i % group * pace) * period for i in range(m)]
 
 
 def _random(problem: Problem, random: Random) -> Rhythm:
@@ -297,9 +322,15 @@ def _random(problem: Problem, random: Random) -> Rhythm:
     p = place.num_ranks
     legs = 2 * place.num_stages // place.num_ranks
     looped = legs > 2 and place.rank_of[:p] == place.rank_of[p : 2 * p]
-    group = random.choice((p, p, random.randint((p + 1) // 2, p), 1)) if looped else 1
+    # Groups are of use on a loop of several chunks only: on a V each microbatch turns at once.
+    group = 1
+    if looped:
+        group = random.choice((p, p, random.randint((p + 1) // 2, p), 1))
     back = random.choice((group, random.randint(1, group)))
-    scale = problem.unit * (0.3 if group > 1 else 3.0)
+    # In groups the ranks are busy with other microbatches, so long waits gain nothing.
+    scale = 3.0 * problem.unit
+    if group > 1:
+        scale = problem.unit * 0.3
 
     def some() -> tuple[float, ...]:
         return tuple(random.choice((0.0, 0.0, random.uniform(0.0, scale))) for _ in range(legs))

@@ -48,9 +48,12 @@ def searched_slices(
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
-    held = mean.memory(place).b
-    own = [max(held[s] for s in place.stages_on(rank)) for rank in range(place.num_ranks)]
-    room = tuple(most - (n - 1) * one for most, one in zip(memory, own, strict=True))
+    largest = [0.0] * place.num_ranks
+    for size, rank in zip(mean.memory(place).b, place.rank_of, strict=True):
+        largest[rank] = max(largest[rank], size)
+    # Backwards run from the last slice to the first. So n - 1 further slices of a microbatch have
+    # run their forward before its first backward, which the search does not know.
+    room = tuple(most - (n - 1) * one for most, one in zip(memory, largest, strict=True))
     best: tuple[float, Schedule] | None = None
 
     def over(order: Schedule) -> list[float]:
@@ -73,12 +76,12 @@ def searched_slices(
             part = effort / _TRIES
             found = search_among(asked, n * microbatches, effort=part, progress=progress)
             more = over(found.schedule)
-            room = (
-                tuple(most - x for most, x in zip(room, more, strict=True)) if any(more) else memory
-            )
-    for order in fixed(
-        place.num_ranks, n * microbatches, place.num_stages // place.num_ranks, mean, place
-    ):
+            # Within the limit there may be room left, so the next search gets all of it.
+            room = memory
+            if any(more):
+                room = tuple(most - x for most, x in zip(asked[0].memory, more, strict=True))
+    chunks = place.num_stages // place.num_ranks
+    for order in fixed(place.num_ranks, n * microbatches, chunks, mean, place):
         with suppress(ScheduleError):
             over(order)
     return best and best[1]
@@ -102,7 +105,9 @@ def fastest_slices(
         size = (one.placement, microbatches, cuts, one.costs, one.memory)
         part = effort / len(candidates)
         made = searched_slices(*size, documents=documents, effort=part, progress=progress)
-        found += [] if made is None else [(simulate(made, one.costs).makespan, i, made)]
+        if made is not None:
+            # The number breaks ties, because schedules have no order.
+            found.append((simulate(made, one.costs).makespan, i, made))
     if not found:
         most = max(max(one.memory) for one in candidates)
         raise ScheduleError(
