@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -61,10 +61,14 @@ def spent(row: Sequence[Ran]) -> Spent:
     groups = list(in_turn(row))
     first = groups[0][0]
     end = max(x.end for x in row)
+    # V computes next to nothing: it waits for the norms of all other ranks.
     validated = sum(x.end - x.begin for x, *_ in groups if x.item.kind.traits.border)
     busy = sum(x.end - x.begin for x, *_ in groups) - validated
-    waited = sum(max(x.waited for x in group) for group in groups[1:]) + validated
-    return Spent(end - first.begin + first.waited, end - first.begin, busy, waited)
+    waited = 0.0
+    for group in groups[1:]:
+        waited += max(x.waited for x in group)
+    span = end - first.begin
+    return Spent(span + first.waited, span, busy, waited + validated)
 
 
 def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
@@ -103,8 +107,11 @@ def measured_costs(
     pairs: list[float] = []
     least: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
     alone = replace(counted, overhead=0.0)
-    parts = {n: None if n is None else (n, 0, len(cuts)) for n in (None, *range(len(cuts)))}
-    work = {n: alone.of_slice(cuts, part).durations(place) for n, part in parts.items()}
+    work: dict[int | None, dict[Kind, list[float]]] = {None: alone.durations(place)}
+    # As if each microbatch were one document: a slice's place in the microbatch is known, where
+    # documents begin is not.
+    for n in range(len(cuts)):
+        work[n] = alone.of_slice(cuts, (n, 0, len(cuts))).durations(place)
 
     def whole(x: Ran) -> float:
         """Return the duration, scaled from a slice to a whole microbatch."""
@@ -124,19 +131,30 @@ def measured_costs(
                     pairs.append(whole(group[0]))
                 makers = [_made(x.item, place, ran) for x in group]
                 made = [y for y in makers if y and place.rank_of[y.item.stage] != rank]
+                # Most messages wait for a receiver that is busy. The least time of a step is the
+                # one message whose receiver was ready.
                 for y in made:
                     of_link = least[place.rank_of[y.item.stage], rank]
                     of_link[step] = min(of_link.get(step, inf), group[0].begin - y.end)
+                # A pass that took a message may have waited for it, so it says nothing of the host.
                 if last is not None and not made:
                     between.append(group[0].begin - last.end)
                 last = group[0]
-    for x in (x for ranks in copies for row in ranks for x in row):
-        took[x.item.kind, place.position(x.item.stage)].append(whole(x))
+    for ranks in copies:
+        for x in chain.from_iterable(ranks):
+            took[x.item.kind, place.position(x.item.stage)].append(whole(x))
+    # A pass that ran alone too is timed alone: a half of a pair includes what the other half did.
     known = {**halves, **took}
-    overhead = median(between) if between else 0.0
+    overhead = 0.0
+    if between:
+        overhead = median(between)
     f, b, w = zip(*_stages(known, place, counted), strict=True)
+    # The clock adds the overhead to the pass that receives, so the link must not have it too.
     comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
-    fb = median(pairs) * place.chain / place.num_ranks if pairs else None
+    fb = None
+    if pairs:
+        fb = median(pairs) * place.chain / place.num_ranks
+    # Seconds of one unit of the plan's work, for what was not measured by itself.
     of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
     unit = sum((*f, *b, *w)) / (of_passes or 1.0)
     of_families = dict[str, Any]()
@@ -172,6 +190,8 @@ def _copies(
     """
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
     total = sum(counted[at] for at in timed)
+    # A copy's speed is the bus's, which the times of the passes do not show. So measured copies say
+    # how long the others would take.
     if total:
         unit = sum(timed.values()) / total
     if not any(counted) and not timed:
@@ -182,7 +202,7 @@ def _copies(
 def _shares(took: Mapping[_At, list[float]], name: str) -> float:
     """Return the time of a rank's share under this field of the costs; 0 if nothing is shared."""
     times = [x for (kind, _), row in took.items() if kind.traits.costs == name for x in row]
-    return median(times) if times else 0.0
+    return median(times or [0.0])
 
 
 def _stages(
@@ -191,12 +211,13 @@ def _stages(
     """Yield the times of F, B and W at each position of the chain."""
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):
-        f, b, w, whole = (median(took[kind, at]) if (kind, at) in took else None for kind in _KINDS)
-        if b is None or w is None:
+        f, b, w, whole = (median(took.get((kind, at), [0.0])) for kind in _KINDS)
+        # Only fused backwards ran here: the plan says how B and W divide one.
+        if (Kind.B, at) not in took or (Kind.W, at) not in took:
             share = time[Kind.B][at] / (time[Kind.B][at] + time[Kind.W][at] or 1.0)
-            b = (whole or 0.0) * share
-            w = (whole or 0.0) * (1 - share)
-        yield f or 0.0, b, w
+            b = whole * share
+            w = whole * (1 - share)
+        yield f, b, w
 
 
 _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
@@ -207,21 +228,31 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
 
     Returns None at the ends of the model, for W, and if that pass was not measured.
     """
-    source = place.prev(item.stage) if item.kind.is_forward else place.next(item.stage)
-    if source is None or item.kind not in _KINDS or item.kind is Kind.W:
+    if item.kind is Kind.F:
+        source = place.prev(item.stage)
+        kinds = [Kind.F]
+    elif item.kind in (Kind.B, Kind.BW):
+        source = place.next(item.stage)
+        kinds = [Kind.B, Kind.BW]
+    else:
         return None
-    kinds = (Kind.F,) if item.kind.is_forward else (Kind.B, Kind.BW)
+    if source is None:
+        return None
     makers = (Pass(kind, source, *item[2:]) for kind in kinds)
     return next((ran[maker] for maker in makers if maker in ran), None)
 
 
 def _links(ranks: int) -> list[tuple[int, int]]:
     """Return the ranks of each link; more than two ranks form a ring."""
-    count = ranks if ranks > 2 else ranks - 1
+    # Of two ranks the way around is the same link, and `Costs.comm` names it once.
+    count = ranks
+    if ranks <= 2:
+        count -= 1
     return [(rank, (rank + 1) % ranks) for rank in range(count)]
 
 
 def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> float:
     """Return the latency of the link between two ranks; 0 if no message used it."""
+    # With clocks d apart the measured lags are lag + d one way and lag - d the other way.
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]
-    return sum(ways) / len(ways) if ways else 0.0
+    return sum(ways) / max(1, len(ways))

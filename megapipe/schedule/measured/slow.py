@@ -84,6 +84,12 @@ class History:
             *_late_links(self.least, samples, schedule),
         ]
         names = frozenset(x.name for x in slow)
+        # A single slow sample is often another program or a garbage collection. So a finding is
+        # reported in the second sample in a row, and again only after it was fast in between.
+        #
+        #     sample    1    2    3      4    5
+        #     slow     yes  yes  yes    no   yes
+        #     says          new        again
         new = [x for x in slow if x.name in self.suspects - self.named]
         over = [
             Slow(name, f"{name} is as fast as it should be again", None)
@@ -99,14 +105,17 @@ def _took(samples: Sequence[Sample], schedule: Schedule) -> Iterator[tuple[_Key,
     for replica, sample in enumerate(samples):
         for at, seconds in enumerate(stage_seconds(sample.costs, schedule)):
             yield ("stage", replica, at), seconds
+        # A plain number is a pipeline of one rank, which has no link.
         comm = sample.costs.comm
-        for link, seconds in enumerate(comm if isinstance(comm, tuple) else ()):
-            yield ("link", replica, link), seconds
+        if isinstance(comm, tuple):
+            for link, seconds in enumerate(comm):
+                yield ("link", replica, link), seconds
 
 
 def stage_seconds(costs: Costs, schedule: Schedule) -> list[float]:
     """Return the seconds of a microbatch, forward and backward, at each position of the chain."""
     place = schedule.placement
+    # The overhead is the same on every stage and would make slow stages look less slow.
     time = replace(costs, overhead=0.0).durations(place)
     return [time[Kind.F][at] + time[Kind.BW][at] for at in range(place.chain)]
 
@@ -121,6 +130,7 @@ def extremes(samples: Sequence[Sample], schedule: Schedule, counted: Costs) -> s
     speed = median(t / (work[at] or 1.0) for (_, at), t in took.items())
     ratios = {key: t / ((work[key[1]] or 1.0) * speed) for key, t in took.items()}
     names = []
+    # Stages have different work, so their ratios to the plan are compared and not their times.
     for r, at in (max(took, key=ratios.__getitem__), min(took, key=ratios.__getitem__)):
         names.append(f"{_stage_name(samples[r], at, schedule)}, {ratios[r, at]:.2f} x")
     slowest, fastest = names
@@ -157,9 +167,11 @@ def _slow_stages(
             if b == at or (not ends & {at, b} and _equal(work[at], work[b]))
         ]
         others = [ratio for key, ratio in grown.items() if key != (r, at)]
+        # The lower median: of two replicas the faster one is what the other should be.
         if len(equal) > 1:
             should = median_low(equal)
             peers = "its peers"
+        # If all stages became slower together, such as by heat, no single one is to blame.
         elif others and (r, at) in grown:
             should = least["stage", r, at] * max(1.0, median(others))
             peers = "the time it took before"
@@ -167,6 +179,7 @@ def _slow_stages(
             continue
         if seconds < SLOWER * should:
             continue
+        # A slow stage whose rank has time to spare costs nothing, and is not reported.
         costs = samples[r].costs
         cost = _cost(costs, _with_stage(costs, at, should / seconds), schedule)
         if cost >= WORTH:
@@ -181,7 +194,9 @@ def _late_links(
     """Yield links slower than the median link. A single link is compared with its own past."""
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():
-        should = median_low(took.values()) if len(took) > 1 else least.get(("link", r, n), seconds)
+        should = median_low(took.values())
+        if len(took) == 1:
+            should = least.get(("link", r, n), seconds)
         late = seconds - should
         if late < max(LATER_S, should):
             continue

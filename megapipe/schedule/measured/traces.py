@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -116,8 +116,13 @@ def read(path: Path) -> RankTrace:
     if odd:
         start = json.dumps(odd[0])[:100]
         raise DataError(f"{path}: {start} is no event with name, ts and dur of torch's profiler.")
-    events = [event | {"ts": event["ts"] + base} if "ts" in event else event for event in events]
-    return RankTrace(int(number[1]), events, _steps(_slices(events)))
+    # Ranks have different base times. Their sum with `ts` is the time of the host's clock.
+    moved = []
+    for event in events:
+        if "ts" in event:
+            event = event | {"ts": event["ts"] + base}
+        moved.append(event)
+    return RankTrace(int(number[1]), moved, _steps(_slices(moved)))
 
 
 def _is_event(event: object) -> bool:
@@ -135,6 +140,7 @@ def _is_event(event: object) -> bool:
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
     """Return the labelled passes in the order of the row."""
+    # Times of the GPU if the trace has any. The host's labels end when a kernel is launched.
     for category in _ANNOTATIONS:
         spans = [
             (e["name"], e["ts"], e["ts"] + e["dur"])
@@ -152,8 +158,9 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
     others: list[Slice] = []  # copies and collectives
     begun: list[float] = []  # when each of them was posted, for its place in the row
     for m, begin, end in sorted(passes, key=lambda row: row[1]):
-        label = Pass(Kind[m[2]], int(m[1]), int(m[3]), None if m[4] is None else int(m[4]))
+        label = _label(m)
         if label.kind.traits.lane is not Lane.COMPUTE:
+            # The label itself covers only the call that posts it.
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             begun.append(begin)
             # Passes of one stream run one after another, however early they are posted.
@@ -172,6 +179,14 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
         rows.append(Slice(label, begin, end, waited))
     ordered = [*zip(begun, others, strict=True), *((item.start, item) for item in rows)]
     return [item for _, item in sorted(ordered, key=lambda pair: pair[0])]
+
+
+def _label(match: re.Match[str]) -> Pass:
+    """Return the pass whose label this is: the reverse of `str(pass)`."""
+    piece = None
+    if match[4] is not None:
+        piece = int(match[4])
+    return Pass(Kind[match[2]], int(match[1]), int(match[3]), piece)
 
 
 def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
@@ -196,10 +211,12 @@ def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
     Ranks that ran different passes belong to one pipeline.
     """
     groups: list[tuple[set[Pass], list[RankTrace]]] = []
+    # Replicas of a pipeline run the same passes, and one pipeline runs each pass once. The ranks of
+    # a pipeline ascend, so the first group without this rank's passes is its own.
     for trace in sorted(traces, key=lambda t: t.rank):
-        own = {item.label for item in trace.steps[0]} if trace.steps else set()
-        if not own:
+        if not trace.steps:
             continue
+        own = {item.label for item in trace.steps[0]}
         for labels, members in groups:
             if not labels & own:
                 labels |= own
@@ -215,45 +232,54 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 
     Raises: DataError if a stage has no trace.
     """
-    rows = [[item.label for item in trace.steps[0]] for trace in ranks]
+    # All steps that `_steps` keeps have the same passes, so the first one stands for all.
+    firsts = [trace.steps[0] for trace in ranks]
+    rows = [[item.label for item in step] for step in firsts]
     rank_of = {label.stage: r for r, row in enumerate(rows) for label in row}
     if sorted(rank_of) != list(range(len(rank_of))):
         missing = sorted(set(range(max(rank_of) + 1)) - set(rank_of))
         raise DataError(f"no trace has a pass of stage {missing}; profile all ranks of a pipeline")
-    passes = [label for row in rows for label in row if not label.kind.traits.per_stage]
-    first = [
-        {label.microbatch for label in passes if label.stage == s} for s in (0, len(rank_of) - 1)
-    ]
+    labels = [label for row in rows for label in row]
+    passes = [label for label in labels if not label.kind.traits.per_stage]
+    through: dict[int, set[int]] = {stage: set() for stage in rank_of}
+    for label in passes:
+        through[label.stage].add(label.microbatch)
     # Two chains carry different microbatches.
-    chain = len(rank_of) if first[0] == first[1] else len(rank_of) // 2
-    shared = any(label.kind.traits.at for row in rows for label in row)
+    chain = len(rank_of)
+    if through[0] != through[chain - 1]:
+        chain //= 2
+    shared = any(label.kind.traits.at for label in labels)
     placement = Placement(tuple(rank_of[s] for s in range(len(rank_of))), chain, shared)
-    count = len({label.microbatch for row in rows for label in row})
+    count = len({label.microbatch for label in labels})
     slices = 1 + max((label.slice for label in passes if label.slice is not None), default=-1)
-    table = tuple(tuple((label,) for label in row) for row in rows)
-    return Schedule("measured", placement, count, table, cuts=(1.0,) * slices)
+    table = [tuple(zip(row, strict=True)) for row in rows]
+    return Schedule("measured", placement, count, tuple(table), cuts=(1.0,) * slices)
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     """Return costs in milliseconds, as medians over microbatches and steps."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for item in (item for trace in ranks for step in trace.steps for item in step):
+    for item in _items(ranks):
         at = schedule.placement.position(item.label.stage)
         times[item.label.kind, at].append(item.busy / 1000)
-    chain = range(schedule.placement.chain)
+    positions = range(schedule.placement.chain)
 
     def column(*kinds: Kind) -> list[float]:
         """Return the time of any of these kinds at each position, 0 where none ran."""
         found = []
-        for at in chain:
+        for at in positions:
             seconds = [x for kind in kinds for x in times.get((kind, at), ())]
             found.append(median(seconds or [0.0]))
         return found
 
-    f, b, w, both = (column(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW))
+    f, b, w, both = map(column, (Kind.F, Kind.B, Kind.W, Kind.BW))
     # BW is b + w. In a table with B, BW and W the split passes divide it.
-    w = [w[s] or max(both[s] - b[s], 0.0) if b[s] else 0.0 for s in chain]
-    b = [b[s] or both[s] for s in chain]
+    for at in positions:
+        if not b[at]:
+            b[at] = both[at]
+            w[at] = 0.0
+        elif not w[at]:
+            w[at] = max(both[at] - b[at], 0.0)
     s, t, e, u, v = (tuple(column(Kind(letter))) for letter in "STEUV")
     g = tuple(column(Kind.G, Kind.RS))
     a = tuple(column(Kind.A, Kind.AF, Kind.AB))
@@ -265,11 +291,12 @@ def summarise(
 ) -> list[RankSummary]:
     """Return a row for each rank of a pipeline."""
     rows = []
-    count = min(len(trace.steps) for trace in ranks)
-    spans = [span([trace.steps[n] for trace in ranks]) for n in range(count)]
+    # Ranks may have stopped profiling at different steps. zip ends with the shortest.
+    steps = [*zip(*(trace.steps for trace in ranks), strict=False)]
+    spans = [*map(span, steps)]
     for r, trace in enumerate(ranks):
         busy = []
-        for step in trace.steps[:count]:
+        for step in trace.steps[: len(steps)]:
             busy.append(sum(item.busy for item in step if item.lane is Lane.COMPUTE))
         step_ms = median(end - start for start, end in spans) / 1000
         bubble = median(1 - b / (end - start) for b, (start, end) in zip(busy, spans, strict=True))
@@ -295,33 +322,19 @@ def merge(
     step start with its first measured pass.
     """
     for trace in pipeline:
-        yield {
-            "ph": "M",
-            "pid": trace.rank,
-            "name": "process_name",
-            "args": {"name": f"rank {trace.rank}"},
-        }
-        yield {
-            "ph": "M",
-            "pid": trace.rank,
-            "name": "process_sort_index",
-            "args": {"sort_index": trace.rank},
-        }
+        yield from _process(trace.rank, f"rank {trace.rank}", trace.rank)
+        # Every rank's profiler names its processes and threads by itself. They become threads of
+        # one process, and their own names (events "M") are left out.
         for event in trace.events:
             if event.get("ph") != "M":
                 yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
-        for item in (item for step in trace.steps for item in step):
+        for item in _items([trace]):
             lane = item.lane
             if lane is not Lane.COMPUTE:
                 yield _event(trace.rank, lane.value, item.label, lane.value, item.start, item.end)
+    # A number that is no rank's. Its sort index puts the prediction above all ranks.
     pid = 1_000_000 + pipeline[0].rank
-    yield {
-        "ph": "M",
-        "pid": pid,
-        "name": "process_name",
-        "args": {"name": "predicted from the measured passes"},
-    }
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
+    yield from _process(pid, "predicted from the measured passes", -1)
     threads = {track: number for number, track in enumerate(tracks(schedule))}
     for (rank, lane), thread in threads.items():
         name = f"rank {pipeline[rank].rank}"
@@ -334,6 +347,12 @@ def merge(
             thread = threads[schedule.placement.rank_of[label.stage], label.kind.traits.lane]
             until = begin + predicted.end[label] * 1000
             yield _event(pid, thread, label, "predicted", begin + start * 1000, until)
+
+
+def _process(pid: int, name: str, place: int) -> Iterator[Event]:
+    """Yield the events that name a process and say where the viewer shows it."""
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}
 
 
 def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, end: float) -> Event:
@@ -354,12 +373,21 @@ def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
     Messages take no time.
     """
     schedule = table_of(ranks)
-    times = defaultdict[Pass, list[float]](list)
+    took: dict[Pass, float] | None = None
     # A trace does not have the lengths of slices, so each slice has its own time.
-    for item in (item for trace in ranks for step in trace.steps for item in step if schedule.cuts):
-        times[item.label].append(item.busy / 1000)
-    took = {label: median(each) for label, each in times.items()}
-    return schedule, simulate(schedule, costs_of(ranks, schedule), took or None)
+    if schedule.cuts:
+        times = defaultdict[Pass, list[float]](list)
+        for item in _items(ranks):
+            times[item.label].append(item.busy / 1000)
+        took = {label: median(each) for label, each in times.items()}
+    return schedule, simulate(schedule, costs_of(ranks, schedule), took)
+
+
+def _items(ranks: Iterable[RankTrace]) -> Iterator[Slice]:
+    """Yield the measured passes of all steps of these ranks."""
+    for trace in ranks:
+        for step in trace.steps:
+            yield from step
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
