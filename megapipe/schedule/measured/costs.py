@@ -154,21 +154,32 @@ def measured_costs(
     fb = None
     if pairs:
         fb = median(pairs) * place.chain / place.num_ranks
-    # Seconds of one unit of the plan's work, for what was not measured by itself.
-    of_passes = sum(sum(work[None][kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
-    unit = sum((*f, *b, *w)) / (of_passes or 1.0)
-    of_families = dict[str, Any]()
+    others = _of_families(known, place, counted, sum((*f, *b, *w)))
+    return replace(counted, f=f, b=b, w=w, fb=fb, comm=comm or 0.0, overhead=overhead, **others)
+
+
+def _of_families(
+    took: Mapping[_At, list[float]], place: Placement, counted: Costs, seconds: float
+) -> dict[str, Any]:
+    """Return the costs of kinds other than F, B, W and BW, by field.
+
+    Args:
+        seconds: F, B and W of a microbatch through the whole chain, measured.
+    """
+    time = replace(counted, overhead=0.0).durations(place)
+    # Seconds of one unit of the plan's work, for kinds that were not measured by themselves.
+    of_passes = sum(sum(time[kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W))
+    unit = seconds / (of_passes or 1.0)
+    found = dict[str, Any]()
     for kind in Kind:
         name = kind.traits.costs
         if kind.traits.lane is Lane.DP:
-            of_families[name] = _scaled(getattr(counted, name), unit)
+            found[name] = _scaled(getattr(counted, name), unit)
         elif kind.traits.lane in COPIES:
-            of_families[name] = _copies(took, kind, work[None][kind][: place.chain], unit)
+            found[name] = _copies(took, kind, time[kind][: place.chain], unit)
         elif kind.traits.at:  # a share of what all ranks compute together
-            of_families[name] = _shares(known, name)
-    return replace(
-        counted, f=f, b=b, w=w, fb=fb, comm=comm or 0.0, overhead=overhead, **of_families
-    )
+            found[name] = _shares(took, name)
+    return found
 
 
 def _scaled(cost: PerStage, unit: float) -> PerStage:
@@ -253,6 +264,6 @@ def _links(ranks: int) -> list[tuple[int, int]]:
 
 def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> float:
     """Return the latency of the link between two ranks; 0 if no message used it."""
-    # With clocks d apart the measured lags are lag + d one way and lag - d the other way.
+    # If the clocks differ by d, the measured lags are lag + d one way and lag - d the other way.
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]
     return sum(ways) / max(1, len(ways))
