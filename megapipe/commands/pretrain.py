@@ -44,11 +44,9 @@ def main(argv: Sequence[str]) -> None:
         config = replace(config, check=replace(config.check, world_size=world_size))
     elif flags.nproc > 1 and not launched:
         _launch(flags.nproc, config, argv)
-    from megapipe.models.provider import gpt_provider
-    from megapipe.training.forward_step import forward_step
     from megapipe.training.pretrain import pretrain
 
-    pretrain(config, gpt_provider, forward_step)
+    pretrain(config)
 
 
 def check(argv: Sequence[str]) -> None:

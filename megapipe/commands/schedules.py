@@ -28,7 +28,7 @@ from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line, to_line
 from megapipe.schedule.text import load, to_csv, to_json
-from megapipe.schedule.views.compare import advise, to_table
+from megapipe.schedule.views.compare import to_table
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import Files
 from megapipe.schedule.views.moved import refuse_unfinished
@@ -241,7 +241,7 @@ def run_compare(args: argparse.Namespace) -> int:
             print("\n" * (n > 0) + point.text("ranks", "microbatches", "costs"))
         print(to_table(point.rows))
         print()
-        for line in advise(point.measured, point.ranks, point.microbatches, point.costs):
+        for line in point.advice:
             print(textwrap.fill(line, shutil.get_terminal_size((100, 24)).columns))
     if args.effort is not None and not searched:
         print(f"--effort {args.effort:g} is without effect: none of these schedules is searched for")

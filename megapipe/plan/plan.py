@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
+from megapipe.notebook import shown_by
 from megapipe.partition.spans import LayerSpan, spans
 from megapipe.plan.work import Pieces, Work
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
@@ -94,6 +95,8 @@ class Plan:
     before: Plan | None = None
     given: Costs | None = None
     recipe: Recipe | None = None
+
+    _repr_html_ = shown_by("plan.table:to_html")
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 from megapipe.config import Config
+from megapipe.notebook import html_table
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import LayerSpan
@@ -16,34 +18,56 @@ _HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward G
 
 
 def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
-    """One line per stage.
+    """Return the rows of `cells_of` as text, one line for each stage; arguments as there."""
+    rows = cells_of(plan, parameters)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    return "\n".join(lines)
 
-    Layers by their global numbers, from 0; forward FLOPs of a microbatch over all tensor-parallel ranks; the stage's
-    share of all compute time; the predicted peak memory of its rank.
+
+def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
+    """Return the head of the table, and the cells of each stage.
+
+    They are the stage's layers by their global numbers, from 0; forward FLOPs of a microbatch, summed
+    over the tensor-parallel ranks; its share of all compute time; the predicted peak memory of its rank.
 
     Args:
-        parameters: of each stage, counted on the built model; default: by formula.
+        parameters: number of parameters of each stage, counted on the built model; None to count them by
+            formula.
     """
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works) or 1.0
-    rows = [
-        (
-            str(stage),
-            str(rank),
-            str(place.stages_on(rank).index(stage)),
-            _numbers(plan.spans[stage]),
-            _holds(plan.spans[stage]),
-            f"{plan.works[stage].parameters if parameters is None else parameters[stage]:,}",
-            f"{plan.works[stage].f * 1e-9:.4g}",
-            f"{plan.works[stage].time / total:.1%}",
-            f"{plan.peak_bytes[rank] / GIB:.3g}",
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for stage, rank in enumerate(place.rank_of):
+        work = plan.works[stage]
+        count = work.parameters if parameters is None else parameters[stage]
+        rows.append(
+            (
+                str(stage),
+                str(rank),
+                str(place.stages_on(rank).index(stage)),
+                _numbers(plan.spans[stage]),
+                _holds(plan.spans[stage]),
+                f"{count:,}",
+                f"{work.f * 1e-9:.4g}",
+                f"{work.time / total:.1%}",
+                f"{plan.peak_bytes[rank] / GIB:.3g}",
+            )
         )
-        for stage, rank in enumerate(place.rank_of)
-    ]
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADER, *rows)
-    )
+    return rows
+
+
+def to_html(plan: Plan) -> str:
+    """Return the table as HTML, for a notebook, with the schedule and its predicted bubble above it."""
+    time = plan.timeline
+    bubble = time.bubble / time.makespan if time.makespan else 0.0
+    peak = max(plan.peak_bytes) / GIB
+    caption = f"{plan.schedule.name}: predicted bubble {bubble:.1%}, peak {peak:.3g} GiB on a rank"
+    lines = [html_table(cells_of(plan), caption)]
+    lines += [f"<p>{escape(line)}</p>" for line in own_lines(plan) if line]
+    return "\n".join(lines)
 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+from megapipe.notebook import shown_by
 from megapipe.schedule.kinds import HANDED, OF_SLICES, Lane, Made, Need, Where
 from megapipe.schedule.kinds import Kind as Kind
 from megapipe.schedule.placement import Placement as Placement
@@ -110,6 +111,8 @@ class Schedule:
     cuts: tuple[float, ...] = ()
     documents: tuple[tuple[int, ...], ...] = ()
     shared: tuple[Shared, ...] = ()
+
+    _repr_svg_ = shown_by("schedule.views.screen:picture")
 
     def __repr__(self) -> str:
         passes = sum(len(step) for step in self.steps())

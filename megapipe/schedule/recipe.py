@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import build, is_file
+from megapipe.schedule.catalogue import build, entry_of, is_file
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.offload.copies import with_offload
@@ -34,7 +34,7 @@ from megapipe.schedule.families.sharding.sharded import (
     with_sharded_weights,
 )
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import EXCLUDED, Refused, Search, Terms
+from megapipe.schedule.ingredients import EXCLUDED, Fixed, Refused, Search, Terms
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
@@ -139,6 +139,17 @@ class Recipe:
         """
         chain = self.with_pairs(self.chain(terms), terms)
         return self.finish(self.with_ends(chain, terms), terms, chain)
+
+    def whole(self, costs: Costs = UNIT, memory: float | None = None) -> Schedule:
+        """Return the table with all parts, `step` too, under fixed costs; errors as `build`."""
+        recipe = self
+        # A search without settings has the catalogue's, and searches under these costs.
+        named = not (self.table or self.search or self.cuts or is_file(self.order))
+        if named and entry_of(self.order).searched:
+            given = {"chunks": self.chunks, "costs": costs, "memory": memory, **dict(self.options)}
+            recipe = replace(self, table=build(self.order, self.ranks, self.microbatches, **given))
+        built = recipe.build(Fixed(costs, memory, len(self.depths)))
+        return self.step.around(built.table, costs)
 
     def chain(self, terms: Terms) -> Schedule:
         """Return the order on the model's own chain, before a Pairing forms pairs.

@@ -118,7 +118,12 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
-    """Print what would run, and start nothing.
+    """Print what would run, and start nothing; args and errors as `report`."""
+    print(report(config, datasets), flush=True)
+
+
+def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
+    """Return what would run, in lines.
 
     With --check-paths no, missing files are listed instead of refused.
 
@@ -172,7 +177,7 @@ def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
         f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
         graphs_line(as_run, plan.schedule, device_type),
     ]
-    print("\n".join(line for line in lines if line), flush=True)
+    return "\n".join(line for line in lines if line)
 
 
 def _launched() -> int:

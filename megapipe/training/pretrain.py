@@ -26,7 +26,7 @@ from megapipe.distributed.device import (
 from megapipe.distributed.meeting.met import Met
 from megapipe.distributed.meeting.together import on_first
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.models.provider import Provider
+from megapipe.models.provider import Provider, gpt_provider
 from megapipe.pipeline_parallel.loss import ForwardStep
 from megapipe.pipeline_parallel.watch.watch import Watch
 from megapipe.plan import Plan, make_plan
@@ -36,6 +36,7 @@ from megapipe.training.check import DatasetsProvider, Launch, check, checked, st
 from megapipe.training.driver import Driver, Handover
 from megapipe.training.evaluation import Evaluation
 from megapipe.training.fallback import resumed
+from megapipe.training.forward_step import forward_step as gpt_step
 from megapipe.training.guards.kernels import use_common
 from megapipe.training.guards.model import room
 from megapipe.training.guards.process import Stopping, triggered
@@ -54,8 +55,8 @@ from megapipe.training.saving import Saving
 @stdout_may_break()
 def pretrain(
     config: Config,
-    provider: Provider,
-    forward_step: ForwardStep,
+    provider: Provider = gpt_provider,
+    forward_step: ForwardStep = gpt_step,
     datasets: DatasetsProvider = build_datasets,
     hooks: Hooks = NONE,
 ) -> None:
@@ -72,9 +73,9 @@ def pretrain(
         config: from `flags.parse.parse`, or built in Python. The world size comes from the
             launcher's environment.
         provider: builds this rank's stages, with our signature or Megatron's. --model-provider
-            names another one.
+            names another one. Default: the GPT of the flags.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func). The iterator yields
-            `data.loader.Batch`. It is None on stages that read no batches.
+            `data.loader.Batch`. It is None on stages that read no batches. Default: GPT's.
         datasets: returns the datasets. Items are arrays of token ids, or arrays by name.
         hooks: parameter groups, a learning-rate curve, callbacks, stages that read batches; see
             docs/extending.md.

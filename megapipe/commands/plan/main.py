@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask
-from megapipe.checks.run import flag_problems, validate
+from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
 from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.parts import parts, parts_table
@@ -25,10 +25,10 @@ from megapipe.config import Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
-from megapipe.distributed.device import has_cuda
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
+from megapipe.library.runs import ready
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
 from megapipe.plan.shapes.slices import number_of
 from megapipe.schedule import Costs
@@ -204,12 +204,7 @@ def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
         raise ConfigError(problems)
     if flags.costs is not None:
         config = config.with_fields(pipeline_costs=flags.costs)
-    world_size = config.check.world_size
-    if world_size is None or world_size <= 0:
-        world_size = max(1, config.parallel.least_ranks)
-    config = replace(config, world_size=world_size)
-    vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
-    config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    config = ready(config)
     return config, make_plan(config)
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build
 from megapipe.schedule.costs import SHARES, UNIT, Costs
-from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.simulate import simulate
+from megapipe.schedule.views.makers import cut_makers, makers_of
 from megapipe.schedule.views.scene import short
-from megapipe.schedule.views.sliced import in_slices
 
 _SEARCH = 50
 """Time of a search in times of a fixed schedule, for the progress bar."""
-
-_Make = Callable[[Callable[[float], None]], Schedule]
-"""Makes a schedule, given the function to call with the share of the work done."""
-
 _TIE = 0.005
 _WORTH = 0.02
 """Makespans this close count as equal; a saving below this is not worth another schedule."""
@@ -77,7 +71,7 @@ def compare(
     costs: Costs = UNIT,
     memory: float | None = None,
     *,
-    names: Sequence[str] = tuple(SCHEDULES),
+    names: Sequence[str | Schedule | Recipe] = tuple(SCHEDULES),
     effort: float = 4.0,
     progress: Callable[[float, str], None] = lambda share, doing: None,
     slices: Cutting | None = None,
@@ -89,7 +83,8 @@ def compare(
     limit has a row that does not fit. zb-auto keeps to the limit, or to p if there is none.
 
     Args:
-        names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME.
+        names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME. Also tables,
+            and recipes of tables.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
         progress: called with the share of the work done and the next schedule.
         slices: adds each schedule that is not searched with its microbatches cut in this way.
@@ -97,11 +92,11 @@ def compare(
             ignored.
     Raises: ScheduleError for an unknown name.
     """
-    makers, searches = _makers(
+    makers, searches = makers_of(
         dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort
     )
     if slices:
-        makers |= _cut(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, slices)
+        makers |= cut_makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, slices)
     weight = {label: _SEARCH if label in searches else 1 for label in makers}
     rows: list[Row | Refusal] = []
     done = 0
@@ -126,8 +121,7 @@ def compare(
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
     """Return a table with the parts of a recipe; if they do not fit, the one that needs least."""
     recipe = replace(parts, order=table.name, table=table, lenient=True)
-    built = recipe.build(Fixed(costs, memory, len(parts.depths)))
-    return recipe.step.around(built.table, costs)
+    return recipe.whole(costs, memory)
 
 
 def measure(
@@ -210,13 +204,16 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     return advice + _pairs(rows, best, ranks, microbatches, costs)
 
 
-def to_table(rows: Sequence[Row | Refusal]) -> str:
-    """Return the rows as text: rows that fit first, the shortest makespan on top."""
+def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
+    """Return the cells of a table below their head; rows that fit first, the shortest on top.
+
+    Schedules that do not exist have no cells.
+    """
     measured = sorted(
         (row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan)
     )
     reference = next((row.makespan for row in measured if row.label == PLAIN), 0.0)
-    cells = [
+    cells: list[tuple[str, ...]] = [
         (
             "schedule",
             "makespan",
@@ -245,72 +242,18 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
         )
         for row in measured
     ]
+    return cells
+
+
+def to_table(rows: Sequence[Row | Refusal]) -> str:
+    """Return the cells as text, followed by a line for each schedule that does not exist."""
+    cells = cells_of(rows)
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells
     ]
     lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _makers(
-    names: Iterable[str],
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory: float | None,
-    effort: float,
-) -> tuple[dict[str, _Make], dict[str, _Make]]:
-    """Return the functions that make the schedules, by label: fixed ones and searched ones."""
-
-    def fixed(name: str, chunks: int | None = None) -> _Make:
-        return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
-
-    def searched(objective: str) -> _Make:
-        return lambda report: zb_auto(
-            ranks,
-            microbatches,
-            costs=costs,
-            memory=memory,
-            objective=objective,
-            effort=effort,
-            progress=report,
-        )
-
-    makers = dict[str, _Make]()
-    searches = dict[str, _Make]()
-    for name in names:
-        if not is_file(name) and entry_of(name).searched:
-            searches |= {
-                name.lower(): searched("makespan"),
-                f"{name.lower()} period": searched("period"),
-            }
-            makers |= searches
-        elif not is_file(name) and entry_of(name).any_chunks:
-            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
-        else:
-            makers[name] = fixed(name)
-    return makers, searches
-
-
-def _cut(
-    names: Iterable[str], ranks: int, microbatches: int, costs: Costs, cutting: Cutting
-) -> dict[str, _Make]:
-    """Return the functions that make the schedules in slices, by label."""
-
-    def made(name: str, chunks: int | None) -> _Make:
-        recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
-        return lambda report: recipe.build(Fixed(costs)).table
-
-    makers = dict[str, _Make]()
-    for name in names:
-        entry = None if is_file(name) else entry_of(name)
-        for chunks in (2, 4) if entry and entry.any_chunks else (None,):
-            if not (entry and entry.searched):
-                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(
-                    name, chunks
-                )
-    return makers
 
 
 def _right(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -6,16 +6,20 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from html import escape
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
+from megapipe.moved import moved_names
+from megapipe.notebook import html_table
 from megapipe.schedule.catalogue import SCHEDULES
 from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.shapes.slices.cuts import Cutting
-from megapipe.schedule.views.compare import Refusal, Row, compare
+from megapipe.schedule.views.compare import Refusal, Row, advise, cells_of, compare, to_table
 from megapipe.schedule.views.figure import Files, legend, plain
 from megapipe.schedule.views.scene import short
 
@@ -47,8 +51,15 @@ _MARKS = "osD^vPX"
 
 
 @dataclass(frozen=True)
-class Point:
-    """All schedules for one number of ranks and microbatches under one set of costs."""
+class Comparison(Sequence[Row | Refusal]):
+    """All schedules for one number of ranks and microbatches under one set of costs.
+
+    It prints as a table with its advice, and a notebook shows it as one. It is the sequence of its
+    rows, and a label in brackets gives one: `found["zb-h1"].makespan`.
+
+    Attributes:
+        rows: a row for each schedule, and the reason for each that does not exist.
+    """
 
     ranks: int
     microbatches: int
@@ -57,7 +68,13 @@ class Point:
 
     @property
     def measured(self) -> list[Row]:
+        """Return the rows of the schedules that exist."""
         return [row for row in self.rows if isinstance(row, Row)]
+
+    @property
+    def advice(self) -> list[str]:
+        """Return sentences on which schedule to take and why."""
+        return advise(self.measured, self.ranks, self.microbatches, self.costs)
 
     def text(self, *names: str) -> str:
         """Return the values of the named axes: p = 8, m = 16, F:B:W = 10:11:8."""
@@ -67,6 +84,44 @@ class Point:
             "costs": told(self.costs),
         }
         return ", ".join(said[name] for name in names)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, which: str) -> Row: ...
+
+    @overload
+    def __getitem__(self, which: int) -> Row | Refusal: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> tuple[Row | Refusal, ...]: ...
+
+    def __getitem__(self, which: str | int | slice) -> Row | Refusal | tuple[Row | Refusal, ...]:
+        """Return the row of a label, or the rows at an index.
+
+        Raises: KeyError for a label without a row, with the reason for a refused one.
+        """
+        if not isinstance(which, str):
+            return self.rows[which]
+        for row in self.rows:
+            if row.label == which and isinstance(row, Row):
+                return row
+            if row.label == which and isinstance(row, Refusal):
+                raise KeyError(f"{which}: {row.reason}")
+        raise KeyError(f"{which}; there are {', '.join(row.label for row in self.rows)}")
+
+    def __str__(self) -> str:
+        return "\n".join([to_table(self.rows), "", *self.advice])
+
+    def _repr_html_(self) -> str:
+        table = html_table(cells_of(self.rows), self.text("ranks", "microbatches", "costs"))
+        refused = [f"{row.label}: {row.reason}" for row in self.rows if isinstance(row, Refusal)]
+        return "\n".join([table, *(f"<p>{escape(line)}</p>" for line in (*refused, *self.advice))])
+
+
+if not TYPE_CHECKING:  # a type checker would take any misspelled name for a name of this module
+    __getattr__ = moved_names(__name__, {"Point": "schedule.views.study:Comparison"})
 
 
 def told(costs: Costs) -> str:
@@ -88,12 +143,12 @@ def study(
     microbatches: Sequence[int],
     costs: Sequence[Costs],
     memory: float | None,
-    names: Sequence[str],
+    names: Sequence[str | Schedule | Recipe],
     effort: float,
     progress: Callable[[float, str], None],
     slices: Cutting | None = None,
     parts: Recipe | None = None,
-) -> list[Point]:
+) -> list[Comparison]:
     """Return the result of `compare` at every combination; arguments are as there.
 
     Raises: ScheduleError for an unknown name.
@@ -106,7 +161,7 @@ def study(
             progress((n + share) / len(places), doing)
 
         points.append(
-            Point(
+            Comparison(
                 p,
                 m,
                 cost,
@@ -128,7 +183,7 @@ def study(
     return points
 
 
-def to_csv(points: Sequence[Point]) -> str:
+def to_csv(points: Sequence[Comparison]) -> str:
     """Return a CSV line for each schedule at each point; a refused one has the reason."""
     text = io.StringIO()
     numbers = [field.name for field in fields(Row)]
@@ -150,7 +205,9 @@ def to_csv(points: Sequence[Point]) -> str:
     return text.getvalue()
 
 
-def draw(points: Sequence[Point], files: Files, memory: float | None = None) -> dict[Path, bytes]:
+def draw(
+    points: Sequence[Comparison], files: Files, memory: float | None = None
+) -> dict[Path, bytes]:
     """Return the files with the figure of a study: bars for one point, lines for several."""
     limit = "" if memory is None else f" Memory {short(memory)} at most."
     if len(points) == 1:
@@ -189,11 +246,11 @@ def name(label: str) -> str:
 
 
 def _lines(
-    figure: Figure, points: Sequence[Point], varied: Sequence[str], labels: Sequence[str]
+    figure: Figure, points: Sequence[Comparison], varied: Sequence[str], labels: Sequence[str]
 ) -> Axes:
     """Draw bubbles above and peaks below, with a column of panels for each further combination."""
     first, *others = varied
-    panels: dict[str, list[Point]] = {}
+    panels: dict[str, list[Comparison]] = {}
     for point in points:
         panels.setdefault(point.text(*others), []).append(point)
     axes = figure.subplots(2, len(panels), sharex="col", sharey="row", squeeze=False)
@@ -260,7 +317,7 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _bars(figure: Figure, point: Point, memory: float | None) -> None:
+def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
     """Draw bars of computing and waiting time, next to the peak, with the shortest step on top."""
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})

@@ -1,0 +1,60 @@
+"""Check a configuration and plan its run by one call each. The commands call these too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapipe import plan
+from megapipe.checks.run import validate
+from megapipe.config import Config
+from megapipe.config.layers import inline
+from megapipe.distributed.device import has_cuda
+from megapipe.plan import Plan
+from megapipe.training.check import report
+
+
+def with_processes(config: Config) -> Config:
+    """Return the configuration with its number of processes.
+
+    It is --world-size if that is given, else `config.world_size`, but at least the number of ranks
+    of one replica of the model.
+    """
+    given = config.check.world_size
+    if given is None or given <= 0:
+        given = max(config.world_size, config.parallel.least_ranks)
+    return replace(config, world_size=given)
+
+
+def ready(config: Config) -> Config:
+    """Return the configuration with its number of processes and its vocabulary, checked.
+
+    Raises: ConfigError with every problem.
+    """
+    config = with_processes(config)
+    vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
+    return replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+
+
+def make_plan(config: Config) -> Plan:
+    """Return the plan of a run: its stages, and their predicted time and memory.
+
+    Nothing is started. A notebook shows the plan as a table.
+
+    Args:
+        config: from `parse`, or built in Python. Its number of processes is --world-size if that
+            is given, else `config.world_size`, but at least the ranks of one replica.
+    Raises: ConfigError with every problem of the configuration. ScheduleError if no schedule has
+        what the flags ask for.
+    """
+    return plan.make_plan(ready(config))
+
+
+def check(config: Config) -> str:
+    """Return what would run, as `megapipe check` prints it. Nothing is started.
+
+    Args:
+        config: as in `make_plan`.
+    Raises: UserError with everything that a launch would refuse.
+    """
+    processes = with_processes(config).world_size
+    return report(replace(config, check=replace(config.check, check=True, world_size=processes)))

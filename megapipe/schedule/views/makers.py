@@ -1,0 +1,118 @@
+"""Functions that make the schedules of a comparison, by the labels of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from itertools import count
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.catalogue import build, entry_of, is_file
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.passes import Schedule
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.recipe_line import parts_line
+from megapipe.schedule.search.auto import zb_auto
+from megapipe.schedule.shapes.slices.cuts import Cutting
+from megapipe.schedule.views.sliced import in_slices
+
+Make = Callable[[Callable[[float], None]], Schedule]
+"""Makes a schedule, given the function to call with the share of the work done."""
+
+
+def makers_of(
+    names: Iterable[str | Schedule | Recipe],
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | None,
+    effort: float,
+) -> tuple[dict[str, Make], dict[str, Make]]:
+    """Return the functions that make the schedules, by label: fixed ones and searched ones."""
+
+    def fixed(name: str, chunks: int | None = None) -> Make:
+        return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
+
+    def searched(objective: str) -> Make:
+        return lambda report: zb_auto(
+            ranks,
+            microbatches,
+            costs=costs,
+            memory=memory,
+            objective=objective,
+            effort=effort,
+            progress=report,
+        )
+
+    makers = dict[str, Make]()
+    searches = dict[str, Make]()
+    for name in names:
+        if not isinstance(name, str):
+            label, make = _given(name, ranks, microbatches, costs, memory)
+            makers[_unused(label, makers)] = make
+        elif not is_file(name) and entry_of(name).searched:
+            searches |= {
+                name.lower(): searched("makespan"),
+                f"{name.lower()} period": searched("period"),
+            }
+            makers |= searches
+        elif not is_file(name) and entry_of(name).any_chunks:
+            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
+        else:
+            makers[name] = fixed(name)
+    return makers, searches
+
+
+def _given(
+    table: Schedule | Recipe, ranks: int, microbatches: int, costs: Costs, memory: float | None
+) -> tuple[str, Make]:
+    """Return the label of a table or recipe, and the function that makes its table."""
+    if isinstance(table, Recipe):
+        recipe = table
+        label = f"{recipe.order} {parts_line(recipe)}".rstrip()
+    else:
+        size = len(table.ranks), table.num_microbatches
+        recipe = Recipe(table.name, *size, table=table)
+        label = table.name
+
+    def make(report: Callable[[float], None]) -> Schedule:
+        if (recipe.ranks, recipe.microbatches) != (ranks, microbatches):
+            raise ScheduleError(
+                f"{label} is of {recipe.ranks} ranks and {recipe.microbatches} microbatches, "
+                f"not of {ranks} and {microbatches}."
+            )
+        return recipe.whole(costs, memory)
+
+    return label, make
+
+
+def _unused(label: str, labels: Container[str]) -> str:
+    """Return the label, with a number if another schedule has it."""
+    free = (f"{label} ({n})" for n in count(2))
+    return label if label not in labels else next(x for x in free if x not in labels)
+
+
+def cut_makers(
+    names: Iterable[str | Schedule | Recipe],
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    cutting: Cutting,
+) -> dict[str, Make]:
+    """Return the functions that make the schedules in slices, by label."""
+
+    def made(name: str, chunks: int | None) -> Make:
+        recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
+        return lambda report: recipe.build(Fixed(costs)).table
+
+    makers = dict[str, Make]()
+    for name in names:
+        if not isinstance(name, str):
+            continue
+        entry = None if is_file(name) else entry_of(name)
+        for chunks in (2, 4) if entry and entry.any_chunks else (None,):
+            if not (entry and entry.searched):
+                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(
+                    name, chunks
+                )
+    return makers
