@@ -24,7 +24,7 @@ from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, DataConfig, PrecisionConfig
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes, other_copies
-from megapipe.convert.huggingface.deepseek import copies, depths_in
+from megapipe.convert.huggingface.depths import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.deepseek import HEAD, copies
+from megapipe.convert.huggingface.depths import HEAD, copies
 from megapipe.convert.huggingface.mapping import BUFFERS, Tensors
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
@@ -45,13 +45,19 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
     if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
         rest.remove(HEAD)
     problems = _listing(f"{saved.folder}: config.json asks for tensors that are missing:", missing)
-    problems += _listing(f"{saved.folder}: tensors that config.json knows nothing of:", sorted(rest))
+    problems += _listing(
+        f"{saved.folder}: tensors that config.json knows nothing of:", sorted(rest)
+    )
     shapes = our_shapes(model)
     for rule in table:
         # Joining is no test: parts are laid together by views, which ask for the number of elements alone.
-        for key, part in zip(rule.theirs, rule.split(torch.empty(shapes[rule.ours], device="meta")), strict=True):
+        for key, part in zip(
+            rule.theirs, rule.split(torch.empty(shapes[rule.ours], device="meta")), strict=True
+        ):
             if saved.shapes.get(key, part.shape) != tuple(part.shape):
-                problems.append(f"{key} is {list(saved.shapes[key])}, but config.json means {list(part.shape)}")
+                problems.append(
+                    f"{key} is {list(saved.shapes[key])}, but config.json means {list(part.shape)}"
+                )
     if problems:
         raise CheckpointError(problems)
 
@@ -59,7 +65,9 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
 def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
     """Raises: CheckpointError unless a checkpoint has the tensors of its model, all of them and no other."""
     check_names(
-        name, our_shapes(model), {key: x for key, x in saved.shapes.items() if not key.startswith("optimizer.")}
+        name,
+        our_shapes(model),
+        {key: x for key, x in saved.shapes.items() if not key.startswith("optimizer.")},
     )
 
 
@@ -71,7 +79,9 @@ def check_names(
 ) -> None:
     """Raises: CheckpointError with every tensor that is missing, left over or of another shape. forms: of a shape."""
     problems = _listing("lacks", [key for key in needed if key not in there])
-    problems += _listing("has what its arguments do not mean,", [key for key in there if key not in needed])
+    problems += _listing(
+        "has what its arguments do not mean,", [key for key in there if key not in needed]
+    )
     problems += [
         f"{key} is {list(there[key])}, but its arguments mean {list(shape)}"
         for key, shape in needed.items()
@@ -84,7 +94,9 @@ def check_names(
 def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
     """Notes on copies of embedding and head in depths of multi-token prediction that are not like them."""
     for copy, its in copies(model).items():
-        if copy in saved.shapes and not (saved.shapes[copy] == saved.shapes[its] and _equal(saved, copy, its)):
+        if copy in saved.shapes and not (
+            saved.shapes[copy] == saved.shapes[its] and _equal(saved, copy, its)
+        ):
             yield f"{copy} is left out, though it is not as {its}, which depths share"
 
 
@@ -96,8 +108,16 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
     if model.norm_epsilon != ModelConfig.norm_epsilon:
         yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
     if model.position_embedding_type == "rope":
-        scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1" if model.use_rope_scaling else ""
-        pairs = "neighbours of its rotated channels" if model.multi_latent_attention else "the halves of a head"
+        scaled = (
+            f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1"
+            if model.use_rope_scaling
+            else ""
+        )
+        pairs = (
+            "neighbours of its rotated channels"
+            if model.multi_latent_attention
+            else "the halves of a head"
+        )
         yield f"rope base is {model.rotary_base:g}{scaled}; {pairs} are rotated, no rows are permuted"
     if content.get("num_nextn_predict_layers") and not model.depths:
         yield "config.json speaks of layers of multi-token prediction, and there are none"

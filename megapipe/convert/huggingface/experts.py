@@ -1,170 +1,200 @@
-"""Experts in Hugging Face's words: what config.json says of them, and the tensors of each expert by themselves."""
+"""Experts in a config.json: which layers have them, how they are chosen, and shared ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.keys import NEEDED, Fields, Json, Meaning
 from megapipe.convert.huggingface.values import expected
 
-Json = Mapping[str, Any]
-
-_NAMES: dict[str, dict[str, tuple[str, ...]]] = {
-    "mixtral": {
-        "router.weight": ("block_sparse_moe.gate.weight",),
-        "experts.linear_fc1.weight": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
-        "experts.linear_fc2.weight": ("block_sparse_moe.experts.{}.w2.weight",),
-    },
-    "": {
-        "router.weight": ("mlp.gate.weight",),
-        "router.expert_bias": ("mlp.gate.e_score_correction_bias",),
-        "experts.linear_fc1.weight": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
-        "experts.linear_fc2.weight": ("mlp.experts.{}.down_proj.weight",),
-        "shared_experts.linear_fc1.weight": ("mlp.{s}.gate_proj.weight", "mlp.{s}.up_proj.weight"),
-        "shared_experts.linear_fc2.weight": ("mlp.{s}.down_proj.weight",),
-        "shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
-    },
-}
-_SHARED = {"qwen2_moe": "shared_expert"}
-SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families whose models have experts."""
+_DENSE = "dense"
+_SPARSE = "sparse"
 
 
-def names_of(ours: str, family: str, num_experts: int) -> tuple[str, ...] | None:
-    """The names of a layer's tensor `mlp....` of ours in a family's layer, expert by expert; None for no part of the
-    experts."""
-    patterns = _NAMES["mixtral" if family == "mixtral" else ""].get(ours.removeprefix("mlp."))
-    if patterns is None:
-        return None
-    shared = _SHARED.get(family, "shared_experts")
-    patterns = tuple(pattern.replace("{s}", shared) for pattern in patterns)
-    each = range(num_experts) if ".experts." in f".{ours}" else range(1)
-    return tuple(pattern.format(number) for number in each for pattern in patterns)
+def settled(fields: Fields) -> Fields:
+    """Return fields in which the experts' ones suit each other.
+
+    Args:
+        fields: moe_layer_freq, if given, is a list with a 1 for each layer that has experts.
+    """
+    sparse = fields.get("moe_layer_freq")
+    if sparse is not None:
+        if not any(sparse):
+            return {
+                name: value
+                for name, value in fields.items()
+                if name != "num_experts" and not name.startswith("moe_")
+            }
+        fields = fields | {"moe_layer_freq": "1" if all(sparse) else str(sparse)}
+    # The weight of a single expert is 1 both ways, and no run accepts the other one.
+    if fields.get("num_experts") == 1 and "moe_router_score_function" not in fields:
+        fields = fields | {"moe_router_pre_softmax": True}
+    return fields
 
 
-def joined(tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Theirs in order -> ours."""
-    return torch.stack(list(tensors)).view(shape) if len(shape) > 2 else tensors[0]
+def _sparse(model: ModelConfig) -> list[bool]:
+    return [model.has_experts_in(layer) for layer in range(model.layers)]
 
 
-def parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Ours -> theirs in order: a matrix for each expert, and of a gated layer two."""
-    return tensor.flatten(0, -3).unbind(0) if tensor.dim() > 2 else (tensor,)
+@dataclass(frozen=True)
+class DenseFirst(Meaning):
+    """The number of dense layers before the first layer with experts."""
+
+    default: Any = NEEDED
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        dense = content[key]
+        layers = content["num_hidden_layers"]
+        return {"moe_layer_freq": [int(layer >= dense) for layer in range(layers)]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: _sparse(model).index(True)}
 
 
-Reader = Callable[[Json, list[str]], dict[str, Any]]
-Writer = Callable[[ModelConfig], dict[str, Any]]
+@dataclass(frozen=True)
+class MlpTypes(Meaning):
+    """A list of "dense" and "sparse", one for each layer.
 
-
-def sparse(
-    read: Reader,
-    write: Callable[[str, ModelConfig], dict[str, Any]],
-    window: Callable[[Json, list[str]], str | None],
-    write_window: Writer,
-) -> dict[str, tuple[Reader, Writer]]:
-    """The families with experts, by what they share with Llama and Qwen2: (reader, writer) of each.
-
-    write: of an architecture's name and the model. window, write_window: of Qwen2's sliding window.
+    Attributes:
+        dense: the key for the number of dense layers at the beginning, which is read where the
+            list is missing. Default: there is no such key, and one layer is dense.
     """
 
-    def mixtral(content: Json, problems: list[str]) -> dict[str, Any]:
-        return read(content, problems) | _mixtral(content) | {"window_size": _all(content["sliding_window"])}
+    dense: str | None = None
 
-    def qwen2(content: Json, problems: list[str]) -> dict[str, Any]:
-        problems += expected(content, {"qkv_bias": (True,)})
-        if content["use_sliding_window"] and not content.get("layer_types"):
-            problems.append("use_sliding_window is True without layer_types to say in which layers")
-        more = {"add_qkv_bias": True, "window_size": window(content, problems)}
-        return read(content, problems) | more | _qwen(content, problems, _shared(content))
+    def keys(self, key: str) -> Fields:
+        return {key: None} if self.dense is None else {key: None, self.dense: 1}
 
-    def qwen3(content: Json, problems: list[str]) -> dict[str, Any]:
-        problems += expected(content, {"attention_bias": (False,)})
-        width = content["sliding_window"] if content["use_sliding_window"] else None
-        more = {"qk_layernorm": True, "window_size": _all(width)}
-        return read(content, problems) | more | _qwen(content, problems, {})
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        kinds = content[key]
+        if kinds is None:
+            first = 1 if self.dense is None else content[self.dense]
+            return {"moe_layer_freq": [int(layer >= first) for layer in range(layers)]}
+        others = {str(kind) for kind in kinds if kind not in (_DENSE, _SPARSE)}
+        if others or len(kinds) < layers:
+            problems.append(f"{key} is a list of {_DENSE} or {_SPARSE} for {layers} layers")
+        return {"moe_layer_freq": [int(kind == _SPARSE) for kind in kinds[:layers]]}
 
-    def write_qwen(name: str, model: ModelConfig) -> dict[str, Any]:
-        return write(name, model) | _write_qwen(model) | write_window(model)
-
-    return {
-        "mixtral": (mixtral, lambda model: write("MixtralForCausalLM", model) | _write_mixtral(model)),
-        "qwen2_moe": (qwen2, lambda model: write_qwen("Qwen2MoeForCausalLM", model)),
-        "qwen3_moe": (qwen3, lambda model: write_qwen("Qwen3MoeForCausalLM", model)),
-    }
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        sparse = _sparse(model)
+        written: Fields = {key: [_SPARSE if has else _DENSE for has in sparse]}
+        return written if self.dense is None else written | {self.dense: sparse.index(True)}
 
 
-def _all(width: int | None) -> str | None:
-    return None if width is None else f"{width - 1},0"
+class SparseStep(Meaning):
+    """Qwen's rule: every n-th layer has experts, but for those in mlp_only_layers."""
+
+    def keys(self, key: str) -> Fields:
+        return {key: 1, "mlp_only_layers": None}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        dense = content["mlp_only_layers"] or []
+        if not all(type(layer) is int for layer in dense):
+            problems.append(f"mlp_only_layers is a list of integers, got {dense}")
+        sparse = [layer not in dense and (layer + 1) % content[key] == 0 for layer in range(layers)]
+        return {"moe_layer_freq": [int(has) for has in sparse]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        dense = [layer for layer, has in enumerate(_sparse(model)) if not has]
+        return {key: 1, "mlp_only_layers": dense}
 
 
-def _mixtral(content: Json) -> dict[str, Any]:
-    """The fields beside those of a Mistral."""
-    return {
-        "num_experts": content["num_local_experts"],
-        "moe_router_topk": content["num_experts_per_tok"],
-        "moe_ffn_hidden_size": content["intermediate_size"],
-        "moe_router_pre_softmax": content["num_local_experts"] == 1,  # of one expert both are 1
-        "moe_input_jitter_eps": content["router_jitter_noise"] or None,
-    }
+@dataclass(frozen=True)
+class SharedExperts(Meaning):
+    """The number of shared experts, each as wide as another expert. Null and 0: none."""
+
+    default: int | None
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        width = (content[key] or 0) * content["moe_intermediate_size"]
+        return {"moe_shared_expert_intermediate_size": width or None}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn}
 
 
-def _qwen(content: Json, problems: list[str], shared: dict[str, Any]) -> dict[str, Any]:
-    """The fields beside those of a dense Qwen, none if no layer has experts. shared: those of the shared expert."""
-    layers, step = content["num_hidden_layers"], content["decoder_sparse_step"]
-    dense = content["mlp_only_layers"] or []
-    if not all(type(layer) is int for layer in dense):
-        problems.append(f"mlp_only_layers is a list of integers, got {dense}")
-    sparse = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers)]
-    if not any(sparse):
+@dataclass(frozen=True)
+class Renormalised(Meaning):
+    """Whether the weights of a token's experts are divided by their sum; only true goes.
+
+    Attributes:
+        default: of the family's class.
+        factor: the key of the factor on the weights.
+    """
+
+    default: bool = True
+    factor: str = "routed_scaling_factor"
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        problems += expected(content, {key: (True,)})
+        if content["num_experts_per_tok"] == 1:
+            # A weight divided by itself. Megatron-LM leaves a single one as it is.
+            problems.append(
+                f"num_experts_per_tok is 1 and {key} true, so that every weight is {self.factor}; "
+                "here the weight of one expert is its sigmoid. It cannot be converted"
+            )
         return {}
-    experts = content["num_experts"] if "num_experts" in content else content["num_local_experts"]
-    return shared | {
-        "num_experts": experts,
-        "moe_router_topk": content["num_experts_per_tok"],
-        "moe_ffn_hidden_size": content["moe_intermediate_size"],
-        "moe_router_pre_softmax": experts == 1 or not content["norm_topk_prob"],
-        "moe_layer_freq": "1" if all(sparse) else str(sparse),
-    }
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: True}
 
 
-def _shared(content: Json) -> dict[str, Any]:
-    """Qwen2's shared expert."""
-    return {
-        "moe_shared_expert_intermediate_size": content["shared_expert_intermediate_size"],
-        "moe_shared_expert_gate": True,
-    }
+@dataclass(frozen=True)
+class ExpertGroups(Meaning):
+    """Groups of experts, of which a token uses some: n_group and topk_group.
 
+    Attributes:
+        counted: the number of best experts whose scores add up to a group's score.
+        groups, chosen: of the family's class.
+        method: a value of topk_method without which there are no groups. Default: there are.
+    """
 
-def _write_mixtral(model: ModelConfig) -> dict[str, Any]:
-    """Fields of Mixtral; none for a model without experts, which is then another."""
-    if not model.has_experts:
-        return {}
-    return {
-        "num_local_experts": model.experts,
-        "num_experts_per_tok": model.moe_router_topk,
-        "intermediate_size": model.expert_ffn,
-        "sliding_window": None if model.window is None else model.window + 1,
-        "router_jitter_noise": model.moe_input_jitter_eps or 0.0,
-        "output_router_logits": False,
-    }
+    counted: int
+    groups: int | None = 1
+    chosen: int | None = 1
+    method: str | None = None
 
+    def keys(self, key: str) -> Fields:
+        found: Fields = {key: self.groups, "topk_group": self.chosen}
+        return found if self.method is None else found | {"topk_method": "greedy"}
 
-def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    """Fields of Qwen's; none for a model without experts."""
-    if not model.has_experts:
-        return {}
-    shared = model.moe_shared_expert_intermediate_size
-    return {
-        "num_experts": model.experts,
-        "num_experts_per_tok": model.moe_router_topk,
-        "moe_intermediate_size": model.expert_ffn,
-        "norm_topk_prob": not model.moe_router_pre_softmax,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(model.layers) if not model.has_experts_in(layer)],
-        "output_router_logits": False,
-        **({"shared_expert_intermediate_size": shared} if shared else {}),
-    }
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        if self.method is not None:
+            how = content["topk_method"]
+            if how not in ("greedy", self.method):
+                problems.append(
+                    f"topk_method is {how}; only greedy and {self.method} can be converted"
+                )
+            if how != self.method:
+                return {}
+        groups = content[key] or 1
+        chosen = content["topk_group"] or 1
+        if chosen > groups:
+            problems.append(f"topk_group {chosen} is more than {key} {groups}")
+        if groups == 1:
+            return {}
+        found = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+        # Megatron-LM's rule counts the best k / chosen experts.
+        if content["num_experts_per_tok"] // chosen == self.counted:
+            return found
+        return found | {"moe_router_group_score_topk": self.counted}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        groups = model.moe_router_num_groups
+        found: Fields = {key: groups or 1, "topk_group": model.moe_router_group_topk or 1}
+        if self.method is None:
+            return found
+        return found | {"topk_method": self.method if groups else "greedy"}

@@ -12,7 +12,8 @@ _KINDS: dict[Any, str] = {
     "num_attention_heads intermediate_size max_position_embeddings num_local_experts num_experts num_experts_per_tok "
     "moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace",
-    int | None: "q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window "
+    int
+    | None: "q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window "
     "n_shared_experts original_max_position_embeddings",
     float: "layer_norm_epsilon rms_norm_eps attn_pdrop resid_pdrop embd_pdrop attention_dropout factor "
     "router_jitter_noise routed_scaling_factor",
@@ -22,7 +23,13 @@ _KINDS: dict[Any, str] = {
     list | None: "layer_types mlp_only_layers",
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-_LENGTHS = ("vocab_size", "n_positions", "max_position_embeddings", "sliding_window", "max_window_layers")
+_LENGTHS = (
+    "vocab_size",
+    "n_positions",
+    "max_position_embeddings",
+    "sliding_window",
+    "max_window_layers",
+)
 _MAY_BE_0 = ("max_window_layers", "first_k_dense_replace", "n_shared_experts")
 _LONGEST, _WIDEST = 2**31 - 1, 2**19
 
@@ -30,11 +37,18 @@ _LONGEST, _WIDEST = 2**31 - 1, 2**19
 def unfit(content: Mapping[str, Any]) -> Iterator[str]:
     """A text for each value of another type, or of a size that no tensor has."""
     nested = ((key, content[key]) for key in ("rope_parameters", "rope_scaling") if key in content)
-    inside = {f"{key}.{name}": x for key, held in nested if isinstance(held, dict) for name, x in held.items()}
+    inside = {
+        f"{key}.{name}": x
+        for key, held in nested
+        if isinstance(held, dict)
+        for name, x in held.items()
+    }
     for key, value in {**content, **inside}.items():
         name = key.rpartition(".")[2]
         kind = _KIND_OF.get(name)
-        unused = name == "sliding_window" and content.get("use_sliding_window") is False  # Qwen2-MoE writes 0 then
+        unused = (
+            name == "sliding_window" and content.get("use_sliding_window") is False
+        )  # Qwen2-MoE writes 0 then
         least = int(name not in _MAY_BE_0 and not unused)
         most = _LONGEST if name in _LENGTHS else _WIDEST
         if kind is not None and not fits(value, kind):

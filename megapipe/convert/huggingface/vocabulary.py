@@ -56,7 +56,9 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
     except ValueError as error:
         return f"--tokenizer-type {data.tokenizer} {error}"
     # Pieces in another order are as probable under Unigram: the library sums in float64, SentencePiece in float32.
-    wrong = (text for text in _SAMPLES if sorted(library.encode(text).ids) != sorted(ours.encode(text)))
+    wrong = (
+        text for text in _SAMPLES if sorted(library.encode(text).ids) != sorted(ours.encode(text))
+    )
     if (different := next(wrong, None)) is not None:
         return f"the tokenizer made of {data.tokenizer_model} has other ids for {different!r}"
     eod = library.id_to_token(ours.eod)
@@ -94,7 +96,9 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
     # GPT-2's characters for bytes: what can be printed stands for itself.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
-    spelled = dict(zip([*printed, *others], map(chr, [*printed, *range(256, 256 + len(others))]), strict=True))
+    spelled = dict(
+        zip([*printed, *others], map(chr, [*printed, *range(256, 256 + len(others))]), strict=True)
+    )
     vocab = {"".join(spelled[byte] for byte in token): i for token, i in ours.ids.items()}
     merges = list(_merges(vocab, [_NORMAL] * ours.vocab_size))
     library = tokenizers.Tokenizer(models.BPE(ours.specials | vocab, merges, ignore_merges=True))
@@ -132,8 +136,14 @@ def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
         )
     else:
         # What only the library itself may choose must lose against any way to spell it: <0x41> is six characters.
-        least = 7 * min(score for (_, score), kind in zip(pieces, kinds, strict=True) if kind == _NORMAL) - 10
-        scored = [(p, s if kind == _NORMAL else least) for (p, s), kind in zip(pieces, kinds, strict=True)]
+        least = (
+            7
+            * min(score for (_, score), kind in zip(pieces, kinds, strict=True) if kind == _NORMAL)
+            - 10
+        )
+        scored = [
+            (p, s if kind == _NORMAL else least) for (p, s), kind in zip(pieces, kinds, strict=True)
+        ]
         library = tokenizers.Tokenizer(models.Unigram(scored, spec.unk_id, spec.byte_fallback))
     dummy = model.normalizer_spec.add_dummy_prefix
     library.normalizer = normalizers.Sequence(list(_normalizers(model.normalizer_spec)))
@@ -142,7 +152,9 @@ def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     names = [piece for piece, _ in pieces]
-    library.add_tokens([AddedToken(names[i], normalized=False) for i, kind in enumerate(kinds) if kind == _USER])
+    library.add_tokens(
+        [AddedToken(names[i], normalized=False) for i, kind in enumerate(kinds) if kind == _USER]
+    )
     library.add_special_tokens([AddedToken(names[eod], normalized=False)])
     return library
 

@@ -1,0 +1,45 @@
+"""Multi-token prediction in a folder: layers after the model's last one, in DeepSeek-V3's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.keys import Fields, Meaning
+
+WORDS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NAMES: Mapping[str, str] = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
+}
+"""Names of a depth's own tensors, in addition to those of a layer."""
+_COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
+"""Tensors of a depth that are copies of the model's own."""
+
+
+class Depths(Meaning):
+    """The number of depths. It is written only: the tensors say what there is."""
+
+    def keys(self, key: str) -> Fields:
+        return {key: 0}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: model.depths}
+
+
+def depths_in(names: Collection[str], layers: int) -> int:
+    """Return the number of depths among a folder's tensors, after the model's layers."""
+    numbers = range(len(names) + 1)
+    return next(n for n in numbers if f"model.layers.{layers + n}.eh_proj.weight" not in names)
+
+
+def copies(model: ModelConfig) -> dict[str, str]:
+    """Return the tensors that depths have as copies: their name -> the name of the original."""
+    found: dict[str, str] = {}
+    for n in range(model.layers, model.layers + model.depths):
+        for copy, original in _COPIES.items():
+            found[f"model.layers.{n}.{copy}"] = WORDS if model.tied else original
+    return found

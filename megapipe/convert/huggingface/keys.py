@@ -1,0 +1,247 @@
+"""Meanings of the keys of a config.json, each written once and used in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megapipe.config import ModelConfig
+from megapipe.convert.huggingface.values import expected
+
+Json = Mapping[str, Any]
+Fields = dict[str, Any]
+
+NEEDED: Any = object()
+"""The default of a key that a config.json may not leave out, such as a size."""
+
+LAYERS = "per_layer_overrides"
+"""The field of `Meaning.read` for what differs between layers: a dictionary for each layer."""
+
+# A field may be left to its default. Its resolved value is a property of another name.
+_PROPERTIES = {
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_query_groups": "query_groups",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "no_bias_gelu_fusion": "erf_gelu",
+    "num_experts": "experts",
+    "moe_ffn_hidden_size": "expert_ffn",
+}
+
+
+def value_of(model: ModelConfig, field: str) -> Any:
+    """Return the value of a field, or the one that the model derives for it."""
+    return getattr(model, _PROPERTIES.get(field, field))
+
+
+class Meaning:
+    """The meaning of a key, and of the keys that belong to it.
+
+    `keys` says which keys it reads. `read` gives fields of ModelConfig for a config.json, `write`
+    the keys for a model. `write_last` is for keys whose value follows from other keys.
+    """
+
+    def keys(self, key: str) -> Fields:
+        """Return each key that is read, with the default of the family's class in transformers."""
+        raise NotImplementedError
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        """Return the fields that the keys mean.
+
+        Args:
+            key: the key's name.
+            content: the whole config.json, with defaults for the keys that it leaves out.
+            problems: receives a text for each value that ModelConfig cannot express.
+        """
+        return {}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        """Return the keys of a config.json of this model."""
+        return {}
+
+    def write_last(self, key: str, content: Json) -> Fields:
+        """Return the keys that follow from the other keys in `content`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Same(Meaning):
+    """A key with the value of one field, or of several fields.
+
+    Attributes:
+        fields: names of fields, with spaces between. The first one is written.
+        default: of the family's class.
+        null: the value that null stands for, given the whole config.json. Default: null itself.
+        unset: the value that stands for a field of None.
+        only: the values that can be converted. Default: all.
+    """
+
+    fields: str
+    default: Any = NEEDED
+    null: Callable[[Json], Any] | None = None
+    unset: Any = None
+    only: tuple[Any, ...] = ()
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        value = content[key]
+        if self.only:
+            problems += expected(content, {key: self.only})
+        if value is None and self.null is not None:
+            value = self.null(content)
+        if value == self.unset:
+            value = None
+        return dict.fromkeys(self.fields.split(), value)
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        value = value_of(model, self.fields.split()[0])
+        return {key: self.unset if value is None else value}
+
+
+@dataclass(frozen=True)
+class Not(Meaning):
+    """A key that is true where a field is false."""
+
+    field: str
+    default: bool
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        return {self.field: not content[key]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: not value_of(model, self.field)}
+
+
+@dataclass(frozen=True)
+class Choice(Meaning):
+    """A key whose values have names of their own.
+
+    Attributes:
+        field: of ModelConfig.
+        values: their value -> the field's. The first of several equal ones is written.
+        default: of the family's class.
+    """
+
+    field: str
+    values: Mapping[Any, Any]
+    default: Any
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        problems += expected(content, {key: tuple(self.values)})
+        try:
+            return {self.field: self.values.get(content[key])}
+        except TypeError:  # a list or an object, which `expected` has named
+            return {}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        value = value_of(model, self.field)
+        return {key: next((its for its, ours in self.values.items() if ours == value), None)}
+
+
+class Only(Meaning):
+    """A key with one value that can be converted, or several that mean the same.
+
+    Args:
+        values: the first one is written.
+        default: of the family's class. Default: the first value.
+        silent: do not write the key.
+    """
+
+    def __init__(self, *values: Any, default: Any = NEEDED, silent: bool = False) -> None:
+        self.values = values
+        self.default = values[0] if default is NEEDED else default
+        self.silent = silent
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        problems += expected(content, {key: self.values})
+        return {}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {} if self.silent else {key: self.values[0]}
+
+
+@dataclass(frozen=True)
+class Twin(Meaning):
+    """A key that must have the value of another key, since one flag sets both.
+
+    Attributes:
+        other: the other key, which has the meaning.
+        default: of the family's class.
+        flag: says that there is one flag.
+    """
+
+    other: str
+    default: Any
+    flag: str
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        mine = content[key]
+        its = content[self.other]
+        if mine != its:
+            problems.append(f"{key} {mine} with {self.other} {its}: {self.flag}")
+        return {}
+
+    def write_last(self, key: str, content: Json) -> Fields:
+        return {key: content[self.other]}
+
+
+@dataclass(frozen=True)
+class Equals(Meaning):
+    """A key whose value follows from other keys. Null is accepted as well.
+
+    Attributes:
+        value: of a whole config.json.
+        default: of the family's class.
+    """
+
+    value: Callable[[Json], Any]
+    default: Any = None
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        problems += expected(content, {key: (self.value(content), None)})
+        return {}
+
+    def write_last(self, key: str, content: Json) -> Fields:
+        return {key: self.value(content)}
+
+
+@dataclass(frozen=True)
+class Groups(Meaning):
+    """The number of key and value heads. Null: one for each query head."""
+
+    default: int | None = None
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        heads = content["num_attention_heads"]
+        groups = content[key] or heads
+        grouped = groups != heads
+        return {
+            "group_query_attention": grouped,
+            "num_query_groups": groups if grouped else 1,
+        }
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: model.query_groups}

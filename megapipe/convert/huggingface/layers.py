@@ -1,0 +1,161 @@
+"""Settings that differ between layers: lists in a config.json, --per-layer-overrides here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megapipe.config import ModelConfig
+from megapipe.config.layers import layer_config, parse_overrides
+from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
+    """Return the fields of a model whose layers have these.
+
+    A field has the value of most layers, of the last one among equals. The other layers stand in
+    per_layer_overrides. Equal layers thus give the same text.
+
+    Args:
+        layers: the fields of each layer, the same names in all.
+    """
+    common: Fields = {}
+    for name in layers[0]:
+        # From the last layer on, as the first of equal counts wins.
+        counts = Counter(layer[name] for layer in reversed(layers))
+        common[name] = counts.most_common(1)[0][0]
+    others: dict[str, list[int]] = {}
+    for number, layer in enumerate(layers):
+        differs = {name: layer[name] for name in sorted(layer) if layer[name] != common[name]}
+        if differs:
+            others.setdefault(json.dumps(differs), []).append(number)
+    if others:
+        entries = {_ranges(numbers): json.loads(fields) for fields, numbers in others.items()}
+        common[LAYERS] = json.dumps(entries)
+    return common
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as 0-2,4."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def canonical(model: ModelConfig) -> ModelConfig:
+    """Return an equal model in the form that `spread` gives, for comparisons."""
+    # A factor of 1 does nothing, and None is none.
+    if model.moe_router_topk_scaling_factor == 1.0:
+        model = replace(model, moe_router_topk_scaling_factor=None)
+    if model.per_layer_overrides is None:
+        return model
+    overrides = parse_overrides(model.per_layer_overrides, model.layers)
+    names = {name for fields in overrides.values() for name in fields}
+    layers = [
+        {name: getattr(layer_config(model, n), name) for name in names} for n in range(model.layers)
+    ]
+    plain = replace(model, per_layer_overrides=None)
+    return replace(plain, **spread(layers)) if names else plain
+
+
+def of_layers(model: ModelConfig, name: str) -> list[Any]:
+    """Return the value of a field, or of a property, in each layer."""
+    if model.per_layer_overrides is None:
+        return [getattr(model, name)] * model.layers
+    return [getattr(layer_config(model, n), name) for n in range(model.layers)]
+
+
+def window_of(tokens: int | None) -> str | None:
+    """Return --window-size for a window of so much tokens, the token itself included."""
+    return None if tokens is None else f"{tokens - 1},0"
+
+
+@dataclass(frozen=True)
+class Window(Meaning):
+    """A sliding window in tokens, the token itself included, in all layers or in none (null)."""
+
+    default: int | None
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        return {"window_size": window_of(content[key])}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        return {key: None if model.window is None else model.window + 1}
+
+
+@dataclass(frozen=True)
+class SwitchedWindow(Meaning):
+    """Qwen's sliding window: use_sliding_window turns it on.
+
+    Attributes:
+        typed: layer_types says which layers have it; without, those from max_window_layers on.
+        stated: layer_types must be given.
+    """
+
+    default: int | None = 4096
+    first: int = 28
+    typed: bool = True
+    stated: bool = False
+
+    def keys(self, key: str) -> Fields:
+        more = {"max_window_layers": self.first, "layer_types": None}
+        return {key: self.default, "use_sliding_window": False} | more
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        width = content[key] if content["use_sliding_window"] else None
+        if not self.typed or width is None:
+            return {"window_size": window_of(width)}
+        if self.stated and not content["layer_types"]:
+            problems.append("use_sliding_window is True without layer_types to say in which layers")
+        layers = content["num_hidden_layers"]
+        first = min(content["max_window_layers"], layers)
+        kinds = content["layer_types"] or [FULL] * first + [SLIDING] * (layers - first)
+        return {LAYERS: windows(kinds, width, layers, problems)}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        found = of_layers(model, "window")
+        widths = [width for width in found if width is not None]
+        if not widths:
+            return {"use_sliding_window": False}
+        written = {"use_sliding_window": True, key: widths[0] + 1, "max_window_layers": 0}
+        if not self.typed:
+            return written
+        return written | {"layer_types": [kind_of(width) for width in found]}
+
+
+def windows(
+    kinds: Sequence[Any], width: int | None, layers: int, problems: list[str]
+) -> list[Fields]:
+    """Return the window of each layer, by its kind in layer_types.
+
+    Args:
+        kinds: as in the file. More than there are layers are of depths.
+        width: in tokens, the token itself included; None for no window in any layer.
+        layers: the number of layers.
+        problems: receives kinds that are neither full nor sliding, and too few of them.
+    """
+    others = {str(kind) for kind in kinds if kind not in (FULL, SLIDING)}
+    for kind in sorted(others):
+        problems.append(f"layer_types has {kind}; only {FULL} and {SLIDING} can be converted")
+    if len(kinds) < layers:
+        problems.append(f"layer_types has {len(kinds)} entries for {layers} layers")
+    window = window_of(width)
+    return [{"window_size": window if kind == SLIDING else None} for kind in kinds[:layers]]
+
+
+def kind_of(window: int | None) -> str:
+    """Return the entry of layer_types for a layer's window."""
+    return FULL if window is None else SLIDING

@@ -1,0 +1,129 @@
+"""How tensors of a Hugging Face model make up one of ours: few operations, each with its inverse.
+
+Ours have Megatron's orders: QKV rows by query group, gate above up, experts in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.config import ModelConfig
+
+
+class Layout:
+    """One tensor of theirs that is ours as it stands. Subclasses are other operations.
+
+    A weight and its bias have the same operation.
+
+    Args:
+        names: their names, without .weight or .bias. {e} stands for an expert's number.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def parts(self, model: ModelConfig) -> list[str]:
+        """Return the names of the parts that `join` takes and `split` gives."""
+        return list(self.names)
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        """Return our tensor.
+
+        Args:
+            parts: theirs, in the order of `parts`.
+            model: the configuration of the tensor's layer.
+        """
+        return parts[0]
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        """Return their tensors for ours: the inverse of `join`."""
+        return (tensor,)
+
+
+class Turned(Layout):
+    """A weight that they keep as [in, out]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        # A bias has one dimension, and stays.
+        return parts[0].t()
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (tensor.t(),)
+
+
+class Stack(Layout):
+    """Two tensors, gate and up: [f, h] each -> [2, f, h]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return torch.stack(list(parts))
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return tensor.unbind(0)
+
+
+class Halves(Layout):
+    """Gate above up in one tensor: [2f, h] -> [2, f, h]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return parts[0].unflatten(0, (2, -1))
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (tensor.flatten(0, 1),)
+
+
+class Rows(Layout):
+    """Queries, keys and values in three tensors, or one above the other in one tensor.
+
+    Ours has the rows of each query group together: its queries, its key, its value.
+    """
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        groups = model.query_groups
+        if len(parts) == 1:
+            parts = parts[0].split(_rows(model))
+        grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        groups = model.query_groups
+        sizes = [rows // groups for rows in _rows(model)]
+        grouped = tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)
+        parts = [part.flatten(0, 1) for part in grouped]
+        return parts if len(self.names) == 3 else (torch.cat(parts),)
+
+
+def _rows(model: ModelConfig) -> list[int]:
+    """Return the numbers of rows of queries, keys and values."""
+    keys = model.query_groups * model.head_dim
+    return [model.heads * model.head_dim, keys, keys]
+
+
+class TurnedRows(Rows):
+    """GPT-2's c_attn: [in, q and k and v]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return super().join([parts[0].t()], model)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (super().split(tensor, model)[0].t(),)
+
+
+class Experts(Layout):
+    """A matrix for each expert [f, h] -> [E, f, h]; or two, gate and up -> [E, 2, f, h]."""
+
+    def parts(self, model: ModelConfig) -> list[str]:
+        numbers = range(model.experts)
+        return [name.format(e=number) for number in numbers for name in self.names]
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        each = len(self.names)
+        stacked = torch.stack(list(parts))
+        return stacked.unflatten(0, (-1, each)) if each > 1 else stacked
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        if len(self.names) > 1:
+            tensor = tensor.flatten(0, 1)
+        return tensor.unbind(0)

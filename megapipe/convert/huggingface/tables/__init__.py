@@ -1,0 +1,20 @@
+"""The families of Hugging Face models that can be converted, each a table."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface.family import Family
+from megapipe.convert.huggingface.tables import deepseek, gpt, llama, qwen
+
+# An export takes the first one that can express the model.
+FAMILIES: dict[str, Family] = {
+    "gpt2": gpt.GPT2,
+    "llama": llama.LLAMA,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "mistral": llama.MISTRAL,
+    "mixtral": qwen.MIXTRAL,
+    "qwen2_moe": qwen.QWEN2_MOE,
+    "qwen3_moe": qwen.QWEN3_MOE,
+    "deepseek_v2": deepseek.V2,
+    "deepseek_v3": deepseek.V3,
+}

@@ -1,0 +1,116 @@
+"""DeepSeek-V2 and V3: latent attention, and experts chosen by group."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface.depths import Depths
+from megapipe.convert.huggingface.experts import (
+    DenseFirst,
+    ExpertGroups,
+    Renormalised,
+    SharedExperts,
+)
+from megapipe.convert.huggingface.keys import Equals, Only, Same
+from megapipe.convert.huggingface.layouts import Layout, Stack
+from megapipe.convert.huggingface.rotation import LatentRotation
+from megapipe.convert.huggingface.tables.llama import PLAIN
+from megapipe.convert.huggingface.tables.qwen import EXPERTS
+
+SHARED = {
+    "mlp.shared_experts.linear_fc1": Stack(
+        "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
+    ),
+    "mlp.shared_experts.linear_fc2": Layout("mlp.shared_experts.down_proj"),
+}
+
+_LATENT = PLAIN.but(
+    "",
+    "",
+    keys={
+        "num_key_value_heads": Equals(lambda content: content["num_attention_heads"]),
+        "head_dim": Equals(lambda content: content["qk_rope_head_dim"]),
+        "q_lora_rank": Same("q_lora_rank", 1536),
+        "kv_lora_rank": Same("kv_lora_rank"),
+        "qk_nope_head_dim": Same("qk_head_dim"),
+        "qk_rope_head_dim": Same("qk_pos_emb_head_dim"),
+        "qk_head_dim": Equals(
+            lambda content: content["qk_nope_head_dim"] + content["qk_rope_head_dim"]
+        ),
+        "v_head_dim": Same("v_head_dim"),
+        # transformers norms latents with 1e-6 whatever is said, and here is one epsilon.
+        "rms_norm_eps": Same("norm_epsilon", 1e-6, only=(1e-6,)),
+        "attention_bias": Only(False),
+        "rope_parameters": LatentRotation(),
+    },
+    always={
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+    },
+    names={
+        "self_attention.linear_qkv": None,
+        "self_attention.linear_q_proj": Layout("self_attn.q_proj"),
+        "self_attention.linear_q_down_proj": Layout("self_attn.q_a_proj"),
+        "self_attention.q_layernorm": Layout("self_attn.q_a_layernorm"),
+        "self_attention.linear_q_up_proj": Layout("self_attn.q_b_proj"),
+        "self_attention.linear_kv_down_proj": Layout("self_attn.kv_a_proj_with_mqa"),
+        "self_attention.kv_layernorm": Layout("self_attn.kv_a_layernorm"),
+        "self_attention.linear_kv_up_proj": Layout("self_attn.kv_b_proj"),
+    },
+)
+
+_EXPERTS = {
+    "n_routed_experts": Same("num_experts"),
+    "n_shared_experts": SharedExperts(2),
+    "num_experts_per_tok": Same("moe_router_topk"),
+    "moe_intermediate_size": Same("moe_ffn_hidden_size"),
+    "first_k_dense_replace": DenseFirst(),
+    "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 1.0, unset=1.0),
+    "moe_layer_freq": Only(1),
+    "mlp_bias": Only(False, silent=True),
+}
+
+V2 = _LATENT.but(
+    "DeepseekV2ForCausalLM",
+    "every size, V2-Lite too",
+    keys={
+        **_EXPERTS,
+        "norm_topk_prob": Only(False),
+        "scoring_func": Only("softmax"),
+        "n_group": ExpertGroups(1, None, None, method="group_limited_greedy"),
+    },
+    always={
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+    },
+    names={**EXPERTS, **SHARED},
+    aliases={"num_local_experts": "n_routed_experts"},
+)
+
+V3 = _LATENT.but(
+    "DeepseekV3ForCausalLM",
+    "every size, plain positions or yarn from 4096; multi-token prediction too",
+    keys={
+        **_EXPERTS,
+        "n_shared_experts": SharedExperts(1),
+        "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 2.5, unset=1.0),
+        "num_key_value_heads": Equals(lambda content: content["num_attention_heads"], 128),
+        "norm_topk_prob": Renormalised(),
+        "scoring_func": Only("sigmoid"),
+        "topk_method": Only("noaux_tc"),
+        "rope_interleave": Only(True),
+        "n_group": ExpertGroups(2, 8, 4),
+        "num_nextn_predict_layers": Depths(),
+    },
+    always={
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    names={
+        **EXPERTS,
+        **SHARED,
+        "mlp.router.expert_bias": Layout("mlp.gate.e_score_correction_bias"),
+    },
+    published=(61,),
+    aliases={"num_local_experts": "n_routed_experts"},
+)

@@ -1,0 +1,75 @@
+"""Llama and the dense families that begin from it."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface import depths
+from megapipe.convert.huggingface.family import Family
+from megapipe.convert.huggingface.keys import Groups, Json, Not, Only, Same, Twin
+from megapipe.convert.huggingface.layers import Window
+from megapipe.convert.huggingface.layouts import Layout, Rows, Stack
+from megapipe.convert.huggingface.rotation import Rotation
+
+
+def head_share(content: Json) -> int:
+    """Return the channels of a head where head_dim is null: an even share of the hidden size."""
+    hidden: int = content["hidden_size"]
+    return hidden // int(content["num_attention_heads"])
+
+
+BIASES = "there is one switch, --disable-bias-linear"
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    what="Llama 2 and 3, with 3.1's frequency scaling; biases everywhere or nowhere",
+    keys={
+        "num_hidden_layers": Same("num_layers"),
+        "hidden_size": Same("hidden_size"),
+        "num_attention_heads": Same("num_attention_heads"),
+        "num_key_value_heads": Groups(),
+        "head_dim": Same("kv_channels", None, null=head_share),
+        "intermediate_size": Same("ffn_hidden_size"),
+        "max_position_embeddings": Same("max_position_embeddings"),
+        "rms_norm_eps": Same("norm_epsilon", 1e-6),
+        "attention_dropout": Same("attention_dropout", 0.0),
+        "tie_word_embeddings": Not("untie_embeddings_and_output_weights", False),
+        "hidden_act": Only("silu"),
+        "rope_parameters": Rotation(),
+        "mlp_bias": Not("disable_bias_linear", False),
+        "attention_bias": Twin("mlp_bias", False, BIASES),
+    },
+    always={
+        "hidden_dropout": 0.0,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+    },
+    names={
+        "embedding.word_embeddings": Layout("model.embed_tokens"),
+        "decoder.final_layernorm": Layout("model.norm"),
+        "output_layer": Layout("lm_head"),
+        "input_layernorm": Layout("input_layernorm"),
+        "self_attention.linear_qkv": Rows(
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        ),
+        "self_attention.q_layernorm": Layout("self_attn.q_norm"),
+        "self_attention.k_layernorm": Layout("self_attn.k_norm"),
+        "self_attention.linear_proj": Layout("self_attn.o_proj"),
+        "pre_mlp_layernorm": Layout("post_attention_layernorm"),
+        "mlp.linear_fc1": Stack("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.linear_fc2": Layout("mlp.down_proj"),
+        **{ours: Layout(theirs) for ours, theirs in depths.NAMES.items()},
+    },
+)
+
+# Without a key for biases, a family is a Llama without them.
+PLAIN = LLAMA.but("", "", keys={"mlp_bias": None, "attention_bias": None})
+
+MISTRAL = PLAIN.but(
+    "MistralForCausalLM",
+    "every dense size, with its sliding window or without",
+    keys={
+        "num_key_value_heads": Groups(8),
+        "sliding_window": Window(4096),
+    },
+)
