@@ -1,4 +1,8 @@
-"""Checks that it is the same model: names and shapes before a conversion, logits after it, and what means another."""
+"""Checks that both sides have the same model.
+
+Names and shapes are compared before a conversion, logits after it. Notes say what has another
+meaning on the other side.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ import torch
 from torch import nn
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.depths import HEAD, copies
+from megapipe.convert.huggingface.depths import copies
 from megapipe.convert.huggingface.mapping import BUFFERS, Tensors
+from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.tensors import SavedTensors, load_full, our_shapes, whole_model
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
@@ -26,13 +31,11 @@ _ALL_TOKENS: dict[str, Any] = {
     "moe_pad_expert_input_to_capacity": False,
     "moe_router_force_load_balancing": False,
 }
-"""Settings under which every token reaches the experts that its router chooses, as in transformers."""
-PUBLISHED = 61
-"""Layers of DeepSeek-V3, whose depth's name transformers has in a list."""
+"""Settings with which every token reaches the experts that its router chooses."""
 
 
 def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConfig) -> None:
-    """Check that every tensor of theirs is used once and has the shape that ours is taken apart into.
+    """Check that every tensor of theirs is used once, and has the shape that `split` gives it.
 
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
@@ -42,33 +45,40 @@ def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConf
     rest -= copies(model).keys()
     embedding = next(rule.theirs[0] for rule in table if rule.ours == WORD_EMBEDDINGS)
     # Some tied models are saved with their head all the same.
-    if model.tied and HEAD in rest and embedding in saved.shapes and _equal(saved, HEAD, embedding):
-        rest.remove(HEAD)
-    problems = _listing(f"{saved.folder}: config.json asks for tensors that are missing:", missing)
-    problems += _listing(
-        f"{saved.folder}: tensors that config.json knows nothing of:", sorted(rest)
-    )
+    for head in rest & _HEADS:
+        if model.tied and embedding in saved.shapes and _equal(saved, head, embedding):
+            rest.remove(head)
+    asked = f"{saved.folder}: config.json asks for tensors that are missing:"
+    unknown = f"{saved.folder}: tensors that config.json knows nothing of:"
+    problems = _listing(asked, missing) + _listing(unknown, sorted(rest))
     shapes = our_shapes(model)
     for rule in table:
-        # Joining is no test: parts are laid together by views, which ask for the number of elements alone.
-        for key, part in zip(
-            rule.theirs, rule.split(torch.empty(shapes[rule.ours], device="meta")), strict=True
-        ):
-            if saved.shapes.get(key, part.shape) != tuple(part.shape):
-                problems.append(
-                    f"{key} is {list(saved.shapes[key])}, but config.json means {list(part.shape)}"
-                )
+        # Joining is no test: views ask for the number of elements alone.
+        parts = rule.split(torch.empty(shapes[rule.ours], device="meta"))
+        for key, part in zip(rule.theirs, parts, strict=True):
+            there = saved.shapes.get(key, part.shape)
+            if there != tuple(part.shape):
+                means = list(part.shape)
+                problems.append(f"{key} is {list(there)}, but config.json means {means}")
     if problems:
         raise CheckpointError(problems)
 
 
+_HEADS = {f"{table.names['output_layer'].names[0]}.weight" for table in FAMILIES.values()}
+"""Names of an output head."""
+
+
 def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
-    """Raises: CheckpointError unless a checkpoint has the tensors of its model, all of them and no other."""
-    check_names(
-        name,
-        our_shapes(model),
-        {key: x for key, x in saved.shapes.items() if not key.startswith("optimizer.")},
-    )
+    """Check that a checkpoint has all tensors of its model, and no other.
+
+    Args:
+        name: of the checkpoint, for the error.
+    Raises: CheckpointError with every tensor that is missing, left over or of another shape.
+    """
+    of_model = {
+        key: shape for key, shape in saved.shapes.items() if not key.startswith("optimizer.")
+    }
+    check_names(name, our_shapes(model), of_model)
 
 
 def check_names(
@@ -77,11 +87,17 @@ def check_names(
     there: Mapping[str, Shape],
     forms: Callable[[Shape], Sequence[Shape]] = lambda shape: (shape,),
 ) -> None:
-    """Raises: CheckpointError with every tensor that is missing, left over or of another shape. forms: of a shape."""
-    problems = _listing("lacks", [key for key in needed if key not in there])
-    problems += _listing(
-        "has what its arguments do not mean,", [key for key in there if key not in needed]
-    )
+    """Check names and shapes of tensors.
+
+    Args:
+        name: of the checkpoint, for the error.
+        needed, there: name -> shape, of the model and of the checkpoint.
+        forms: the shapes that a tensor of a needed shape may have.
+    Raises: CheckpointError with every tensor that is missing, left over or of another shape.
+    """
+    missing = [key for key in needed if key not in there]
+    rest = [key for key in there if key not in needed]
+    problems = _listing("lacks", missing) + _listing("has what its arguments do not mean,", rest)
     problems += [
         f"{key} is {list(there[key])}, but its arguments mean {list(shape)}"
         for key, shape in needed.items()
@@ -92,46 +108,38 @@ def check_names(
 
 
 def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
-    """Notes on copies of embedding and head in depths of multi-token prediction that are not like them."""
+    """Yield a note for each copy of embedding or head in a depth that differs from it."""
     for copy, its in copies(model).items():
-        if copy in saved.shapes and not (
-            saved.shapes[copy] == saved.shapes[its] and _equal(saved, copy, its)
-        ):
+        if copy not in saved.shapes:
+            continue
+        if saved.shapes[copy] != saved.shapes[its] or not _equal(saved, copy, its):
             yield f"{copy} is left out, though it is not as {its}, which depths share"
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
-    """Notes on what changes its meaning without a word between the two (and Megatron-LM)."""
-    if not model.gated:
-        form = "erf form of GELU, --no-bias-gelu-fusion" if model.erf_gelu else "tanh form of GELU"
-        yield f"activation {content.get('activation_function')} is the {form}"
+    """Yield notes on settings that have another meaning on the two sides, or in Megatron-LM."""
+    if not model.gated and not model.squared_relu:
+        name = content.get("activation_function", content.get("hidden_act"))
+        form = "tanh form of GELU"
+        if model.erf_gelu:
+            form = "erf form of GELU, --no-bias-gelu-fusion"
+        yield f"activation {name} is the {form}"
     if model.norm_epsilon != ModelConfig.norm_epsilon:
-        yield f"norm epsilon is {model.norm_epsilon:g}; our default is {ModelConfig.norm_epsilon:g}"
+        default = ModelConfig.norm_epsilon
+        yield f"norm epsilon is {model.norm_epsilon:g}; our default is {default:g}"
     if model.position_embedding_type == "rope":
-        scaled = (
-            f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1"
-            if model.use_rope_scaling
-            else ""
-        )
-        pairs = (
-            "neighbours of its rotated channels"
-            if model.multi_latent_attention
-            else "the halves of a head"
-        )
-        yield f"rope base is {model.rotary_base:g}{scaled}; {pairs} are rotated, no rows are permuted"
-    if content.get("num_nextn_predict_layers") and not model.depths:
-        yield "config.json speaks of layers of multi-token prediction, and there are none"
-    if model.depths and model.layers != PUBLISHED:
-        yield (
-            f"transformers leaves model.layers.{model.layers} and on out, and calls it UNEXPECTED: it knows depths of "
-            f"multi-token prediction behind {PUBLISHED} layers alone"
-        )
+        yield from _rotation_notes(model)
+    yield from _depth_notes(content, model)
     if model.has_experts and model.capacity_factor is not None:
-        yield f"experts take every token there; --moe-expert-capacity-factor {model.capacity_factor:g} drops some here"
+        flag = f"--moe-expert-capacity-factor {model.capacity_factor:g}"
+        yield f"experts take every token there; {flag} drops some here"
     if model.heads * model.head_dim != model.hidden and not model.multi_latent_attention:
-        yield f"heads of {model.head_dim} (--kv-channels) do not add up to the hidden size {model.hidden}"
+        yield (
+            f"heads of {model.head_dim} (--kv-channels) do not add up to "
+            f"the hidden size {model.hidden}"
+        )
     if model.tied:
-        yield f"the head is tied to the embedding; their files have no {HEAD}"
+        yield "the head is tied to the embedding; their files have no tensor of its own for it"
     rows = model.padded_vocab_size or vocab_size
     if rows != vocab_size:
         yield (
@@ -140,21 +148,55 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         )
 
 
+def _rotation_notes(model: ModelConfig) -> Iterator[str]:
+    pairs = "the halves of a head"
+    if model.multi_latent_attention or model.rotary_interleaved:
+        pairs = "neighbours of its rotated channels"
+    elif model.rotary_percent != 1:
+        pairs = f"the halves of {model.rotary_percent:g} of a head's channels"
+    scaled = ""
+    if model.use_rope_scaling:
+        scaled = f", scaled by {model.rope_scaling_factor:g} as in Llama 3.1"
+    yield f"rope base is {model.rotary_base:g}{scaled}; {pairs} are rotated, no rows are permuted"
+
+
+def _depth_notes(content: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    if content.get("num_nextn_predict_layers") and not model.depths:
+        yield "config.json speaks of layers of multi-token prediction, and there are none"
+    family = FAMILIES.get(content.get("model_type", ""))
+    published = family.published if family is not None else ()
+    if model.depths and model.layers not in published:
+        known = " or ".join(map(str, published)) or "no number of"
+        yield (
+            f"transformers leaves model.layers.{model.layers} and on out, and calls it "
+            "UNEXPECTED: it knows depths of multi-token prediction "
+            f"after {known} layers alone"
+        )
+
+
 def compare_logits(
-    theirs: Path, ours: Path, model: ModelConfig, vocab_size: int, dtype: torch.dtype | None = None
+    theirs: Path,
+    ours: Path,
+    model: ModelConfig,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[float, float] | None:
-    """Both models on the same random tokens in float32, both whole in memory.
+    """Compare both models on the same random tokens in float32. Both are in memory as a whole.
 
     Args:
-        dtype: of the weights that were written. Both models' are rounded to it, so that rounding is no difference.
-    Returns: (largest difference of a logit, largest logit); None without the transformers library.
+        theirs, ours: folders.
+        dtype: of the weights that were written. Both models' are rounded to it, so that rounding
+            is no difference.
+    Returns: the largest difference of a logit, and the largest logit. None without the
+        transformers library.
     Raises: CheckpointError for a folder that transformers cannot load.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
     from transformers import AutoModelForCausalLM
 
-    tokens = torch.randint(0, vocab_size, (1, min(64, model.max_position_embeddings or 64)))
+    length = min(64, model.max_position_embeddings or 64)
+    tokens = torch.randint(0, vocab_size, (1, length))
     try:
         reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
     except Exception as error:  # its classes of errors have nothing in common
@@ -169,8 +211,9 @@ def compare_logits(
 
 @torch.no_grad()
 def _rounded(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The model in float32, its weights rounded to a type. Buffers stay: an expert's bias is float32 in every file."""
+    """Return the model in float32, with its weights rounded to a type."""
     model = model.float().eval()
+    # Buffers stay: an expert's bias is float32 in every file.
     for weight in model.parameters() if dtype is not None else ():
         weight.copy_(weight.to(dtype))
     return model

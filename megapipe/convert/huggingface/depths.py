@@ -1,4 +1,4 @@
-"""Multi-token prediction in a folder: layers after the model's last one, in DeepSeek-V3's layout."""
+"""Multi-token prediction in a folder, as DeepSeek-V3 has it: layers after the last one."""
 
 from __future__ import annotations
 

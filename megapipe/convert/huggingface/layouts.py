@@ -68,7 +68,7 @@ class Halves(Layout):
     """Gate above up in one tensor: [2f, h] -> [2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-        return parts[0].unflatten(0, (2, -1))
+        return parts[0].view(2, -1, *parts[0].shape[1:])
 
     def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
         return (tensor.flatten(0, 1),)
@@ -83,14 +83,14 @@ class Rows(Layout):
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         groups = model.query_groups
         if len(parts) == 1:
-            parts = parts[0].split(_rows(model))
-        grouped = [part.unflatten(0, (groups, -1)) for part in parts]
+            parts = torch.split(parts[0], _rows(model))
+        grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
         groups = model.query_groups
         sizes = [rows // groups for rows in _rows(model)]
-        grouped = tensor.unflatten(0, (groups, -1)).split(sizes, dim=1)
+        grouped = torch.split(tensor.view(groups, -1, *tensor.shape[1:]), sizes, dim=1)
         parts = [part.flatten(0, 1) for part in grouped]
         return parts if len(self.names) == 3 else (torch.cat(parts),)
 
@@ -121,7 +121,7 @@ class Experts(Layout):
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         each = len(self.names)
         stacked = torch.stack(list(parts))
-        return stacked.unflatten(0, (-1, each)) if each > 1 else stacked
+        return stacked.view(-1, each, *stacked.shape[1:]) if each > 1 else stacked
 
     def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
         if len(self.names) > 1:
