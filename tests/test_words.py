@@ -26,6 +26,8 @@ ROOMS = [
     "megapipe/config/parallel",
     "megapipe/flags",
     "megapipe/convert",
+    "megapipe/convert/huggingface",
+    "megapipe/convert/huggingface/tables",
     "megapipe/data",
     "megapipe/data/tokenizers",
     "megapipe/distributed",

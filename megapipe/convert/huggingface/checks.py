@@ -166,11 +166,12 @@ def _depth_notes(content: Mapping[str, Any], model: ModelConfig) -> Iterator[str
     family = FAMILIES.get(content.get("model_type", ""))
     published = family.published if family is not None else ()
     if model.depths and model.layers not in published:
-        known = " or ".join(map(str, published)) or "no number of"
+        known = "none in this family"
+        if published:
+            known = f"them after {' or '.join(map(str, published))} layers alone"
         yield (
             f"transformers leaves model.layers.{model.layers} and on out, and calls it "
-            "UNEXPECTED: it knows depths of multi-token prediction "
-            f"after {known} layers alone"
+            f"UNEXPECTED: of depths of multi-token prediction it knows {known}"
         )
 
 

@@ -15,7 +15,7 @@ NAMES: Mapping[str, str] = {
     "eh_proj": "eh_proj",
     "final_layernorm": "shared_head.norm",
 }
-"""Names of a depth's own tensors, in addition to those of a layer."""
+"""Names of a depth's tensors that no layer has."""
 _COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 """Tensors of a depth that are copies of the model's own."""
 

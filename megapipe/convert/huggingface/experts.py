@@ -154,7 +154,7 @@ class Renormalised(Meaning):
 
 @dataclass(frozen=True)
 class ExpertGroups(Meaning):
-    """Groups of experts, of which a token uses some: n_group and topk_group.
+    """Groups of experts: n_group, and the number that a token may use, topk_group.
 
     Attributes:
         counted: the number of best experts whose scores add up to a group's score.

@@ -75,9 +75,9 @@ def of_layers(model: ModelConfig, name: str) -> list[Any]:
     return [getattr(layer_config(model, n), name) for n in range(model.layers)]
 
 
-def window_of(tokens: int | None) -> str | None:
-    """Return --window-size for a window of so much tokens, the token itself included."""
-    return None if tokens is None else f"{tokens - 1},0"
+def window_of(n: int | None) -> str | None:
+    """Return --window-size for a window of n tokens, the token itself included."""
+    return None if n is None else f"{n - 1},0"
 
 
 @dataclass(frozen=True)

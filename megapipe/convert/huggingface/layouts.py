@@ -1,4 +1,4 @@
-"""How tensors of a Hugging Face model make up one of ours: few operations, each with its inverse.
+"""Operations that make one of our tensors from those in a Hugging Face model, with inverses.
 
 Ours have Megatron's orders: QKV rows by query group, gate above up, experts in one tensor.
 """

@@ -65,7 +65,7 @@ def rules(
             number, inner = int(found[1]), found[2]
             before = table.layer.format(n=number)
             own = layer_config(model, number)
-        # A name with its kind, as of a router's bias, goes before that of its module.
+        # A name with its kind, such as a router's bias, is looked up before the module.
         module, _, kind = inner.rpartition(".")
         kind = "" if inner in table.names else f".{kind}"
         layout = table.names[module if kind else inner]

@@ -147,7 +147,7 @@ class LatentRotation(Rotation):
         problems += expected(rope, expect)
         if rope.get("attention_factor") is not None:
             problems.append(
-                "attention_factor is given; only that of mscale and mscale_all_dim can be converted"
+                "attention_factor is given; only mscale and mscale_all_dim can be converted"
             )
         every = rope.get("mscale_all_dim") or 0.0
         own = rope.get("mscale")

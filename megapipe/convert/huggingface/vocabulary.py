@@ -1,7 +1,8 @@
-"""A training's tokenizer as Hugging Face reads it: tokenizer.json, its settings, and the ids that begin and end a text.
+"""A training's tokenizer as Hugging Face reads it: tokenizer.json, its settings, special ids.
 
-What is made is compared with ours on a few texts before it is kept. A text that spells the end of a document, such as
-</s>, is that token there and its characters here; so are other special pieces of a model that has no piece for <.
+The result is compared with ours on a few texts before it is kept. A text that spells the end of a
+document, such as </s>, is that token there and its characters here. So are other special pieces of
+a model that has no piece for <.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ from megapipe.data.tokenizers.tokenizer import SentencePieceTokenizer, Tokenizer
 from megapipe.errors import DataError
 
 FILE = "tokenizer.json"
-_BESIDE = ("special_tokens_map.json", "chat_template.jinja")
+_OTHERS = ("special_tokens_map.json", "chat_template.jinja")
 _SPACE = "\u2581"
-_NORMAL, _USER, _BYTE, _BPE = 1, 4, 6, 2
+# Types of pieces and models in SentencePiece's files.
+_NORMAL = 1
+_USER = 4
+_BPE = 2
+# What a tokenizer may do to a text: code, runs of spaces, other scripts, composed characters.
 _SAMPLES = (
     "The quick brown fox, 1234.5 times;  twice.",
     "def f(x):\n\n    return {'a': [x**2, None]}\t# \\ \"quoted\"\n",
     " leading, trailing ",
     "",
-    "Gr\u00fc\u00dfe, na\u00efve \u65e5\u672c\u8a9e \u041f\u0440\u0438\u0432\u0435\u0442 \U0001f600 e\u0301 \ufb01",
+    "Gr\u00fc\u00dfe, na\u00efve \u65e5\u672c\u8a9e \u041f\u0440\u0438\u0432\u0435\u0442 "
+    "\U0001f600 e\u0301 \ufb01",
     " a\r\nb\u00a0c",
 )
 
 
 def token_ids(config: Config) -> dict[str, int]:
-    """bos, eos and pad for config.json; documents are separated by eod alone. Empty if the tokenizer is not at hand."""
+    """Return bos, eos and pad for config.json, or nothing if the tokenizer is not at hand."""
+    # Documents are separated by eod alone, so that it has all three parts.
     try:
         eod = build_tokenizer(config.data).eod
     except DataError:
@@ -45,7 +52,10 @@ def token_ids(config: Config) -> dict[str, int]:
 
 
 def write_tokenizer(config: Config, target: Path) -> str | None:
-    """Write tokenizer.json and tokenizer_config.json into `target`. Returns: why not, if it cannot be done."""
+    """Write tokenizer.json and tokenizer_config.json into `target`.
+
+    Returns: None, or the reason why it cannot be done.
+    """
     data = config.data
     try:
         ours = build_tokenizer(data)
@@ -55,12 +65,11 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
         library = _library(ours)
     except ValueError as error:
         return f"--tokenizer-type {data.tokenizer} {error}"
-    # Pieces in another order are as probable under Unigram: the library sums in float64, SentencePiece in float32.
-    wrong = (
-        text for text in _SAMPLES if sorted(library.encode(text).ids) != sorted(ours.encode(text))
-    )
-    if (different := next(wrong, None)) is not None:
-        return f"the tokenizer made of {data.tokenizer_model} has other ids for {different!r}"
+    for text in _SAMPLES:
+        # Pieces in another order are as probable under Unigram: the library sums in float64,
+        # SentencePiece in float32.
+        if sorted(library.encode(text).ids) != sorted(ours.encode(text)):
+            return f"the tokenizer made of {data.tokenizer_model} has other ids for {text!r}"
     eod = library.id_to_token(ours.eod)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -72,16 +81,21 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
     }
     library.save(str(target / FILE))
     (target / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    folder = Path(data.tokenizer_model or "")
     if data.tokenizer == "HuggingFaceTokenizer":
-        for name in _BESIDE:
-            if (found := (folder if folder.is_dir() else folder.parent) / name).is_file():
-                shutil.copyfile(found, target / name)
+        folder = Path(data.tokenizer_model or "")
+        if not folder.is_dir():
+            folder = folder.parent
+        for name in _OTHERS:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, target / name)
     return None
 
 
 def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
-    """Raises: ValueError with what stands in the way."""
+    """Return the library's form of our tokenizer.
+
+    Raises: ValueError with the reason why there is none.
+    """
     if isinstance(ours, BPETokenizer):
         return ours.library()
     if isinstance(ours, SentencePieceTokenizer):
@@ -92,13 +106,12 @@ def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer with the same cuts; a pair is merged before another if what it makes has the lower id."""
-    # GPT-2's characters for bytes: what can be printed stands for itself.
+    """Return a tokenizer with the same cuts. Of two pairs, that with the lower id merges first."""
+    # GPT-2's characters for bytes: printable bytes stand for themselves.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
-    spelled = dict(
-        zip([*printed, *others], map(chr, [*printed, *range(256, 256 + len(others))]), strict=True)
-    )
+    spelled = {byte: chr(byte) for byte in printed}
+    spelled |= {byte: chr(256 + n) for n, byte in enumerate(others)}
     vocab = {"".join(spelled[byte] for byte in token): i for token, i in ours.ids.items()}
     merges = list(_merges(vocab, [_NORMAL] * ours.vocab_size))
     library = tokenizers.Tokenizer(models.BPE(ours.specials | vocab, merges, ignore_merges=True))
@@ -114,7 +127,12 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
-    """A tokenizer with the same segmentation, by the library's own Unigram or BPE."""
+    """Return a tokenizer with the same segmentation, by the library's own Unigram or BPE.
+
+    Args:
+        proto: the bytes of SentencePiece's model.
+        eod: the id that ends a document.
+    """
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
     model: Any = pb2.ModelProto.FromString(proto)  # type: ignore[attr-defined,unused-ignore]
@@ -135,14 +153,13 @@ def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
             )
         )
     else:
-        # What only the library itself may choose must lose against any way to spell it: <0x41> is six characters.
-        least = (
-            7
-            * min(score for (_, score), kind in zip(pieces, kinds, strict=True) if kind == _NORMAL)
-            - 10
-        )
+        # A piece that only the library itself may choose must lose against any way to spell it:
+        # <0x41> is six characters.
+        known = [score for (_, score), kind in zip(pieces, kinds, strict=True) if kind == _NORMAL]
+        least = 7 * min(known) - 10
         scored = [
-            (p, s if kind == _NORMAL else least) for (p, s), kind in zip(pieces, kinds, strict=True)
+            (piece, score if kind == _NORMAL else least)
+            for (piece, score), kind in zip(pieces, kinds, strict=True)
         ]
         library = tokenizers.Tokenizer(models.Unigram(scored, spec.unk_id, spec.byte_fallback))
     dummy = model.normalizer_spec.add_dummy_prefix
@@ -152,9 +169,9 @@ def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     names = [piece for piece, _ in pieces]
-    library.add_tokens(
-        [AddedToken(names[i], normalized=False) for i, kind in enumerate(kinds) if kind == _USER]
-    )
+    # Pieces that a user defined are never cut, nor normalised.
+    own = [name for name, kind in zip(names, kinds, strict=True) if kind == _USER]
+    library.add_tokens([AddedToken(name, normalized=False) for name in own])
     library.add_special_tokens([AddedToken(names[eod], normalized=False)])
     return library
 
@@ -171,11 +188,10 @@ def _normalizers(spec: Any) -> Iterator[Any]:
 
 
 def _merges(vocab: dict[str, int], kinds: list[int]) -> Iterator[tuple[str, str]]:
-    """Every way to make a piece of two others, earlier pieces first: they have the higher scores."""
+    """Yield every pair of pieces that makes a piece, earlier pieces first."""
+    # Earlier pieces have the higher scores.
     for piece, i in vocab.items():
         if kinds[i] == _NORMAL:
-            ways = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
-            yield from sorted(
-                (way for way in ways if way[0] in vocab and way[1] in vocab),
-                key=lambda way: (vocab[way[0]], vocab[way[1]]),
-            )
+            cuts = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+            ways = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+            yield from sorted(ways, key=lambda way: (vocab[way[0]], vocab[way[1]]))
