@@ -24,7 +24,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.convert import SavedTensors, export_megatron, import_megatron
 from megapipe.convert.checkpoints import write_checkpoint
 from megapipe.convert.megatron.args import args_of
-from megapipe.convert.megatron.export import opened
+from megapipe.convert.megatron.export import open_export
 from megapipe.convert.megatron.pickles import Named, read_pickle, read_torch
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.layout import layout_of
@@ -376,7 +376,7 @@ def test_groups_and_curve_of_the_optimizer_go_out_in_megatrons_words(tmp_path):
     config = run(False).with_fields(**decay)
     state = {"iteration": 5, "consumed_train_samples": 10, "skipped_samples": 2}
     folder = write_checkpoint(tmp_path / "ours", config, whole(False).items(), state, 4)
-    export = opened(folder, tmp_path / "theirs", optimizer=True, fused=False)
+    export = open_export(folder, tmp_path / "theirs", optimizer=True, fused=False)
     assert [(group["wd_mult"], group["weight_decay"]) for group in export.groups()] == [(1.0, 0.06), (0.0, 0.0)]
     curve = export.scheduler()
     assert (curve["start_wd"], curve["end_wd"], curve["num_steps"]) == (0.02, 0.06, 8)

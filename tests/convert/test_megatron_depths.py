@@ -204,4 +204,4 @@ def test_depths_beside_learned_positions_are_not_exported(tmp_path):
     folder = written(tmp_path / "ours", replace(MODEL, position_embedding_type="learned_absolute"))
     (said,) = refused(lambda: export_megatron(folder, tmp_path / "theirs"))
     flags = "--mtp-num-layers 2 with --position-embedding-type learned_absolute"
-    assert said == f"iter_0000005: {flags} has no like in Megatron-LM, which refuses it"
+    assert said == f"iter_0000005: {flags} has no equivalent in Megatron-LM, which refuses it"

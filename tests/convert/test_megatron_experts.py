@@ -255,8 +255,8 @@ def test_groups_that_count_otherwise_there_are_not_exported(tmp_path):
     groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score_topk": 1}
     folder = written(tmp_path / "ours", replace(CONFIG, model=replace(MODEL, **groups)))
     text = (
-        "iter_0000005: --moe-router-group-score-topk 1 has no like in Megatron-LM, whose groups count by 2 // 1 = 2 "
-        "experts"
+        "iter_0000005: --moe-router-group-score-topk 1 has no equivalent in Megatron-LM, whose groups count by "
+        "2 // 1 = 2 experts"
     )
     assert refused(lambda: export_megatron(folder, tmp_path / "theirs")) == (text,)
 

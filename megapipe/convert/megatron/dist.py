@@ -1,13 +1,15 @@
-"""Megatron-LM's `torch_dist` checkpoints: torch's distributed checkpoints, read a tensor at a time.
+"""Read Megatron-LM's `torch_dist` checkpoints, one tensor at a time.
 
-A layer's tensors lie under its number, or under one key for all layers with the layer as first axis.
+They are torch's distributed checkpoints: .metadata lists the chunks of all tensors and where their
+bytes are. A parameter of a layer has the layer's number in its key. If all layers are of one kind,
+they share one key, and the first dimension of its tensor counts the layers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,25 @@ from megapipe.convert.megatron.pickles import read_pickle, read_torch
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 
+# The optimizers of 16-bit weights and of sharded state have different names for main parameters.
 _MASTER = {"fp32_param": "master", "param": "master"}
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
-"""Keys of the distributed optimizer's rows of numbers."""
+"""Start of the keys of the distributed optimizer's flat rows."""
 _STACKED = re.compile(r"(decoder\.layers\.)(\D.+)")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a stored tensor and where its bytes are."""
+    """A part of a stored tensor, or a stored object, and the place of its bytes.
+
+    Attributes:
+        offsets: the part's first index in each dimension of the tensor.
+        sizes: the part's shape.
+        path: the file.
+        at: its first byte in the file.
+        length: its number of bytes.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,70 +49,116 @@ class Chunk:
     length: int
 
     def read(self) -> Any:
+        """Return the tensor or object. Raises: CheckpointError if its bytes are not all there."""
         with self.path.open("rb") as file:
             file.seek(self.at)
             data = file.read(self.length)
         if len(data) != self.length:
-            raise CheckpointError(f"{self.path} is cut off: it ends before byte {self.at + self.length}")
+            end = self.at + self.length
+            raise CheckpointError(f"{self.path} is cut off: it ends before byte {end}")
         return read_torch(data, str(self.path))
 
 
 class DistributedTensors:
-    """Tensors that .metadata lists.
+    """The tensors that the .metadata of a folder lists.
+
+    `shapes` and `read` know them by megapipe's names, `box` by their keys.
 
     Attributes:
-        sizes: shapes of stored tensors by key, as stored.
-        objects: what is no tensor, by key without its shard.
-        copies: none, as each tensor is there once.
-    Raises: CheckpointError if the folder has no .metadata, or it is damaged.
+        folder: the folder.
+        sizes: the stored shape of each tensor, by key.
+        objects: the stored objects other than tensors, by key without the shard's number.
+        places: for each (kind, megapipe's name), the key, and the layer if layers share the key.
+            Kinds are exp_avg, exp_avg_sq, master, and "" for the model's weights.
+        copies: empty, because each tensor is stored once.
+
+    Raises: CheckpointError if the .metadata is missing or damaged.
     """
 
     copies: Set[str] = frozenset()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.sizes: dict[str, tuple[int, ...]] = {}
+        self.objects: dict[str, Chunk] = {}
+        self._chunks: dict[str, list[Chunk]] = {}
         path = folder / ".metadata"
         try:
-            content = read_pickle(path).fields()
-            entries = {key: value.fields() for key, value in content["state_dict_metadata"].items()}
-            tensors = {key: entry for key, entry in entries.items() if "chunks" in entry}
-            self.sizes: dict[str, tuple[int, ...]] = {key: _numbers(entry["size"]) for key, entry in tensors.items()}
-            parts = {
-                (key, _numbers(chunk.fields()["offsets"])): _numbers(chunk.fields()["sizes"])
-                for key, entry in tensors.items()
-                for chunk in entry["chunks"]
-            }
-            self.objects: dict[str, Chunk] = {}
-            self._chunks: dict[str, list[Chunk]] = {}
-            for index, info in content["storage_data"].items():
-                key, where = index.fields()["fqn"], info.fields()
-                place = folder / Path(where["relative_path"]).name, where["offset"], where["length"]
-                if key in tensors:
-                    offsets = _numbers(index.fields()["offset"])
-                    self._chunks.setdefault(key, []).append(Chunk(offsets, parts[key, offsets], *place))
-                else:
-                    self.objects[key.split("/shard_")[0]] = Chunk((), (), *place)
+            self._list(read_pickle(path).fields())
         except (KeyError, TypeError, AttributeError, ValueError):
             raise CheckpointError(f"{path} is damaged, or of a version that is not known") from None
         self.places = dict(self._places())
-        """(kind, name in the whole model) -> (key, layer of a stacked tensor)"""
+
+    def _list(self, metadata: Mapping[str, Any]) -> None:
+        """Fill the lists of tensors, chunks and objects.
+
+        Args:
+            metadata: the fields of torch's Metadata.
+        """
+        parts: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        for key, value in metadata["state_dict_metadata"].items():
+            entry = value.fields()
+            if "chunks" in entry:
+                self.sizes[key] = _numbers(entry["size"])
+                for item in entry["chunks"]:
+                    part = item.fields()
+                    parts[key, _numbers(part["offsets"])] = _numbers(part["sizes"])
+        for index, info in metadata["storage_data"].items():
+            key = index.fields()["fqn"]
+            where = info.fields()
+            # The last part of the path alone: no checkpoint can name a file outside of its folder.
+            path = self.folder / Path(where["relative_path"]).name
+            place = path, where["offset"], where["length"]
+            if key in self.sizes:
+                offsets = _numbers(index.fields()["offset"])
+                chunk = Chunk(offsets, parts[key, offsets], *place)
+                self._chunks.setdefault(key, []).append(chunk)
+            else:
+                self.objects[key.split("/shard_")[0]] = Chunk((), (), *place)
+
+    def _places(self) -> Iterator[tuple[tuple[str, str], tuple[str, int | None]]]:
+        """Yield the items of `places`."""
+        for key, size in self.sizes.items():
+            # An extra state holds Transformer Engine's FP8 scales, which a run finds anew.
+            if FLAT.match(key) or "_extra_state" in key:
+                continue
+            kind = ""
+            name = key
+            if match := _STATE.fullmatch(key):
+                kind = _MASTER.get(match[1], match[1])
+                name = match[2]
+            if match := _STACKED.fullmatch(name):
+                for layer in range(size[0]):
+                    yield (kind, common_name(f"{match[1]}{layer}.{match[2]}")), (key, layer)
+            else:
+                yield (kind, common_name(name)), (key, None)
 
     def box(self, key: str, start: Sequence[int], stop: Sequence[int]) -> Tensor:
-        """A part of a stored tensor, from as many chunks as have some of it."""
+        """Return a part of a stored tensor, read from all chunks that have some of it.
+
+        Args:
+            start: the part's first index in each dimension.
+            stop: the index after its last one.
+        Raises: CheckpointError if chunks are missing or damaged.
+        """
+        shape = [b - a for a, b in zip(start, stop, strict=True)]
+        left = math.prod(shape)
         found: Tensor | None = None
-        left = math.prod(b - a for a, b in zip(start, stop, strict=True))
         for chunk in self._chunks.get(key, ()):
+            # What the chunk and the asked part have in common, from low to high.
             low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
-            high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
+            ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+            high = [min(b, end) for b, end in zip(stop, ends, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
             part = chunk.read()
             if not isinstance(part, Tensor) or tuple(part.shape) != chunk.sizes:
                 raise CheckpointError(f"{chunk.path} holds something else where {key} should be")
+            # Only the chunk knows the type: .metadata has it as a name that is not imported.
             if found is None:
-                found = torch.empty([b - a for a, b in zip(start, stop, strict=True)], dtype=part.dtype)
-            part = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))]
-            found[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))] = part
+                found = torch.empty(shape, dtype=part.dtype)
+            part = part[_slices(low, high, chunk.offsets)]
+            found[_slices(low, high, start)] = part
             left -= part.numel()
         if found is None or left:
             raise CheckpointError(f"{self.folder} has not all of {key}")
@@ -109,43 +166,48 @@ class DistributedTensors:
 
     @property
     def common(self) -> dict[str, Any]:
-        """Arguments, iteration, and what the optimizer has beside its tensors."""
-        if (self.folder / "common.pt").exists():
-            return dict(read_torch(self.folder / "common.pt"))
+        """The run's arguments, its iteration, and the optimizer's data other than tensors."""
+        # Up to core_v0.18.2, a file of its own.
+        path = self.folder / "common.pt"
+        if path.exists():
+            return dict(read_torch(path))
         if "common_state" not in self.objects:
             raise CheckpointError(f"{self.folder} has neither a common.pt nor a common_state")
         return dict(self.objects["common_state"].read()[0])
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Whole tensors of the model (kind empty) or of the optimizer's state, by our names."""
-        sizes = {name: (self.sizes[key], layer) for (its, name), (key, layer) in self.places.items() if its == kind}
-        return {name: size if layer is None else size[1:] for name, (size, layer) in sizes.items()}
+        """Return the shape of each whole tensor of a kind, by megapipe's name."""
+        found = {}
+        for (its_kind, name), (key, layer) in self.places.items():
+            if its_kind == kind:
+                size = self.sizes[key]
+                found[name] = size if layer is None else size[1:]
+        return found
 
     def pieces(self, name: str) -> int:
-        """A tensor is put together when it is read."""
+        """Return 1: `shapes` are of whole tensors, and not of slices of several ranks."""
         return 1
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
-        """A whole tensor in the shape in which we save it."""
-        key, layer = self.places[kind, name]
-        first, *rest = self.sizes[key]
-        rows = (0, first) if layer is None else (layer, layer + 1)
-        return joined([self.box(key, [rows[0], *[0] * len(rest)], [rows[1], *rest])], layout)
+        """Return a whole tensor in the shape in which megapipe saves it.
 
-    def _places(self) -> Iterator[tuple[tuple[str, str], tuple[str, int | None]]]:
-        for key, size in self.sizes.items():
-            kind, name = "", key
-            if match := _STATE.fullmatch(key):
-                kind, name = _MASTER.get(match[1], match[1]), match[2]
-            if FLAT.match(key) or "_extra_state" in key:
-                continue
-            if match := _STACKED.fullmatch(name):
-                for n in range(size[0]):
-                    yield (kind, common_name(f"{match[1]}{n}.{match[2]}")), (key, n)
-            else:
-                yield (kind, common_name(name)), (key, None)
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+        """
+        key, layer = self.places[kind, name]
+        stop = list(self.sizes[key])
+        start = [0] * len(stop)
+        if layer is not None:
+            start[0] = layer
+            stop[0] = layer + 1
+        return joined([self.box(key, start, stop)], layout)
+
+
+def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of a box, from `low` to `high`, in a tensor that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size, which is pickled as its class and a tuple."""
+    """Return the numbers of a torch.Size, which a pickle has as its class and one tuple."""
     return tuple(map(int, size.args[0]))

@@ -1,4 +1,7 @@
-"""A checkpoint of ours on its way to Megatron-LM, in either format: what there is of it beside tensors."""
+"""The parts of an export to Megatron-LM that are the same in both of its formats.
+
+These are the checks of the checkpoint, and all data other than tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,22 @@ from megapipe.convert.tensors import SavedTensors
 from megapipe.errors import CheckpointError
 from megapipe.optim.lr import LRSchedule, WeightDecay
 
-_ADAM = {True: "Transformer Engine's or Apex's", False: "torch's"}
+_FUSED_ADAM = "Transformer Engine's or Apex's"
 
 
 @dataclass(frozen=True)
 class Export:
-    """Attributes:
-    content: of its state.json.
-    steps: of the optimizer; None if its state does not go out.
-    fused: is that for Transformer Engine's or Apex's Adam? They have the number of steps in their groups and refuse it
-        by parameter, where torch's must have it.
+    """A checkpoint of megapipe, opened for an export.
+
+    Its methods return what Megatron-LM saves next to tensors.
+
+    Attributes:
+        config: the configuration of the run that saved it.
+        saved: its tensors.
+        content: the content of its state.json.
+        steps: steps of the optimizer; None if the optimizer's state is not exported.
+        fused: whether the state is for Transformer Engine's or Apex's Adam. They keep the number of
+            steps in their groups and refuse a number for each parameter, which torch's Adam needs.
     """
 
     config: Config
@@ -36,18 +45,24 @@ class Export:
 
     @property
     def iteration(self) -> int:
+        """The iteration after which the checkpoint was saved."""
         return int(self.content["iteration"])
 
     def common(self, args: dict[str, Any]) -> dict[str, Any]:
-        """All that is no tensor of the model and no state. args: the run's arguments."""
-        where = self.content["state"]
+        """Return the run's arguments and progress, as Megatron-LM saves them.
+
+        Args:
+            args: the run's arguments, to which its progress is added.
+        """
+        progress = self.content["state"]
         more = {
             "iteration": self.content["iteration"],
-            "consumed_train_samples": where["consumed_train_samples"],
-            "consumed_valid_samples": where["consumed_valid_samples"],
+            "consumed_train_samples": progress["consumed_train_samples"],
+            "consumed_valid_samples": progress["consumed_valid_samples"],
             "skipped_train_samples": 0,
-            "no_save_optim": None if self.steps is not None else True,
+            "no_save_optim": True if self.steps is None else None,
         }
+        # Below version 2.0, Megatron-LM's loader would reorder the rows of query, key and value.
         return {
             "args": argparse.Namespace(**args | more),
             "checkpoint_version": 3.0,
@@ -56,8 +71,9 @@ class Export:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters, with weight decay and without."""
-        flags, curve = self.config.optimizer, self._curve()
+        """Return the optimizer's two groups: parameters with weight decay, and without."""
+        flags = self.config.optimizer
+        curve = self._curve()
         group = {
             "is_expert_parallel": False,
             "default_config": True,
@@ -71,62 +87,108 @@ class Export:
             "eps": flags.adam_eps,
             "step": self.steps,
         }
-        return [group | {"wd_mult": wd, "weight_decay": wd * curve.weight_decay.end} for wd in (1.0, 0.0)]
+        # Matrices decay; norms and biases do not.
+        decay = curve.weight_decay.end
+        return [group | {"wd_mult": wd, "weight_decay": wd * decay} for wd in (1.0, 0.0)]
 
     def scheduler(self) -> dict[str, Any]:
-        """The place on the curve of the learning rate."""
-        curve, where = self._curve(), self.content["state"]
+        """Return the state of the learning-rate scheduler, whose lengths are in samples."""
+        curve = self._curve()
+        progress = self.content["state"]
+        batch = self.config.batch
+        # Megatron-LM's curve stands still in steps that the loss scale skips.
+        skipped = progress.get("skipped_samples", 0)
+        run_length = batch.train_samples or self.config.train_iters * self.config.global_batch_size
         return {
             "max_lr": curve.lr,
             "lr_warmup_steps": curve.warmup,
-            "num_steps": where["consumed_train_samples"] - where.get("skipped_samples", 0),
+            "num_steps": progress["consumed_train_samples"] - skipped,
             "lr_decay_style": curve.style,
             "lr_decay_steps": curve.decay,
             "min_lr": curve.min_lr,
             "start_wd": curve.weight_decay.start,
             "end_wd": curve.weight_decay.end,
             "wd_incr_style": curve.weight_decay.style,
-            "wd_incr_steps": self.config.batch.train_samples or self.config.train_iters * self.config.global_batch_size,
+            "wd_incr_steps": run_length,
         }
 
     def notes(self) -> tuple[str, ...]:
-        """A line for who loads the optimizer."""
-        other = "torch" if self.fused else "fused"
-        note = f"the state of {_ADAM[self.fused]} Adam; {_ADAM[not self.fused]} needs --megatron-adam {other}"
-        return () if self.steps is None else (note,)
+        """Return a line that says which Adam can load the state; none without the state."""
+        if self.steps is None:
+            return ()
+        if self.fused:
+            note = f"the state of {_FUSED_ADAM} Adam; torch's needs --megatron-adam torch"
+        else:
+            note = f"the state of torch's Adam; {_FUSED_ADAM} needs --megatron-adam fused"
+        return (note,)
 
     def _curve(self) -> LRSchedule:
+        """Return the learning-rate curve of the run that saved."""
         saved = self.content["opt_param_scheduler"]
-        return LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
+        decay = WeightDecay.loaded(saved["weight_decay"])
+        return LRSchedule(**saved | {"weight_decay": decay})
 
 
-def opened(folder: Path, target: Path, optimizer: bool, fused: bool | None) -> Export:
-    """The checkpoint of a model and an optimizer that Megatron-LM has too.
+def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None) -> Export:
+    """Open a checkpoint whose model and optimizer Megatron-LM has too.
 
     Args:
-        optimizer: with its state, if the checkpoint has it.
-        fused: see Export. Default: with 16-bit weights.
-    Raises: CheckpointError for damage, and for others.
+        folder: iter_NNNNNNN.
+        target: the folder of the export, which must be new or empty.
+        optimizer: export the optimizer's state, if the checkpoint has it.
+        fused: see Export. Default: True for 16-bit weights.
+    Raises: CheckpointError if the checkpoint is damaged or Megatron-LM cannot express it.
     """
     config = exportable(folder, target)
-    model, saved = config.model, SavedTensors(folder)
+    saved = SavedTensors(folder)
+    _check_model(config, folder.name)
+    check_ours(saved, config.model, folder.name)
+    content = json.loads((folder / STATE).read_text())
+    steps: int | None = None
+    if optimizer:
+        steps = content["optimizer_steps"]
+    if steps is not None:
+        _check_optimizer(config, folder.name)
+    if fused is None:
+        fused = config.precision.half
+    return Export(config, saved, content, steps, fused)
+
+
+def _check_model(config: Config, name: str) -> None:
+    """Raise CheckpointError for a model that Megatron-LM does not have.
+
+    Args:
+        name: name of the checkpoint, for errors.
+    """
+    model = config.model
     if model.per_layer_overrides is not None:
-        raise CheckpointError(f"{folder.name}: --per-layer-overrides has no like in Megatron-LM")
+        raise CheckpointError(f"{name}: --per-layer-overrides has no equivalent in Megatron-LM")
     if model.depths and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
-            f"{folder.name}: --mtp-num-layers {model.depths} with --position-embedding-type learned_absolute has no "
-            "like in Megatron-LM, which refuses it"
+            f"{name}: --mtp-num-layers {model.depths} with --position-embedding-type "
+            "learned_absolute has no equivalent in Megatron-LM, which refuses it"
         )
-    k, groups = model.moe_router_topk, model.moe_router_group_topk
+    # Megatron-LM has no flag for the number of experts whose scores make a group's score.
+    k = model.moe_router_topk
+    groups = model.moe_router_group_topk
     if groups and model.group_scores != k // groups:
         raise CheckpointError(
-            f"{folder.name}: --moe-router-group-score-topk {model.group_scores} has no like in Megatron-LM, whose "
-            f"groups count by {k} // {groups} = {k // groups} experts"
+            f"{name}: --moe-router-group-score-topk {model.group_scores} has no equivalent in "
+            f"Megatron-LM, whose groups count by {k} // {groups} = {k // groups} experts"
         )
-    check_ours(saved, model, folder.name)
-    content = json.loads((folder / STATE).read_text())
-    steps: int | None = content["optimizer_steps"] if optimizer else None
-    if steps is not None and (config.optimizer.optimizer != "adam" or config.optimizer.decoupled_lr is not None):
-        what = f"--optimizer {config.optimizer.optimizer}" if config.optimizer.optimizer != "adam" else "--decoupled-lr"
-        raise CheckpointError(f"{folder.name}: the state under {what} cannot be exported; add --no-load-optim")
-    return Export(config, saved, content, steps, config.precision.half if fused is None else fused)
+
+
+def _check_optimizer(config: Config, name: str) -> None:
+    """Raise CheckpointError for an optimizer whose state Megatron-LM keeps in another form.
+
+    Args:
+        name: name of the checkpoint, for errors.
+    """
+    flags = config.optimizer
+    if flags.optimizer != "adam":
+        flag = f"--optimizer {flags.optimizer}"
+    elif flags.decoupled_lr is not None:
+        flag = "--decoupled-lr"
+    else:
+        return
+    raise CheckpointError(f"{name}: the state under {flag} cannot be exported; add --no-load-optim")

@@ -1,7 +1,8 @@
-"""The distributed optimizer's state as Megatron-LM lays it out: of each model chunk of a rank one row of numbers.
+"""The distributed optimizer's state in Megatron-LM's layout: flat rows of numbers.
 
-Parameters follow each other backwards, each at a multiple of 64 from the begin of its bucket. Where buckets end is not
-always written down; but the row of main parameters must round to the weights, so it is found, and never guessed.
+Each model chunk of a rank has one row. Its parameters stand in reverse order, each at a multiple of
+64 from the start of its bucket. Where buckets end is not always saved. The row of main parameters
+must round to the weights, so each parameter is found by comparing numbers, never guessed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one model chunk of a rank.
+    """The optimizer's state of one model chunk of a rank, as flat numbers.
 
     Attributes:
-        read: (exp_avg, exp_avg_sq or master; start; stop) -> numbers.
-        orders: ways in which its parameters may follow each other.
+        numel: how many numbers each kind of state has.
+        read: returns the numbers of a kind (exp_avg, exp_avg_sq or master) from start to stop.
+        orders: possible orders of the chunk's parameters, each a list of names.
     """
 
     numel: int
@@ -36,16 +38,20 @@ class Row:
 
 
 Weight = Callable[[str], Tensor]
-"""A weight of the model as we save it, whole."""
+"""Returns the whole weight of a name, in the shape in which megapipe saves it."""
 
 
 @dataclass
 class FlatState:
-    """State by name, from the rows of all ranks.
+    """The optimizer's state by parameter, from the rows of all ranks.
+
+    Call `find` once, then `read`.
 
     Attributes:
-        rows: by tensor-parallel rank those of all pipeline ranks and chunks.
-        tied: parameters that repeat another's weight, and whose.
+        rows: for each tensor-parallel rank, the rows of all its pipeline ranks and chunks.
+        layouts: the layout of each parameter that is saved.
+        tied: the owner of the weight that a parameter repeats, by name of the parameter.
+        places: for each tensor-parallel rank, the row and the start of each parameter.
     """
 
     rows: Sequence[Sequence[Row]]
@@ -54,41 +60,77 @@ class FlatState:
     places: list[dict[str, tuple[Row, int]]] = field(default_factory=list)
 
     def find(self, weight: Weight) -> None:
-        """Find every parameter. Raises: CheckpointError if the rows do not hold the weights of the model."""
+        """Find the place of every parameter.
+
+        Raises: CheckpointError if a row holds other numbers than the weights of the model.
+        """
         for rank, rows in enumerate(self.rows):
-            found: dict[str, tuple[Row, int]] = {}
+            places: dict[str, tuple[Row, int]] = {}
             for row in rows:
                 ways = (self._starts(row, order[::-1], rank, weight) for order in row.orders)
                 starts = next((way for way in ways if way is not None), None)
                 if starts is None:
                     raise CheckpointError(
-                        "the distributed optimizer's main parameters are not the weights of the model in any known "
-                        "order; convert the weights alone with --no-load-optim"
+                        "the distributed optimizer's main parameters are not the weights of the "
+                        "model in any known order; convert the weights alone with --no-load-optim"
                     )
-                found = {name: (row, start) for name, start in starts.items()} | found  # a copy's are the same
-            self.places.append(found)
+                # A tied weight stands in two rows with equal numbers; the first one is read.
+                for name, start in starts.items():
+                    places.setdefault(name, (row, start))
+            self.places.append(places)
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
-        """A whole tensor in the shape in which we save it."""
-        numel = math.prod(layout.local(Axis(size=len(self.rows))))
-        places = [found[name] for found in self.places]
-        return joined([row.read(kind, start, start + numel) for row, start in places], layout)
+        """Return a parameter's whole state, in the shape in which megapipe saves it.
 
-    def _starts(self, row: Row, names: Iterable[str], rank: int, weight: Weight) -> dict[str, int] | None:
-        begin = at = 0
+        Args:
+            kind: exp_avg, exp_avg_sq or master.
+        """
+        numel = math.prod(layout.local(Axis(size=len(self.rows))))
+        parts = []
+        for places in self.places:
+            row, start = places[name]
+            parts.append(row.read(kind, start, start + numel))
+        return joined(parts, layout)
+
+    def _starts(
+        self, row: Row, names: Iterable[str], rank: int, weight: Weight
+    ) -> dict[str, int] | None:
+        """Return the start of each parameter in a row; None if its numbers are not theirs.
+
+        Args:
+            names: the parameters in the order of the row.
+            rank: the tensor-parallel rank of the row.
+        """
+        bucket = 0
+        at = 0
         starts: dict[str, int] = {}
         for name in names:
             owner = self.tied.get(name, name)
-            layout = self.layouts[owner]
             whole = weight(owner)
-            mine = layout.mine(whole, Axis(rank, len(self.rows))).flatten()
-            aligned = begin - (begin - at) // ALIGN * ALIGN
-            for start in dict.fromkeys((aligned, at)):
-                stop = start + mine.numel()
-                if stop <= row.numel and torch.equal(row.read("master", start, stop).to(mine.dtype), mine):
-                    break
+            mine = self.layouts[owner].mine(whole, Axis(rank, len(self.rows))).flatten()
+            # In the bucket of the parameter before it, or at the start of the next bucket, which
+            # follows without a gap.
+            aligned = bucket + -(-(at - bucket) // ALIGN) * ALIGN
+            if _holds(row, aligned, mine):
+                start = aligned
+            elif _holds(row, at, mine):
+                start = at
+                bucket = at
             else:
                 return None
-            begin = begin if start == aligned else at
-            starts[name], at = start, stop
-        return starts if at == row.numel or at + ALIGN > row.numel else None
+            starts[name] = start
+            at = start + mine.numel()
+        # The end of the row is padded, by less than a step of the alignment.
+        return starts if at + ALIGN > row.numel else None
+
+
+def _holds(row: Row, start: int, weight: Tensor) -> bool:
+    """Return whether a row's main parameters at a place round to a weight's numbers.
+
+    Args:
+        weight: [n], in the type of the model.
+    """
+    stop = start + weight.numel()
+    if stop > row.numel:
+        return False
+    return torch.equal(row.read("master", start, stop).to(weight.dtype), weight)

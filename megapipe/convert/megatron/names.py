@@ -1,9 +1,14 @@
-"""Names of Megatron-LM's parameters, under its own layers and under Transformer Engine's, in their order."""
+"""Names of Megatron-LM's parameters and their order in its modules.
+
+Megatron-LM has two kinds of layers, its own and Transformer Engine's, with different names for
+norms. megapipe's names are the names of Megatron-LM's own layers.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,14 +26,65 @@ _FUSED = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Transformer Engine keeps a norm in the linear layer that follows it."""
+"""Transformer Engine keeps a norm in the linear layer that follows it: its name -> the norm's."""
 
-# The order in which a layer's modules were made: Megatron-LM's own, Transformer Engine's, and with its norms last. Of
-# latents both keep the first.
-_LATENT = " ".join(f"self_attention.linear_{name}_proj" for name in ("q", "q_down", "q_up", "kv_down", "kv_up"))
-_NORMS = "self_attention.q_layernorm self_attention.kv_layernorm self_attention.k_layernorm"
-_EXPERTS = "mlp.experts.linear_fc1 mlp.experts.linear_fc2 mlp.shared_experts"
-_MLP = f"mlp.linear_fc2 {_EXPERTS} mlp.shared_experts.linear_fc1 mlp.shared_experts.linear_fc2"
+_LATENT = """
+self_attention.linear_q_proj
+self_attention.linear_q_down_proj
+self_attention.linear_q_up_proj
+self_attention.linear_kv_down_proj
+self_attention.linear_kv_up_proj
+"""
+_NORMS = """
+self_attention.q_layernorm
+self_attention.kv_layernorm
+self_attention.k_layernorm
+"""
+_AFTER_FC1 = """
+mlp.linear_fc2
+mlp.experts.linear_fc1
+mlp.experts.linear_fc2
+mlp.shared_experts
+mlp.shared_experts.linear_fc1
+mlp.shared_experts.linear_fc2
+"""
+# The order in which the modules of a layer are made, which is the order of their parameters in
+# files and in the optimizer. First, Megatron-LM's own layers. Latent attention has this order in
+# both kinds of layers.
+_OWN_LAYERS = f"""
+input_layernorm
+self_attention.linear_proj
+self_attention.linear_qkv
+{_LATENT}
+{_NORMS}
+pre_mlp_layernorm
+mlp.router
+mlp.linear_fc1
+{_AFTER_FC1}
+"""
+# Transformer Engine's layers, if a linear layer has the weight of its norm before its own.
+_TE_LAYERS = f"""
+self_attention.linear_proj
+input_layernorm
+self_attention.linear_qkv
+{_NORMS}
+pre_mlp_layernorm
+mlp.router
+mlp.linear_fc1
+{_AFTER_FC1}
+"""
+# The same, if a linear layer has the weight of its norm after its own.
+_TE_NORMS_LAST = f"""
+self_attention.linear_proj
+self_attention.linear_qkv
+input_layernorm
+{_NORMS}
+mlp.router
+mlp.linear_fc1
+pre_mlp_layernorm
+{_AFTER_FC1}
+"""
+_ORDERS = (_OWN_LAYERS, _TE_LAYERS, _TE_NORMS_LAST)
 _PARTS = (
     "embedding.word_embeddings",
     "embedding.position_embeddings",
@@ -37,89 +93,148 @@ _PARTS = (
     "mtp.layers.",
     "output_layer",
 )
-_ORDERS = (
-    f"input_layernorm self_attention.linear_proj self_attention.linear_qkv {_LATENT} {_NORMS} pre_mlp_layernorm "
-    f"mlp.router mlp.linear_fc1 {_MLP}",
-    f"self_attention.linear_proj input_layernorm self_attention.linear_qkv {_NORMS} pre_mlp_layernorm mlp.router "
-    f"mlp.linear_fc1 {_MLP}",
-    f"self_attention.linear_proj self_attention.linear_qkv input_layernorm {_NORMS} mlp.router mlp.linear_fc1 "
-    f"pre_mlp_layernorm {_MLP}",
-)
+"""Parts of a model in the order of their modules."""
+_BEFORE_LAYER = ("enorm", "hnorm", "eh_proj")
+"""Modules of a multi-token prediction depth before its layer."""
 
-
+_DEPTH_LAYER = "mtp_model_layer."
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)|mtp\.layers\.\d+\.mtp_model_layer\.(.+)")
 _DEPTH = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.")
-_OF_DEPTH = "enorm", "hnorm", "eh_proj"
-"""Modules of a depth of multi-token prediction before its layer."""
 
 
 def common_name(name: str) -> str:
-    """The name under Megatron-LM's own layers, which is ours."""
+    """Return megapipe's name of a parameter, given its name under either kind of layers."""
     name = name.removeprefix("module.").replace("mlp.experts.experts.", "mlp.experts.")
-    name = _DEPTH.sub(r"\1mtp_model_layer.", name)
-    for fused, apart in _FUSED.items():
-        name = name.replace(fused, apart)
+    name = _DEPTH.sub(rf"\1{_DEPTH_LAYER}", name)
+    for fused, norm in _FUSED.items():
+        name = name.replace(fused, norm)
     return name
 
 
 def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
-    """The layer that a tensor is in, that of a depth being as the last, and its name there; None outside of layers."""
+    """Return the number of the layer that has a tensor, and the tensor's name within the layer.
+
+    The layer of a multi-token prediction depth counts as the last layer, whose kind it has.
+
+    Args:
+        name: megapipe's name of the tensor.
+    Returns: None for a tensor outside of layers.
+    """
     match = _IN_LAYER.fullmatch(name)
     if match is None:
         return None
-    return (int(match[1]), match[2]) if match[1] else (model.layers - 1, match[3])
+    if match[1]:
+        return int(match[1]), match[2]
+    return model.layers - 1, match[3]
 
 
-def of_stage(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
-    """Layouts of the parameters that a stage of Megatron-LM has; `tied_to` names another's weight: that of a tied head,
-    and the embedding where depths of multi-token prediction stand without it."""
+def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
+    """Return the layout of each parameter that a pipeline stage of Megatron-LM has.
+
+    A stage may have a copy of another stage's weight, whose `tied_to` names the owner: a tied head,
+    or the embedding on a stage that has depths of multi-token prediction without it.
+    """
     layouts = our_layouts(model, span)
     own = {name: layout for name, layout in layouts.items() if not layout.received}
-    copies = [layout for layout in layouts.values() if layout.received and layout.tied_to == WORD_EMBEDDINGS]
-    return own | {WORD_EMBEDDINGS: copies[0]} if copies and not span.embedding else own
+    if span.embedding:
+        return own
+    # All depths read one copy of the embedding, which has the embedding's own name there.
+    for layout in layouts.values():
+        if layout.received and layout.tied_to == WORD_EMBEDDINGS:
+            return own | {WORD_EMBEDDINGS: layout}
+    return own
 
 
 def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
-    """The other way round, of a name in a layer: the keys in `torch_dist`, for either kind of layers.
+    """Return the keys in `torch_dist` under which a parameter of a layer is written.
 
-    sparse, latent: has the layer experts, latent attention? Then the two kinds keep a norm under different names.
+    There are two for a norm that Megatron-LM's own layers and Transformer Engine's look for under
+    different keys.
+
+    Args:
+        name: megapipe's name within the layer.
+        sparse: whether the layer has experts.
+        latent: whether its attention is latent.
     """
     name = name.replace("mlp.experts.", "mlp.experts.experts.")
-    fused = next((name.replace(apart, its) for its, apart in _FUSED.items() if name.startswith(apart)), name)
-    if name.startswith(("self_attention.q_layernorm.", "self_attention.kv_layernorm.")) and not latent:
+    # Without latents these norms are of a head's queries and keys, and no linear layer has them.
+    of_heads = name.startswith(("self_attention.q_layernorm.", "self_attention.kv_layernorm."))
+    if of_heads and not latent:
         return [name]
+    fused = _fused(name)
+    # Megatron-LM's own layers read a norm under Transformer Engine's key, too, except the norms of
+    # layers with latents and the norm before experts.
     both = latent or (sparse and name.startswith("pre_mlp_layernorm."))
     return [fused, name] if both and fused != name else [fused]
 
 
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
-    """The name under Transformer Engine's layers, of a name in a layer; see `stored_names`."""
-    apart = {"input_layernorm.": latent, "pre_mlp_layernorm.": sparse}
-    apart |= {f"self_attention.{norm}_layernorm.": not latent for norm in ("q", "kv")}
-    its = {ours: fused for fused, ours in _FUSED.items() if not apart[ours]}
-    return next((name.replace(ours, fused) for ours, fused in its.items() if name.startswith(ours)), name)
+    """Return the name under Transformer Engine's layers of a parameter of a layer.
+
+    Args:
+        name: megapipe's name within the layer.
+        sparse: whether the layer has experts.
+        latent: whether its attention is latent.
+    """
+    # A norm stays a module of its own if no single linear layer follows it.
+    separate = {
+        "input_layernorm.": latent,
+        "pre_mlp_layernorm.": sparse,
+        "self_attention.q_layernorm.": not latent,
+        "self_attention.kv_layernorm.": not latent,
+    }
+    for norm, is_separate in separate.items():
+        if is_separate and name.startswith(norm):
+            return name
+    return _fused(name)
+
+
+def _fused(name: str) -> str:
+    """Return a norm's name in the linear layer that follows it; other names stay."""
+    for fused, norm in _FUSED.items():
+        if name.startswith(norm):
+            return name.replace(norm, fused)
+    return name
 
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """A tensor in the shape in which we save it, of what all tensor-parallel ranks have of it."""
-    shaped = [part.reshape(layout.local(Axis(size=len(parts)))) for part in parts]
+    """Join the slices of all tensor-parallel ranks to the whole tensor.
+
+    Args:
+        parts: one slice for each rank, of any shape with the right number of elements.
+        layout: the parameter's layout, which says the shape in which megapipe saves it.
+    """
+    local = layout.local(Axis(size=len(parts)))
+    shaped = [part.reshape(local) for part in parts]
     return shaped[0] if layout.dim is None else torch.cat(shaped, layout.dim)
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """The ways in which these parameters of one model chunk may follow each other in its modules."""
+    """Yield the possible orders of a model chunk's parameters.
+
+    Megatron-LM's own layers give the first order, Transformer Engine's the other two.
+
+    Args:
+        names: megapipe's names of the parameters.
+    """
     names = list(names)
     latent = any("linear_kv_down_proj" in name for name in names)
     for order in _ORDERS[:1] if latent else _ORDERS:
-        inner = (*_OF_DEPTH, *order.split(), "final_layernorm")
-        places = {module: n for n, module in enumerate(inner)}
+        modules = (*_BEFORE_LAYER, *order.split(), "final_layernorm")
+        numbers = {module: n for n, module in enumerate(modules)}
+        yield sorted(names, key=partial(_place, numbers=numbers))
 
-        def place(name: str, places: dict[str, int] = places) -> tuple[int, int, int, str]:
-            module, kind = name.rsplit(".", 1)
-            at, layer = _PARTS.index(next(part for part in _PARTS if module.startswith(part))), 0
-            if ".layers." in module:
-                _, _, number, module = module.replace("mtp_model_layer.", "").split(".", 3)
-                layer = int(number)
-            return at, layer, places.get(module, 0), "01"[kind == "bias"]
 
-        yield sorted(names, key=place)
+def _place(name: str, numbers: Mapping[str, int]) -> tuple[int, int, int, bool]:
+    """Return a parameter's part of the model, layer and module as numbers, and if it is a bias.
+
+    Args:
+        numbers: place of each module within a layer.
+    """
+    module, kind = name.rsplit(".", 1)
+    part = next(n for n, start in enumerate(_PARTS) if module.startswith(start))
+    layer = 0
+    if ".layers." in module:
+        _, _, number, module = module.replace(_DEPTH_LAYER, "").split(".", 3)
+        layer = int(number)
+    return part, layer, numbers.get(module, 0), kind == "bias"

@@ -1,6 +1,7 @@
-"""Pickles read as plain data: no module that a file names is imported and nothing that it names is called.
+"""Read pickles as plain data: nothing that a file names is imported or called.
 
-What is no tensor, number, text or container becomes a `Named`, which says what it was and does nothing.
+A pickle is a program, and a checkpoint may come from anyone. Any object other than a tensor, a
+number, text or a container becomes a `Named`, which keeps the data of the object and does nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from megapipe.errors import CheckpointError
 
 
 class Named:
-    """An object of a pickle.
+    """An object of a pickle, with the data that its class or function would have received.
+
+    The type of each object is a subclass that has the object's class name.
 
     Attributes:
-        args: what its class or function was to be called with.
-        state: what it was to be filled with.
+        args: the arguments of the class or function.
+        state: the argument of __setstate__, None without one.
     """
 
     args: tuple[Any, ...] = ()
@@ -35,51 +38,69 @@ class Named:
         self.state = state
 
     def fields(self) -> dict[str, Any]:
-        """The state, of an object with plain attributes."""
+        """Return the object's attributes by name, none if its state is not a dict."""
         return dict(self.state) if isinstance(self.state, dict) else {}
 
 
 def read_pickle(path: Path) -> Any:
-    """A file that `pickle.dump` has written."""
+    """Return the content of a file that `pickle.dump` has written, with Named for objects.
+
+    Raises: CheckpointError if the file is missing or damaged.
+    """
     try:
         content = path.read_bytes()
-        # The loader allocates as many places for its memo, at 8 bytes each, as a damaged file says.
+        # The loader allocates as many places for its memo, at 8 bytes each, as a file asks for. A
+        # damaged file of a few bytes can ask for 16 GiB.
         for code, index, place in pickletools.genops(content):
             if code.name == "LONG_BINPUT" and (index or 0) > len(content):
                 raise pickle.UnpicklingError(f"it asks for {index} places at byte {place}")
         return _Unpickler(io.BytesIO(content)).load()
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except Exception as error:  # a pickle is a program: anything may go wrong in one that is damaged
+    # A damaged program may raise any error.
+    except Exception as error:
         raise CheckpointError(f"{path} is damaged or no pickle: {error}") from None
 
 
 def read_torch(source: Path | bytes, name: str = "") -> Any:
-    """A file, or the bytes of one, that `torch.save` has written; the tensors of a file stay on disk until they are
-    used.
+    """Return the content that `torch.save` has written, with Named for objects.
+
+    The tensors of a file stay on disk until they are used.
 
     Args:
-        name: of the source of bytes, for errors.
+        source: a file, or its bytes.
+        name: name of the bytes, for errors.
+    Raises: CheckpointError if the file is missing or damaged, or if torch refuses a name in it.
     """
-    file: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+    file: Any = str(source)
+    if isinstance(source, bytes):
+        file = io.BytesIO(source)
+    else:
+        name = str(source)
     try:
+        # torch's weights-only reader refuses names that it does not know. Each is given a class
+        # of its own that does nothing.
         names = get_unsafe_globals_in_checkpoint(file)
         if isinstance(source, bytes):
             file.seek(0)
         with safe_globals([(_named(full), full) for full in names]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(source, Path))
+            mapped = isinstance(source, Path)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
-        raise CheckpointError(f"{source if isinstance(source, Path) else name}: {error.strerror or error}") from None
+        raise CheckpointError(f"{name}: {error.strerror or error}") from None
     except Exception as error:
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{source if isinstance(source, Path) else name} cannot be read: {what}") from None
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{name} cannot be read: {lines[0]}") from None
 
 
 def _named(name: str) -> Any:
+    """Return a new class of this name, without the behaviour of the class in the file."""
     return type(name, (Named,), {})
 
 
 class _Unpickler(pickle.Unpickler):
+    """Reads a pickle with a Named class for every name, the same class for the same name."""
+
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._classes: dict[str, Any] = {}

@@ -19,8 +19,8 @@ from megapipe.config import ModelConfig
 from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts
-from megapipe.convert.megatron.export import Export, opened
-from megapipe.convert.megatron.names import fused_name, in_layer, of_stage, orders
+from megapipe.convert.megatron.export import Export, open_export
+from megapipe.convert.megatron.names import fused_name, in_layer, orders, stage_layouts
 from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
@@ -96,7 +96,7 @@ def export_ranks(
     Args: as of `export_megatron`.
     Raises: CheckpointError for damage, a model whose layers differ, or sizes that do not divide it.
     """
-    export = opened(folder, target, optimizer, fused)
+    export = open_export(folder, target, optimizer, fused)
     if problems := list(sizes.problems(export.config.model)):
         raise CheckpointError(problems)
     ranks = [(t, p, e) for p in range(sizes.pp) for e in range(sizes.ep) for t in range(sizes.tp)]
@@ -118,7 +118,7 @@ def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, 
     """A rank's file."""
     model = export.config.model
     span = partition(model.layers, loop(sizes.pp, 1))[p]
-    layouts = of_stage(model, span)
+    layouts = stage_layouts(model, span)
     if sizes.pp == 1:  # where the embedding is, a tied head is nothing of its own
         layouts = {name: layout for name, layout in layouts.items() if layout.tied_to is None}
     axis = Axis(t, sizes.tp, expert_axes={"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)})

@@ -22,7 +22,7 @@ from megapipe.convert.megatron.args import config_of, left_out
 from megapipe.convert.megatron.dist import FLAT, DistributedTensors
 from megapipe.convert.megatron.flat import FlatState, Row
 from megapipe.convert.megatron.legacy import LegacyTensors
-from megapipe.convert.megatron.names import of_stage, orders
+from megapipe.convert.megatron.names import orders, stage_layouts
 from megapipe.convert.tensors import Progress, counted, is_trained, our_layouts
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout
@@ -244,7 +244,7 @@ def _rows(
 
 def _own(config: Config, span: LayerSpan, tied: Mapping[str, str], apart: bool) -> list[str]:
     """Parameters of a stage; a tied head is one of its own where it is apart from the embedding."""
-    return [name for name in of_stage(config.model, span) if is_trained(name) and (apart or name not in tied)]
+    return [name for name in stage_layouts(config.model, span) if is_trained(name) and (apart or name not in tied)]
 
 
 def _steps(held: Any) -> Iterator[Any]:

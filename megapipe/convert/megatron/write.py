@@ -31,8 +31,8 @@ from megapipe.checkpoint import commit
 from megapipe.config import ModelConfig
 from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
-from megapipe.convert.megatron.experts import alike, is_experts
-from megapipe.convert.megatron.export import Export, opened
+from megapipe.convert.megatron.experts import is_experts, is_uniform
+from megapipe.convert.megatron.export import Export, open_export
 from megapipe.convert.megatron.names import in_layer, stored_names
 from megapipe.convert.megatron.ranks import Sizes
 from megapipe.convert.tensors import Progress, counted, is_trained
@@ -119,7 +119,7 @@ def export_megatron(
         ep: ranks of expert parallelism of the run that loads it: with several, experts have an optimizer of their own.
     Raises: CheckpointError for damage, or a model whose layers differ.
     """
-    export = opened(folder, target, optimizer, fused)
+    export = open_export(folder, target, optimizer, fused)
     if problems := list(Sizes(ep=ep).problems(export.config.model)):
         raise CheckpointError(problems)
     config, model, saved, steps = export.config, export.config.model, export.saved, export.steps
@@ -160,7 +160,7 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
     if (place := in_layer(name, model)) is not None:
         layer, inner = place
         where = name.removesuffix(inner).replace("mtp_model_layer", "transformer_layer")
-        if alike(model) and name.startswith("decoder."):
+        if is_uniform(model) and name.startswith("decoder."):
             where, offsets, size, tensor = "decoder.layers.", [layer, *offsets], [model.layers, *size], tensor[None]
         names = [where + its for its in stored_names(inner, model.has_experts_in(layer), model.multi_latent_attention)]
     keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names] or names
@@ -172,7 +172,7 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
 def _extras(model: ModelConfig) -> Iterator[str]:
     """Keys of modules that ask for a state of their own, which is empty without fp8."""
     for layer in range(model.layers):
-        stacked = alike(model)
+        stacked = is_uniform(model)
         where = "decoder.layers." + f"{layer}." * (not stacked)
         yield from _extras_of(model, layer, where, (layer, model.layers) if stacked else None)
     for depth in range(model.depths):
