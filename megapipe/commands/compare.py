@@ -56,7 +56,13 @@ COLUMNS = {
     "mib": "counted",
     "sent_mib": "MiB sent",
 }
-WHY = {"most": "waits most", "table": "table", "stages": "stages", "messages": "messages", "host": "host"}
+WHY = {
+    "most": "waits most",
+    "table": "table",
+    "stages": "stages",
+    "messages": "messages",
+    "host": "host",
+}
 """Columns of --why."""
 LEGEND = """\
 step ms, tokens/s: medians over the steps. bubble: mean share of the passes' time in which a rank runs none, predicted
@@ -148,7 +154,9 @@ def main(argv: Sequence[str]) -> None:
         folder = Path(flags.out)
         folder.mkdir(parents=True, exist_ok=True)
         write_complete(folder / "runs.md", text + "\n")
-        with (folder / "runs.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        with (folder / "runs.csv").open(
+            "w", newline="", encoding="utf-8", errors="backslashreplace"
+        ) as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])
             writer.writeheader()
             writer.writerows(map(asdict, rows))
@@ -183,7 +191,9 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 
 
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
-    training = Training(config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan)
+    training = Training(
+        config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan
+    )
     training.driver.whole()
     sent, took, ran, loss = (
         _count_sent(training.run.stages.engine.transport),
@@ -240,7 +250,13 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     """A table, numbers of one kind below each other."""
     lines = [f"| {' | '.join(columns.values())} |", "|---:|---|" + "---:|" * (len(columns) - 2)]
     for r in rows:
-        cells = [str(r.pp), r.schedule, f"{r.loss:.9f}", f"{r.step_ms:.0f}", f"{r.tokens_per_s:.0f}"]
+        cells = [
+            str(r.pp),
+            r.schedule,
+            f"{r.loss:.9f}",
+            f"{r.step_ms:.0f}",
+            f"{r.tokens_per_s:.0f}",
+        ]
         cells += [f"{r.bubble_predicted:.1%}", f"{r.bubble:.1%}"]
         cells += [f"{x:.2f}" for x in (r.mib_predicted, r.mib, r.sent_mib)]
         cells += [f"{getattr(r, name):z.1%}" for name in WHY if name in columns]
@@ -258,15 +274,23 @@ def draw(rows: list[Row], files: Files) -> dict[Path, bytes]:
     def paint(figure: Figure) -> None:
         sizes = list(dict.fromkeys(row.pp for row in rows))
         heights = [sum(row.pp == pp for row in rows) + 1.0 for pp in sizes]
-        panels = figure.subplots(len(sizes), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[
-            :, 0
-        ]
+        panels = figure.subplots(
+            len(sizes), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )[:, 0]
         for axes, pp in zip(panels, sizes, strict=True):
             of = [row for row in rows[::-1] if row.pp == pp]
             names = [row.schedule for row in of]
             axes.barh(names, [r.step_ms for r in of], color="#c9d8ea", label="wait")
-            axes.barh(names, [r.step_ms * (1 - r.bubble) for r in of], color="#4573a7", label="compute")
-            mark = {"color": "#c2185b", "marker": "|", "linestyle": "", "markersize": 6, "label": "predicted"}
+            axes.barh(
+                names, [r.step_ms * (1 - r.bubble) for r in of], color="#4573a7", label="compute"
+            )
+            mark = {
+                "color": "#c2185b",
+                "marker": "|",
+                "linestyle": "",
+                "markersize": 6,
+                "label": "predicted",
+            }
             axes.plot([r.step_ms * (1 - r.bubble_predicted) for r in of], names, **mark)
             for n, row in enumerate(of):
                 axes.text(row.step_ms, n, f" {row.bubble:.0%}", va="center", fontsize=5)

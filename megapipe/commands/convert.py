@@ -113,7 +113,9 @@ def main(argv: Sequence[str]) -> None:
     try:
         _convert(flags)
     except OSError as error:  # a full disk, a folder without permission
-        raise CheckpointError(f"{error.filename or 'checkpoint'}: {error.strerror or error}") from None
+        raise CheckpointError(
+            f"{error.filename or 'checkpoint'}: {error.strerror or error}"
+        ) from None
     except (RuntimeError, TypeError, MemoryError) as error:
         if not lacks_memory(error):
             raise
@@ -122,7 +124,9 @@ def main(argv: Sequence[str]) -> None:
             remedy += f", or give less than --make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by}"
         elif not flags.no_check and flags.to_huggingface:
             remedy += ", or add --no-check, which holds one tensor at a time"
-        raise CheckpointError(f"this machine has no memory for the model's tensors. {remedy}.") from None
+        raise CheckpointError(
+            f"this machine has no memory for the model's tensors. {remedy}."
+        ) from None
 
 
 def _convert(flags: Flags) -> None:
@@ -130,18 +134,26 @@ def _convert(flags: Flags) -> None:
     keep = not flags.no_load_optim
     if flags.from_megatron and flags.save:
         theirs = Path(flags.from_megatron)
-        done = import_megatron(theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=_bar())
+        done = import_megatron(
+            theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=_bar()
+        )
     elif flags.from_huggingface and flags.save:
         theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
-        done = import_checkpoint(theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=_bar())
+        done = import_checkpoint(
+            theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=_bar()
+        )
     elif flags.to_megatron:
         theirs = Path(flags.to_megatron)
         fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
         if flags.ckpt_format == "torch":
-            done = export_ranks(_found(flags), theirs, _sizes(flags), optimizer=keep, fused=fused, progress=_bar())
+            done = export_ranks(
+                _found(flags), theirs, _sizes(flags), optimizer=keep, fused=fused, progress=_bar()
+            )
         else:
             ep = flags.target_expert_parallel_size
-            done = export_megatron(_found(flags), theirs, optimizer=keep, fused=fused, ep=ep, progress=_bar())
+            done = export_megatron(
+                _found(flags), theirs, optimizer=keep, fused=fused, ep=ep, progress=_bar()
+            )
     else:
         assert flags.to_huggingface
         theirs = Path(flags.to_huggingface)
@@ -158,7 +170,9 @@ def _convert(flags: Flags) -> None:
         print(f"  note: {note}")
     if flags.save:
         checkpoint = CheckpointConfig(load=flags.save, finetune=done.steps is None)
-        print(f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}")
+        print(
+            f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}"
+        )
     if not flags.no_check and (flags.from_huggingface or flags.to_huggingface):
         check(theirs, done.folder if flags.save else _found(flags), done)
 
@@ -185,12 +199,16 @@ def check(theirs: Path, ours: Path, done: Converted) -> None:
     """Raises: CheckpointError if the two models do not say the same."""
     found = compare_logits(theirs, ours, done.config.model, done.vocab_size, done.dtype)
     if found is None:
-        print("logits not compared: the transformers library is not installed (pip install transformers)")
+        print(
+            "logits not compared: the transformers library is not installed (pip install transformers)"
+        )
         return
     difference, largest = found
     text = f"logits of both models differ by at most {difference:.2g}, the largest is {largest:.3g}"
     if not difference <= TOLERANCE * max(largest, 1.0):
-        raise CheckpointError(f"{text}: they are not the same model. {done.folder} is left as it is, to look at")
+        raise CheckpointError(
+            f"{text}: they are not the same model. {done.folder} is left as it is, to look at"
+        )
     print(text)
 
 

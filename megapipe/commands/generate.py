@@ -84,26 +84,41 @@ def main(argv: Sequence[str]) -> None:
     provider = find_provider(flags.model_provider) if flags.model_provider else gpt_provider
     # Depths of multi-token prediction are in the checkpoint, and draw nothing.
     modules = [
-        stage_provider(provider)(model_config, x, Axis()) for x in whole(model_config.layers, model_config.depths)
+        stage_provider(provider)(model_config, x, Axis())
+        for x in whole(model_config.layers, model_config.depths)
     ]
     for n, module in enumerate(modules):
         initialize(module, 0, Axis())
         if saved.precision.bf16 or saved.precision.fp16:
             modules[n] = module.to(torch.bfloat16 if saved.precision.bf16 else torch.float16)
-    load_checkpoint(folder, modules, None, Config(model=model_config, checkpoint=checkpoint), ProcessMesh.single())
+    load_checkpoint(
+        folder,
+        modules,
+        None,
+        Config(model=model_config, checkpoint=checkpoint),
+        ProcessMesh.single(),
+    )
     model = modules[0]
     try:
         ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
     except ValueError as error:  # a NullTokenizer takes numbers
         raise ConfigError(f"--prompt {flags.prompt}: {error}") from None
-    new = generate(model.float().eval(), ids, flags, tokenizer.vocab_size, model_config.max_position_embeddings or 0)
+    new = generate(
+        model.float().eval(),
+        ids,
+        flags,
+        tokenizer.vocab_size,
+        model_config.max_position_embeddings or 0,
+    )
     for sentence in _idle(flags, tokenizer.vocab_size):
         say(sentence)
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
 
 
 @torch.no_grad()
-def generate(model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int, window: int) -> Iterator[int]:
+def generate(
+    model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int, window: int
+) -> Iterator[int]:
     """Draw one token after another; the padding of the vocabulary is never drawn."""
     draw = torch.Generator().manual_seed(flags.seed)
     seen = list(ids)
@@ -142,12 +157,20 @@ def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
     Raises: ConfigError for a file that this kind of tokenizer does not read.
     """
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    data = replace(saved, **{name: getattr(flags, name) for name in names if getattr(flags, name) is not None})
-    read = {"NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}.get(data.tokenizer, names[1:2])
+    data = replace(
+        saved, **{name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+    )
+    read = {"NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}.get(
+        data.tokenizer, names[1:2]
+    )
     idle = [name for name in names[1:] if getattr(flags, name) is not None and name not in read]
     if idle:
         given = " and ".join(f"--{name.replace('_', '-')} {getattr(flags, name)}" for name in idle)
-        kind = "HuggingFaceTokenizer or SentencePieceTokenizer" if flags.tokenizer_model else "GPT2BPETokenizer"
+        kind = (
+            "HuggingFaceTokenizer or SentencePieceTokenizer"
+            if flags.tokenizer_model
+            else "GPT2BPETokenizer"
+        )
         raise ConfigError(f"a {data.tokenizer} does not read {given}. Add --tokenizer-type {kind}.")
     return data
 
@@ -159,7 +182,10 @@ def _idle(flags: Flags, vocab_size: int) -> Iterator[str]:
     elif flags.top_k == 1:
         names, why = ["temperature", "seed"], "--top-k 1 takes the likeliest token each time"
     elif flags.top_k >= vocab_size:
-        names, why = ["top_k"], f"the vocabulary has {vocab_size} tokens, and all of them are drawn from"
+        names, why = (
+            ["top_k"],
+            f"the vocabulary has {vocab_size} tokens, and all of them are drawn from",
+        )
     else:
         return
     for name in names:

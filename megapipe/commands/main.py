@@ -18,7 +18,9 @@ from megapipe.doors import DOORS, version
 from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
 
-_LEFT = {"emulate": ". Schedules on emulated devices are run in a clone: python tools/bench/schedules.py --help"}
+_LEFT = {
+    "emulate": ". Schedules on emulated devices are run in a clone: python tools/bench/schedules.py --help"
+}
 """Commands of earlier versions, and what to run now."""
 
 
@@ -81,5 +83,7 @@ def help_text(width: int) -> str:
     indent = max(map(len, DOORS)) + 4
     lines = ["usage: megapipe COMMAND ...; megapipe COMMAND --help for its flags", ""]
     for name, about in ((name, it.about) for name, it in DOORS.items()):
-        lines += textwrap.wrap(f"  {name:<{indent - 2}}{about}", max(width, 40), subsequent_indent=" " * indent)
+        lines += textwrap.wrap(
+            f"  {name:<{indent - 2}}{about}", max(width, 40), subsequent_indent=" " * indent
+        )
     return "\n".join([*lines, "", f"  {'--version':<{indent - 2}}of the package"])

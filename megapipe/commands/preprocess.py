@@ -72,7 +72,12 @@ def main(argv: Sequence[str]) -> None:
     """Tokenise the input, and print the --data-path to train with."""
     not_here = [a.partition("=")[0] for a in argv if a.partition("=")[0] in _NOT_HERE]
     if not_here:
-        raise ConfigError([f"{name} is Megatron's; it is not implemented here: {_NOT_HERE[name]}" for name in not_here])
+        raise ConfigError(
+            [
+                f"{name} is Megatron's; it is not implemented here: {_NOT_HERE[name]}"
+                for name in not_here
+            ]
+        )
     flags = parse(Flags, argv)
     _validate(flags)
     outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
@@ -83,17 +88,28 @@ def main(argv: Sequence[str]) -> None:
         bar = Progress()
         encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
         try:
-            made = preprocess(flags.input, str(flags.output_prefix), encoding, flags.workers, _progress(flags, bar))
+            made = preprocess(
+                flags.input,
+                str(flags.output_prefix),
+                encoding,
+                flags.workers,
+                _progress(flags, bar),
+            )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("nothing was written") from None
         finally:
             # The bar must be gone before the next line is printed.
             bar(1.0)
         for written in made:
-            say(f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens")
+            say(
+                f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens"
+            )
         note_how(outputs[0], how)
     kind = [] if flags.tokenizer.tokenizer_type else ["--tokenizer-type", flags.tokenizer.tokenizer]
-    say("Next: megapipe pretrain " + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)]))
+    say(
+        "Next: megapipe pretrain "
+        + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)])
+    )
 
 
 def _validate(flags: Flags) -> None:
@@ -101,7 +117,9 @@ def _validate(flags: Flags) -> None:
     if not flags.input:
         problems.append("--input is missing: --input corpus.jsonl, or text files")
     if flags.output_prefix is None:
-        problems.append("--output-prefix is missing: --output-prefix data/corpus writes data/corpus_text_document.bin")
+        problems.append(
+            "--output-prefix is missing: --output-prefix data/corpus writes data/corpus_text_document.bin"
+        )
     if not 1 <= flags.workers <= MOST_WORKERS:
         problems.append(f"--workers {flags.workers} must be at least 1 and at most {MOST_WORKERS}")
     if flags.log_interval < 1:
@@ -119,7 +137,11 @@ def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
     """
     begin = time.monotonic()
     reported = 0
-    total = sum(os.path.getsize(path) for path in flags.input if os.path.isfile(path) and not path.endswith(".gz"))
+    total = sum(
+        os.path.getsize(path)
+        for path in flags.input
+        if os.path.isfile(path) and not path.endswith(".gz")
+    )
 
     def report(documents: int, num_bytes: int) -> None:
         nonlocal reported

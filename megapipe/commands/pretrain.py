@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> None:
         if not world_size and flags.nproc > 1:
             world_size = flags.nproc
         if flags.nproc > 1 and world_size != flags.nproc:
-            print(f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many processes run")
+            print(
+                f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many processes run"
+            )
         config = replace(config, check=replace(config.check, world_size=world_size))
     elif flags.nproc > 1 and not launched:
         _launch(flags.nproc, config, argv)
@@ -53,7 +55,9 @@ def check(argv: Sequence[str]) -> None:
     """Report everything that a launch would refuse, without the launch."""
     for word in argv:
         if word.partition("=")[0] in ("--check", "--no-check"):
-            raise ConfigError(f"{word}: the command check checks, with or without it. Leave it out.")
+            raise ConfigError(
+                f"{word}: the command check checks, with or without it. Leave it out."
+            )
     main(["--check", *argv])
 
 
@@ -71,4 +75,7 @@ def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
     if problems := [*flag_problems(config), *path_problems(config)]:
         raise ConfigError(problems)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *split_among(Launch, argv)[1]])
+    os.execv(
+        sys.executable,
+        [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *split_among(Launch, argv)[1]],
+    )

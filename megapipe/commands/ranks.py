@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 
-def run_ranks(size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()) -> list[Any]:
+def run_ranks(
+    size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()
+) -> list[Any]:
     """Run work(*given) in `size` processes and return their results in the order of ranks.
 
     Each process has the environment from which torch.distributed finds the others.
@@ -45,7 +47,11 @@ def run_ranks(size: int, work: Callable[..., Any], *given: Any, preload: tuple[s
             process.join(timeout=30)
 
 
-def _rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(
+    rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], given: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     torch.set_num_threads(1)
     sender.send(work(*given))

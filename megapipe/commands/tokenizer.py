@@ -54,7 +54,9 @@ class Flags:
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     problems = [
-        f"{name} is missing" for name, value in (("--input", flags.input), ("--output", flags.output)) if not value
+        f"{name} is missing"
+        for name, value in (("--input", flags.input), ("--output", flags.output))
+        if not value
     ]
     if not 0 < flags.sample_mb < math.inf:
         problems.append(f"--sample-mb {flags.sample_mb} must be a number above 0")
@@ -73,10 +75,14 @@ def main(argv: Sequence[str]) -> None:
         say(f"{output}: up to date")
         return
     begin = time.monotonic()
-    with complete_file(output) as file:  # opened first: a folder that cannot be written shows before the work
+    with complete_file(
+        output
+    ) as file:  # opened first: a folder that cannot be written shows before the work
         text = list(lines(flags))
         size = sum(len(line.encode()) for line in text)
-        say(f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ...")
+        say(
+            f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ..."
+        )
         file.write(train(text, flags))
     note_how(output, how)
     say(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
@@ -94,7 +100,11 @@ def lines(flags: Flags) -> Iterator[str]:
         large = len(raw.content) > wanted / 4
         if large or draw.random() < share:
             for text in texts(raw, flags.json_keys):
-                yield from (line for line in text.split("\n") if line and (not large or draw.random() < share))
+                yield from (
+                    line
+                    for line in text.split("\n")
+                    if line and (not large or draw.random() < share)
+                )
 
 
 def train(text: Sequence[str], flags: Flags) -> bytes:

@@ -18,7 +18,16 @@ from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse
 from megapipe.schedule import Placement, Schedule, Timeline
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.measured.traces import RankSummary, RankTrace, merge, pipelines, predict, read, span, summarise
+from megapipe.schedule.measured.traces import (
+    RankSummary,
+    RankTrace,
+    merge,
+    pipelines,
+    predict,
+    read,
+    span,
+    summarise,
+)
 from megapipe.schedule.views.figure import Files
 from megapipe.schedule.views.scene import Box, Track, tracks_of
 from megapipe.schedule.views.timeline import draw
@@ -40,7 +49,9 @@ def main(argv: Sequence[str]) -> None:
     # The folder may come first without its flag.
     flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
     if flags.traces is None:
-        raise ConfigError("the folder of traces is missing: megapipe traces runs/quickstart/torch_profile")
+        raise ConfigError(
+            "the folder of traces is missing: megapipe traces runs/quickstart/torch_profile"
+        )
     outputs = {
         "--output": flags.output,
         "--json": flags.json,
@@ -50,7 +61,9 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(problems)
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
     if not paths:
-        raise DataError(f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them")
+        raise DataError(
+            f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them"
+        )
     flags.check()
     events: list[dict[str, Any]] = []
     drawn: list[tuple[list[Track], Placement]] = []
@@ -76,11 +89,15 @@ def main(argv: Sequence[str]) -> None:
             drawn.append((_one_step(ranks, schedule, predicted), schedule.placement))
             about.append(_caption(number, schedule, max(rows, key=lambda row: row.bubble)))
     if not events:
-        raise DataError(f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window")
+        raise DataError(
+            f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window"
+        )
     tell("\n".join(text), numbers, flags.json)
     if flags.output is not None:
         merged = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
-        write_complete(flags.output, gzip.compress(merged) if flags.output.endswith(".gz") else merged)
+        write_complete(
+            flags.output, gzip.compress(merged) if flags.output.endswith(".gz") else merged
+        )
         print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
     for path, content in (draw(drawn, flags, " ".join(about), "ms") if flags.named else {}).items():
         write_complete(path, content)
@@ -98,19 +115,33 @@ def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
 
 def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
     """Each rank's step of median length, in ms from the first pass of any; below it the prediction."""
-    spans = [span([trace.steps[n] for trace in ranks]) for n in range(min(len(trace.steps) for trace in ranks))]
-    chosen = sorted(range(len(spans)), key=lambda n: spans[n][1] - spans[n][0])[(len(spans) - 1) // 2]
+    spans = [
+        span([trace.steps[n] for trace in ranks])
+        for n in range(min(len(trace.steps) for trace in ranks))
+    ]
+    chosen = sorted(range(len(spans)), key=lambda n: spans[n][1] - spans[n][0])[
+        (len(spans) - 1) // 2
+    ]
     begin, below = spans[chosen][0], tracks_of(schedule, predicted)
     lines: list[Track] = []
     for place, trace in enumerate(ranks):
         for lane in dict.fromkeys(item.lane for item in trace.steps[chosen]):
             steps = [
-                (Box(item.label, (item.start + item.waited - begin) / 1000, (item.end - begin) / 1000),)
+                (
+                    Box(
+                        item.label,
+                        (item.start + item.waited - begin) / 1000,
+                        (item.end - begin) / 1000,
+                    ),
+                )
                 for item in trace.steps[chosen]
                 if item.lane is lane
             ]
             name = f"rank {trace.rank}" if lane is Lane.COMPUTE else lane.value
             lines.append(Track(name, steps, apart=lane is Lane.COMPUTE))
         own = (line for line in below if line.rank == place)
-        lines += [replace(line, name="predicted") if line.lane == Lane.COMPUTE.value else line for line in own]
+        lines += [
+            replace(line, name="predicted") if line.lane == Lane.COMPUTE.value else line
+            for line in own
+        ]
     return lines

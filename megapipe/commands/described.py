@@ -1,0 +1,86 @@
+"""Describe the table of `show` in lines: what its flags changed, and what its parts cost."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+
+from megapipe.commands.composed import cutting
+from megapipe.schedule.families.sharding.runs import SHARDS
+from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.passes import Placement
+from megapipe.schedule.recipe import Built, Recipe
+from megapipe.schedule.search.auto import describe_search
+from megapipe.schedule.views.moved import describe_moves, describe_shards
+from megapipe.schedule.views.paired import describe_pairs
+from megapipe.schedule.views.sliced import describe_keys, describe_slices, references
+
+
+def described(built: Built, args: Namespace) -> list[str]:
+    """Return the lines on a table: flags without effect, then slices, search, pairs and copies."""
+    recipe = built.recipe
+    table = built.table
+    costs = args.costs
+    lines = _idle_lines(recipe, args) + _idle_of_copies(table.placement, args)
+    if args.slices:
+        lines += describe_slices(cutting(args), recipe.cuts)
+    # The search of pairs and --solve set the table, and zb-auto's own search is then not run.
+    if recipe.search is not None and recipe.table is None and not recipe.cuts:
+        lines += describe_search(built.chain, costs, args.memory, recipe.search.objective)
+    if args.pairs is not None and recipe.search is None:
+        # With depths, pairs are formed last of all: `chain` has none yet.
+        paired = built.plain if recipe.depths else built.chain
+        lines += describe_pairs(paired, costs, args.memory)
+    # Copies within a limit are chosen together with shards, so they are described with them.
+    offload = recipe.offload
+    shards = recipe.sharding is not None
+    with_shards = shards and offload is not None and offload.when != "all"
+    if offload is not None and not with_shards:
+        lines += describe_moves(table.without(SHARDS), costs)
+    if table.cuts:
+        others = {}
+        if args.slices:
+            choice = {"cutting": cutting(args), "chunks": args.chunks}
+            others = references(args.name, args.pp, args.microbatches, costs, **choice)
+        lines.append(describe_keys(table, others, costs))
+    if with_shards:
+        lines += describe_moves(table, costs)
+    if shards:
+        lines += describe_shards(table, costs)
+    return lines
+
+
+def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
+    """Return a line for --no-pairs and for --as-published, if given: does it change the order?"""
+    if recipe.search is not None:
+        given = [flag for flag in ("no_pairs", "as_published") if getattr(args, flag)]
+        return [f"--{flag.replace('_', '-')} has no effect on a search" for flag in given]
+    terms = Fixed(args.costs, depths=len(recipe.depths))
+    made = recipe.chain(terms)
+    fitted = args.costs.of_positions(made.placement.chain)
+    # The recipe without the flag. The flag has an effect if that makes another order.
+    without = {
+        "no_pairs": replace(recipe, pairs=True),
+        "as_published": replace(recipe, fitted=fitted),
+    }
+    lines = []
+    for flag, otherwise in without.items():
+        if getattr(args, flag):
+            effect = "changes this order"
+            if made == otherwise.chain(terms):
+                effect = "has no effect on this order"
+            lines.append(f"--{flag.replace('_', '-')} {effect}")
+    return lines
+
+
+def _idle_of_copies(place: Placement, args: Namespace) -> list[str]:
+    """Return a line for each flag of copies whose value changes nothing for this placement."""
+    stages = max(len(place.stages_on(rank)) for rank in range(place.num_ranks))
+    lines = []
+    if args.copied_chunks is not None and args.copied_chunks >= stages:
+        lines.append(
+            f"--copied-chunks {args.copied_chunks} has no effect: a rank has {stages} stage(s)"
+        )
+    if args.switch == 1:
+        lines.append("--switch 1 has no effect: each rank has its own way to the host")
+    return lines
