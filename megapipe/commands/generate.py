@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megapipe.checkpoint.save_load import find_checkpoint, load_checkpoint
 from megapipe.checkpoint.saved_config import require_provider, saved_config
@@ -63,7 +63,11 @@ class Flags:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Load the checkpoint and print the continued text."""
+    """Load the checkpoint and print the continued text.
+
+    Raises: ConfigError for wrong flags, CheckpointError for a checkpoint that cannot continue a
+        text.
+    """
     flags = parse(Flags, argv)
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
@@ -73,70 +77,77 @@ def main(argv: Sequence[str]) -> None:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint")
     require_provider(folder, flags.model_provider)
     saved = saved_config(folder)
-    model_config = saved.model
     tokenizer = build_tokenizer(_tokenizer(saved.data, flags))
-    rows = model_config.padded_vocab_size or 0
+    rows = saved.model.padded_vocab_size or 0
     if tokenizer.vocab_size > rows:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, and the embedding of {folder.name} {rows} rows"
+            f"the tokenizer has {tokenizer.vocab_size} ids, and the embedding of {folder.name} "
+            f"{rows} rows"
         )
-
-    provider = find_provider(flags.model_provider) if flags.model_provider else gpt_provider
-    # Depths of multi-token prediction are in the checkpoint, and draw nothing.
-    modules = [
-        stage_provider(provider)(model_config, x, Axis())
-        for x in whole(model_config.layers, model_config.depths)
-    ]
-    for n, module in enumerate(modules):
-        initialize(module, 0, Axis())
-        if saved.precision.bf16 or saved.precision.fp16:
-            modules[n] = module.to(torch.bfloat16 if saved.precision.bf16 else torch.float16)
-    load_checkpoint(
-        folder,
-        modules,
-        None,
-        Config(model=model_config, checkpoint=checkpoint),
-        ProcessMesh.single(),
-    )
-    model = modules[0]
+    # The whole model on one rank. Depths of multi-token prediction are in the checkpoint, so they
+    # are built and loaded; nothing is drawn from them.
+    modules = _modules(saved, flags.model_provider)
+    config = Config(model=saved.model, checkpoint=checkpoint)
+    load_checkpoint(folder, modules, None, config, ProcessMesh.single())
+    model = modules[0].float().eval()
     try:
+        # A text begins after the end of another document.
         ids = tokenizer.encode(flags.prompt) or [tokenizer.eod]
-    except ValueError as error:  # a NullTokenizer takes numbers
+    # A NullTokenizer takes numbers, not words.
+    except ValueError as error:
         raise ConfigError(f"--prompt {flags.prompt}: {error}") from None
-    new = generate(
-        model.float().eval(),
-        ids,
-        flags,
-        tokenizer.vocab_size,
-        model_config.max_position_embeddings or 0,
-    )
+    window = saved.model.max_position_embeddings or 0
+    new = generate(model, ids, flags, tokenizer.vocab_size, window)
     for sentence in _idle(flags, tokenizer.vocab_size):
         say(sentence)
     print(f"{folder}:\n{tokenizer.decode([*ids, *new])}")
+
+
+def _modules(saved: Config, name: str | None) -> list[nn.Module]:
+    """Return the modules of the whole model, not loaded yet: the model, then each depth.
+
+    Args:
+        saved: the configuration of the training.
+        name: the value of --model-provider; None for the built-in GPT.
+    """
+    provider = find_provider(name) if name else gpt_provider
+    build = stage_provider(provider)
+    modules = []
+    for span in whole(saved.model.layers, saved.model.depths):
+        module = build(saved.model, span, Axis())
+        initialize(module, 0, Axis())
+        # The weights keep the type that they had in the training.
+        if saved.precision.bf16:
+            module = module.to(torch.bfloat16)
+        elif saved.precision.fp16:
+            module = module.to(torch.float16)
+        modules.append(module)
+    return modules
 
 
 @torch.no_grad()
 def generate(
     model: nn.Module, ids: Sequence[int], flags: Flags, vocab_size: int, window: int
 ) -> Iterator[int]:
-    """Draw one token after another; the padding of the vocabulary is never drawn."""
+    """Yield --num-tokens new tokens, each drawn from the model's prediction after all before it.
+
+    Args:
+        model: returns logits [b, s, v] without labels.
+        ids: the tokens of the prompt, at least one.
+        vocab_size: the number of ids of the tokenizer. Logits of the padding are never drawn.
+        window: the number of last tokens that the model reads.
+    Raises: ConfigError if the model returns no logits, CheckpointError if they are not finite.
+    """
     draw = torch.Generator().manual_seed(flags.seed)
     seen = list(ids)
     for _ in range(flags.num_tokens):
         tokens = torch.tensor([seen[-window:]])
-        getattr(model, "set_input_tensor", _nothing)(None)
-        output = model(tokens, torch.arange(tokens.shape[1])[None])
-        shape = tuple(getattr(output, "shape", ()))
-        if shape[:2] != tuple(tokens.shape) or len(shape) != 3 or shape[2] < vocab_size:
-            raise ConfigError(
-                f"--model-provider {flags.model_provider}: without labels the whole model returns logits [b, s, v], "
-                f"here {[*tokens.shape, vocab_size]}; it returned {[*shape] if shape else type(output).__name__}"
-            )
-        logits = output[0, -1, :vocab_size].float()
+        logits = _next_logits(model, tokens, vocab_size, flags)
         if not logits.isfinite().all():
             raise CheckpointError(
-                f"--load {flags.load}: after {len(seen)} tokens the model's logits are not finite, as its weights are "
-                "not, or too large. Give another checkpoint, or an earlier one with --ckpt-step."
+                f"--load {flags.load}: after {len(seen)} tokens the model's logits are not finite, "
+                "as its weights are not, or too large. Give another checkpoint, or an earlier one "
+                "with --ckpt-step."
             )
         if flags.top_k:
             lowest = logits.topk(min(flags.top_k, vocab_size)).values[-1]
@@ -145,10 +156,32 @@ def generate(
             token = int(logits.argmax())
         else:
             # In float64, and with the largest logit at 0: no temperature overflows.
-            probabilities = ((logits - logits.max()).double() / flags.temperature).softmax(-1)
-            token = int(torch.multinomial(probabilities, 1, generator=draw))
+            scores = (logits - logits.max()).double() / flags.temperature
+            token = int(torch.multinomial(scores.softmax(-1), 1, generator=draw))
         seen.append(token)
         yield token
+
+
+def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int, flags: Flags) -> Tensor:
+    """Return the logits [vocab_size] in float32 for the token after `tokens` [1, s].
+
+    Raises: ConfigError if the model returns anything but logits of at least `vocab_size` columns.
+    """
+    # A stage of the pipeline may wait for its input. The first stage has none.
+    set_input = getattr(model, "set_input_tensor", None)
+    if set_input is not None:
+        set_input(None)
+    output = model(tokens, torch.arange(tokens.shape[1])[None])
+    # A model of the user's own may return no tensor at all.
+    shape = tuple(getattr(output, "shape", ()))
+    if shape[:2] != tuple(tokens.shape) or len(shape) != 3 or shape[2] < vocab_size:
+        returned = str([*shape]) if shape else type(output).__name__
+        raise ConfigError(
+            f"--model-provider {flags.model_provider}: without labels the whole model returns "
+            f"logits [b, s, v], here {[*tokens.shape, vocab_size]}; it returned {returned}"
+        )
+    last: Tensor = output[0, -1, :vocab_size]
+    return last.float()
 
 
 def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
@@ -156,49 +189,49 @@ def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
 
     Raises: ConfigError for a file that this kind of tokenizer does not read.
     """
-    names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-    data = replace(
-        saved, **{name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
-    )
-    read = {"NullTokenizer": (), "GPT2BPETokenizer": ("vocab_file", "merge_file")}.get(
-        data.tokenizer, names[1:2]
-    )
-    idle = [name for name in names[1:] if getattr(flags, name) is not None and name not in read]
+    files = ("tokenizer_model", "vocab_file", "merge_file")
+    given = {}
+    for name in ("tokenizer_type", *files):
+        if (value := getattr(flags, name)) is not None:
+            given[name] = value
+    data = replace(saved, **given)
+    # A kind that is not listed reads a model.
+    read = {
+        "NullTokenizer": (),
+        "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    }.get(data.tokenizer, ("tokenizer_model",))
+    idle = [name for name in files if name in given and name not in read]
     if idle:
-        given = " and ".join(f"--{name.replace('_', '-')} {getattr(flags, name)}" for name in idle)
-        kind = (
-            "HuggingFaceTokenizer or SentencePieceTokenizer"
-            if flags.tokenizer_model
-            else "GPT2BPETokenizer"
-        )
-        raise ConfigError(f"a {data.tokenizer} does not read {given}. Add --tokenizer-type {kind}.")
+        words = " and ".join(f"{flag(name)} {given[name]}" for name in idle)
+        kind = "GPT2BPETokenizer"
+        if flags.tokenizer_model:
+            kind = "HuggingFaceTokenizer or SentencePieceTokenizer"
+        raise ConfigError(f"a {data.tokenizer} does not read {words}. Add --tokenizer-type {kind}.")
     return data
 
 
 def _idle(flags: Flags, vocab_size: int) -> Iterator[str]:
     """Yield a sentence for each given flag that changes nothing next to the other flags."""
     if flags.temperature == 0:
-        names, why = ["top_k", "seed"], "--temperature 0 takes the likeliest token each time"
+        names = ["top_k", "seed"]
+        why = "--temperature 0 takes the likeliest token each time"
     elif flags.top_k == 1:
-        names, why = ["temperature", "seed"], "--top-k 1 takes the likeliest token each time"
+        names = ["temperature", "seed"]
+        why = "--top-k 1 takes the likeliest token each time"
     elif flags.top_k >= vocab_size:
-        names, why = (
-            ["top_k"],
-            f"the vocabulary has {vocab_size} tokens, and all of them are drawn from",
-        )
+        names = ["top_k"]
+        why = f"the vocabulary has {vocab_size} tokens, and all of them are drawn from"
     else:
         return
     for name in names:
         value = getattr(flags, name)
+        # A value that equals the default counts as not given.
         if value != getattr(Flags, name):
             yield f"{flag(name)} {value} is without effect: {why}"
 
 
-def _nothing(x: None) -> None:
-    pass
-
-
 def _problems(flags: Flags) -> Iterator[str]:
+    """Yield a sentence for each flag that is missing or out of range."""
     if flags.load is None:
         yield "--load is missing: --load runs/quickstart/checkpoints"
     if not 1 <= flags.num_tokens <= MOST:

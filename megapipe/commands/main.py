@@ -19,7 +19,8 @@ from megapipe.errors import ConfigError
 from megapipe.flags.stop import run, say
 
 _LEFT = {
-    "emulate": ". Schedules on emulated devices are run in a clone: python tools/bench/schedules.py --help"
+    "emulate": ". Schedules on emulated devices are run in a clone: "
+    "python tools/bench/schedules.py --help",
 }
 """Commands of earlier versions, and what to run now."""
 
@@ -28,6 +29,7 @@ def main() -> None:
     """Run the command that the first word names, with the other words."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name in DOORS:
+        # Errors and --help begin with the program's name, which is then both words.
         sys.argv = [f"megapipe {name}", *rest]
         run(command(name))
     else:
@@ -36,40 +38,46 @@ def main() -> None:
 
 
 def door(name: str) -> None:
-    """Run a command from a script. Errors and help name the script."""
+    """Run the command `name` from its script in tools. Errors and help name the script."""
     run(command(name))
 
 
 def command(name: str) -> Callable[[Sequence[str]], int | None]:
-    """Return the function of a command.
+    """Return the function that runs the command `name`, given the words after the name.
 
-    Only its module is imported, as imports take most of the time of a start.
+    It returns the exit status, or None for 0. Only its module is imported, as imports take most of
+    the time of a start.
     """
     module, _, function = DOORS[name].module.partition(":")
-    found: Callable[[Sequence[str]], int | None] = getattr(
-        importlib.import_module(f"megapipe.commands.{module}"), function or "main"
-    )
+    imported = importlib.import_module(f"megapipe.commands.{module}")
+    found: Callable[[Sequence[str]], int | None] = getattr(imported, function or "main")
     return found
 
 
 def _other(word: str) -> None:
+    """Print the help or the version. Raises: ConfigError for a word that is no command."""
     if word in ("--help", "-h"):
         say(help_text(shutil.get_terminal_size().columns))
     elif word == "--version":
         say(f"megapipe {version()}")
     else:
-        near = difflib.get_close_matches(word, DOORS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ". megapipe --help lists them."
+        hint = ". megapipe --help lists them."
+        if near := difflib.get_close_matches(word, DOORS, n=1):
+            hint = f"; did you mean {near[0]}?"
+        # A command that has left is no misspelling of another.
         raise ConfigError(f"unknown command {word}{_LEFT.get(word, hint)}")
 
 
 def tell(text: str, numbers: object, file: str | None) -> None:
-    """Print the text of a command's result.
+    """Print the result of a command as text, or write it as JSON, or both.
 
     Args:
-        numbers: the result as JSON.
-        file: writes the numbers there too. - prints them instead of the text; None writes none.
+        text: the result for a person.
+        numbers: the same as JSON.
+        file: the value of --json. A name writes the numbers there too, - prints them instead of the
+            text, and None prints the text alone.
     """
+    # Another program reads this output, so nothing else may be printed.
     if file == "-":
         print(json.dumps(numbers, indent=1))
         return
@@ -80,10 +88,11 @@ def tell(text: str, numbers: object, file: str | None) -> None:
 
 def help_text(width: int) -> str:
     """Return the list of all commands, wrapped to `width` columns."""
+    # Two blanks stand before a name, and two after the longest.
     indent = max(map(len, DOORS)) + 4
     lines = ["usage: megapipe COMMAND ...; megapipe COMMAND --help for its flags", ""]
-    for name, about in ((name, it.about) for name, it in DOORS.items()):
-        lines += textwrap.wrap(
-            f"  {name:<{indent - 2}}{about}", max(width, 40), subsequent_indent=" " * indent
-        )
+    for name, door in DOORS.items():
+        line = f"  {name:<{indent - 2}}{door.about}"
+        # Below 40 columns there would be no room for the text.
+        lines += textwrap.wrap(line, max(width, 40), subsequent_indent=" " * indent)
     return "\n".join([*lines, "", f"  {'--version':<{indent - 2}}of the package"])

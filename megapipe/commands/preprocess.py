@@ -35,6 +35,7 @@ _NOT_HERE = {
     "--workers-to-check": "use as many --workers as there are cores",
     "--max-documents": "use as many --workers as there are cores",
 }
+"""Flags of Megatron that this command does not have, and what to do instead."""
 MOST_WORKERS = 4096
 """More processes than a host has cores. The pool takes at most a C int."""
 _SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
@@ -64,13 +65,17 @@ class Flags:
 
     @property
     def prefixes(self) -> list[str]:
-        """Return the prefix of the files of each key."""
+        """Return the prefix of the files of each key, without .bin and .idx."""
         return [f"{self.output_prefix}_{key}_document" for key in self.json_keys]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Tokenise the input, and print the --data-path to train with."""
-    not_here = [a.partition("=")[0] for a in argv if a.partition("=")[0] in _NOT_HERE]
+    """Tokenise the input, and print the --data-path to train with.
+
+    Raises: ConfigError for wrong flags.
+    """
+    given = [word.partition("=")[0] for word in argv]
+    not_here = [flag for flag in given if flag in _NOT_HERE]
     if not_here:
         raise ConfigError(
             [
@@ -81,74 +86,75 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     _validate(flags)
     outputs = [f"{prefix}{end}" for prefix in flags.prefixes for end in (".bin", ".idx")]
+    # A record of these flags stands next to the files, so that --reuse can compare.
     how = {name: value for name, value in asdict(flags).items() if name not in _SAME_FILES}
     if flags.reuse and is_current(outputs, [*flags.input, *tokenizer_files(flags.tokenizer)], how):
         say(f"{', '.join(outputs)}: up to date")
     else:
         bar = Progress()
         encoding = Encoding(flags.tokenizer, flags.json_keys, flags.append_eod)
+        report = _progress(flags, bar)
+        prefix = str(flags.output_prefix)
         try:
-            made = preprocess(
-                flags.input,
-                str(flags.output_prefix),
-                encoding,
-                flags.workers,
-                _progress(flags, bar),
-            )
+            made = preprocess(flags.input, prefix, encoding, flags.workers, report)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("nothing was written") from None
         finally:
             # The bar must be gone before the next line is printed.
             bar(1.0)
         for written in made:
-            say(
-                f"Wrote {written.prefix}.bin and .idx: {written.documents} documents, {written.tokens} tokens"
-            )
+            size = f"{written.documents} documents, {written.tokens} tokens"
+            say(f"Wrote {written.prefix}.bin and .idx: {size}")
         note_how(outputs[0], how)
-    kind = [] if flags.tokenizer.tokenizer_type else ["--tokenizer-type", flags.tokenizer.tokenizer]
-    say(
-        "Next: megapipe pretrain "
-        + shlex.join(["--data-path", flags.prefixes[0], *kind, *to_flags(flags.tokenizer)])
-    )
+    # The training must have the kind of tokenizer even where this command has guessed it.
+    words = ["--data-path", flags.prefixes[0]]
+    if not flags.tokenizer.tokenizer_type:
+        words += ["--tokenizer-type", flags.tokenizer.tokenizer]
+    words += to_flags(flags.tokenizer)
+    say(f"Next: megapipe pretrain {shlex.join(words)}")
 
 
 def _validate(flags: Flags) -> None:
+    """Raise ConfigError with all problems of the flags."""
     problems = []
     if not flags.input:
         problems.append("--input is missing: --input corpus.jsonl, or text files")
     if flags.output_prefix is None:
         problems.append(
-            "--output-prefix is missing: --output-prefix data/corpus writes data/corpus_text_document.bin"
+            "--output-prefix is missing: --output-prefix data/corpus writes "
+            "data/corpus_text_document.bin"
         )
     if not 1 <= flags.workers <= MOST_WORKERS:
         problems.append(f"--workers {flags.workers} must be at least 1 and at most {MOST_WORKERS}")
     if flags.log_interval < 1:
         problems.append(f"--log-interval {flags.log_interval} must be at least 1")
-    for prefix in flags.prefixes if flags.output_prefix else ():
+    # Without --output-prefix there are no files to check, and one problem is enough.
+    prefixes = flags.prefixes if flags.output_prefix else ()
+    for prefix in prefixes:
         problems += file_problems({"--output-prefix": f"{prefix}.bin"})
     if problems:
         raise ConfigError(problems)
 
 
 def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
-    """Return a function that reports progress, given documents and bytes so far.
+    """Return a function that reports progress, given the documents and bytes so far.
 
-    A terminal shows a bar; elsewhere a line is printed every --log-interval documents.
+    A terminal shows `bar`. Elsewhere a line is printed every --log-interval documents.
     """
     begin = time.monotonic()
     reported = 0
-    total = sum(
-        os.path.getsize(path)
-        for path in flags.input
-        if os.path.isfile(path) and not path.endswith(".gz")
-    )
+    # The size of a compressed file says little of the text in it, so it is left out.
+    plain = [path for path in flags.input if os.path.isfile(path) and not path.endswith(".gz")]
+    total = sum(map(os.path.getsize, plain))
 
     def report(documents: int, num_bytes: int) -> None:
         nonlocal reported
         if bar.shown and total:
+            # The last files are still to be written when all bytes are read.
             bar(min(num_bytes / total, 0.99), f"{documents} documents")
         elif documents // flags.log_interval > reported // flags.log_interval:
             reported = documents
+            # The first report may come within the resolution of the clock.
             seconds = max(time.monotonic() - begin, 1e-9)
             rate = f"{documents / seconds:.0f} docs/s, {num_bytes / seconds / 1e6:.1f} MB/s"
             say(f"Processed {documents} documents ({rate}).")

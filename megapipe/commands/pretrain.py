@@ -14,7 +14,7 @@ from megapipe.flags.parse import parse, split_among
 
 @dataclass(frozen=True)
 class Launch:
-    """The flags of the launcher."""
+    """The flags of the launcher, in addition to the flags of a run."""
 
     nproc: int = 1
     """Number of processes to start on this machine, with torchrun's launcher."""
@@ -29,30 +29,37 @@ class Flags(Launch, Config):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train, or start the processes that train."""
+    """Train in this process, or start --nproc processes that train.
+
+    Raises: ConfigError for wrong flags, before any process is started.
+    """
     flags = parse(Flags, argv)
     config = Config(**{field.name: getattr(flags, field.name) for field in fields(Config)})
     if flags.nproc < 1:
         raise ConfigError(f"--nproc must be at least 1, got {flags.nproc}. Give --nproc 1.")
     launched = "LOCAL_RANK" in os.environ
     if config.check.check:
+        # A check starts no process. --nproc tells it how many there would be.
         world_size = config.check.world_size
         if not world_size and flags.nproc > 1:
             world_size = flags.nproc
         if flags.nproc > 1 and world_size != flags.nproc:
             print(
-                f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many processes run"
+                f"--nproc {flags.nproc} is without effect: --world-size {world_size} says how many "
+                "processes run"
             )
         config = replace(config, check=replace(config.check, world_size=world_size))
+    # A rank that torchrun has started has the same flags, and must not start others.
     elif flags.nproc > 1 and not launched:
         _launch(flags.nproc, config, argv)
+    # This import takes seconds, which --help and wrong flags do not wait for.
     from megapipe.training.pretrain import pretrain
 
     pretrain(config)
 
 
 def check(argv: Sequence[str]) -> None:
-    """Report everything that a launch would refuse, without the launch."""
+    """Report everything that a launch with these flags would refuse, and start nothing."""
     for word in argv:
         if word.partition("=")[0] in ("--check", "--no-check"):
             raise ConfigError(
@@ -62,20 +69,24 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _launch(processes: int, config: Config, argv: Sequence[str]) -> None:
-    """Check the flags and replace this process by torchrun.
+    """Check the flags and replace this process by torchrun. It does not return.
 
-    Wrong flags are reported once, not by each rank.
+    Args:
+        processes: the number of ranks to start.
+        argv: the words of the command line, for the ranks.
+    Raises: ConfigError for wrong flags, once and not from each rank.
     """
     from megapipe.checkpoint.save_load import find_checkpoint
     from megapipe.checkpoint.saved_config import with_checkpoint_args
     from megapipe.checks.inputs import path_problems
     from megapipe.checks.run import flag_problems
 
+    # Some flags may come from the checkpoint, so they are read before the check.
     config = with_checkpoint_args(replace(config, world_size=processes), find_checkpoint)
     if problems := [*flag_problems(config), *path_problems(config)]:
         raise ConfigError(problems)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    os.execv(
-        sys.executable,
-        [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *split_among(Launch, argv)[1]],
-    )
+    # The launcher's own flags are not flags of a rank.
+    _, rest = split_among(Launch, argv)
+    command = [sys.executable, *torchrun, "-m", "megapipe", "pretrain", *rest]
+    os.execv(sys.executable, command)

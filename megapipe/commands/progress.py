@@ -9,8 +9,11 @@ import time
 class Progress:
     """A bar on stderr, which appears once the work has lasted a second.
 
-    Nothing is shown if stderr is no terminal. Call it with the part that is done, from 0 to 1; 1
-    removes the bar.
+    Nothing is shown if stderr is no terminal. Call the object again and again while the work goes
+    on, and once with 1 at its end.
+
+    Attributes:
+        shown: whether stderr is a terminal.
     """
 
     def __init__(self) -> None:
@@ -19,6 +22,12 @@ class Progress:
         self.shown = sys.stderr.isatty()
 
     def __call__(self, share: float, doing: str = "zb-auto") -> None:
+        """Show the progress, or remove the bar.
+
+        Args:
+            share: the part of the work that is done, from 0 to 1. 1 removes the bar.
+            doing: a name of the work, or a count, at the right of the bar.
+        """
         if not self.shown:
             return
         now = time.monotonic()
@@ -26,15 +35,20 @@ class Progress:
         if not share:
             self.started = now
         took = now - self.started
-        if share >= 1:
-            text = ""
-        elif took < 1 and not self.width:
-            return
-        else:
+        text = ""
+        if share < 1:
+            # Short work shows nothing. Once there is a bar, it stays until the end.
+            if took < 1 and not self.width:
+                return
             filled = int(24 * share)
-            left = f", {took / share - took:.0f} s left" if share else ""
-            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}{left}"
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {share:4.0%} {doing}"
+            if share:
+                text += f", {took / share - took:.0f} s left"
         if text or self.width:
-            sys.stderr.write(f"\r{text:<{self.width}}" + ("" if text else "\r"))
+            # Blanks cover the rest of a longer text that stood here before.
+            sys.stderr.write(f"\r{text:<{self.width}}")
+            # Without a bar, the next line of output begins at the left margin.
+            if not text:
+                sys.stderr.write("\r")
             sys.stderr.flush()
         self.width = len(text)

@@ -16,10 +16,14 @@ import torch
 def run_ranks(
     size: int, work: Callable[..., Any], *given: Any, preload: tuple[str, ...] = ()
 ) -> list[Any]:
-    """Run work(*given) in `size` processes and return their results in the order of ranks.
+    """Run work(*given) in `size` processes. Return their results in the order of ranks.
 
     Each process has the environment from which torch.distributed finds the others.
+
     Args:
+        size: the number of processes.
+        work: a function whose result can be pickled.
+        given: the arguments of `work`, the same for every rank.
         preload: modules that are imported once, by a server that forks the ranks. If empty, this
             process forks them.
     Raises: SystemExit if a rank fails.
@@ -27,6 +31,7 @@ def run_ranks(
     context: Any = multiprocessing.get_context("forkserver" if preload else "fork")
     if preload:
         context.set_forkserver_preload(list(preload))
+    # The system chooses a free port, on which the ranks will meet.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -37,6 +42,8 @@ def run_ranks(
     ]
     for process, (_, sender) in zip(ranks, pipes, strict=True):
         process.start()
+        # Only the rank may hold this end: its death then ends the pipe, and recv() does not
+        # deadlock.
         sender.close()
     try:
         return [receiver.recv() for receiver, _ in pipes]
@@ -50,8 +57,10 @@ def run_ranks(
 def _rank(
     rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], given: tuple[Any, ...]
 ) -> None:
+    """Run the work on one rank, and send its result to the parent."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    # All ranks share the cores of this machine.
     torch.set_num_threads(1)
     sender.send(work(*given))

@@ -1,8 +1,9 @@
-"""Train a SentencePiece model on text, such that any text (without U+2581) is decoded as it was encoded.
+"""Train a SentencePiece model whose decoded ids give back the text, whatever its characters.
 
     megapipe tokenizer --input data/stdlib.jsonl --output data/tokenizer.model --vocab-size 4096
 
-Newlines are a token, runs of spaces may be, and bytes stand in for rare characters. `</s>` ends documents.
+Only U+2581, which SentencePiece writes for a space, is lost. Newlines are a token, runs of spaces
+may be one, and bytes stand in for rare characters. `</s>` ends documents.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.flags.parse import parse
 from megapipe.flags.stop import say
 
-_LONGEST_LINE = 8192  # bytes; SentencePiece leaves longer ones out
+_LONGEST_LINE = 8192
+"""Bytes of the longest line that SentencePiece trains on. It leaves longer ones out."""
+# 256 bytes, 4 special ids, and one for text.
 _LEAST_IDS = 261
 # SentencePiece trains toward 1.1 times the vocabulary and counts in 32 bits: with 2^31 - 1 ids its
 # unigram trainer never ends.
@@ -33,7 +36,7 @@ _MOST_IDS = 2**30
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool."""
+    """Train a SentencePiece model on text."""
 
     input: tuple[str, ...] = ()
     """Files, read as megapipe preprocess reads them."""
@@ -46,23 +49,23 @@ class Flags:
     json_keys: tuple[str, ...] = ("text",)
     """Fields of each JSON line to read."""
     sample_mb: float = 4.0
-    """Megabytes of text to train on, chosen with a fixed seed: whole documents, of large ones lines."""
+    """Megabytes of text to train on, chosen with a fixed seed: whole documents, or single lines of
+    large ones."""
     reuse: bool = False
     """Keep an existing model that was made with the same flags and is newer than the input."""
 
 
 def main(argv: Sequence[str]) -> None:
+    """Train the model and write it. Raises: ConfigError for wrong flags."""
     flags = parse(Flags, argv)
-    problems = [
-        f"{name} is missing"
-        for name, value in (("--input", flags.input), ("--output", flags.output))
-        if not value
-    ]
+    needed = {"--input": flags.input, "--output": flags.output}
+    problems = [f"{name} is missing" for name, value in needed.items() if not value]
     if not 0 < flags.sample_mb < math.inf:
         problems.append(f"--sample-mb {flags.sample_mb} must be a number above 0")
     if flags.vocab_size < _LEAST_IDS:
         problems.append(
-            f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special ids and text"
+            f"--vocab-size {flags.vocab_size} must be at least {_LEAST_IDS}: 256 bytes, 4 special "
+            "ids and text"
         )
     if flags.vocab_size > _MOST_IDS:
         problems.append(f"--vocab-size {flags.vocab_size} must be at most {_MOST_IDS}")
@@ -70,45 +73,47 @@ def main(argv: Sequence[str]) -> None:
     if problems:
         raise ConfigError(problems)
     output = Path(str(flags.output))
+    # The model depends on all flags but these two. --reuse compares them with a record.
     how = {name: value for name, value in asdict(flags).items() if name not in ("output", "reuse")}
     if flags.reuse and is_current([str(output)], flags.input, how):
         say(f"{output}: up to date")
         return
     begin = time.monotonic()
-    with complete_file(
-        output
-    ) as file:  # opened first: a folder that cannot be written shows before the work
+    # The file is opened first: a folder that cannot be written shows before the work.
+    with complete_file(output) as file:
         text = list(lines(flags))
         size = sum(len(line.encode()) for line in text)
-        say(
-            f"Training a {flags.model_type} model of {flags.vocab_size} ids on {size / 1e6:.1f} MB ..."
-        )
+        kind = f"{flags.model_type} model of {flags.vocab_size} ids"
+        say(f"Training a {kind} on {size / 1e6:.1f} MB ...")
         file.write(train(text, flags))
     note_how(output, how)
     say(f"Wrote {output} ({time.monotonic() - begin:.1f} s)")
 
 
 def lines(flags: Flags) -> Iterator[str]:
-    """Lines of a sample of the documents; which ones depends on the files alone.
+    """Yield the lines of a sample of the documents. The sample depends on the files alone.
 
-    A document of a quarter of the sample or more would be most of it or, drawn once, perhaps missing: of those, lines.
+    Most documents are drawn as a whole. A document of more than a quarter of the sample would be
+    most of it, or be missing. Its lines are drawn one by one.
     """
     wanted = flags.sample_mb * 1e6
     share = wanted / max(text_bytes(flags.input), 1)
+    # A fixed seed: the same files give the same model.
     draw = random.Random(0)
     for raw in raw_documents(flags.input):
         large = len(raw.content) > wanted / 4
         if large or draw.random() < share:
             for text in texts(raw, flags.json_keys):
-                yield from (
-                    line
-                    for line in text.split("\n")
-                    if line and (not large or draw.random() < share)
-                )
+                for line in text.split("\n"):
+                    if line and (not large or draw.random() < share):
+                        yield line
 
 
 def train(text: Sequence[str], flags: Flags) -> bytes:
-    """The serialised model. Deterministic: the number of threads, which rounding depends on, is fixed."""
+    """Return the serialised model. Equal lines and flags give equal bytes.
+
+    Raises: DataError if SentencePiece cannot train on these lines.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -116,6 +121,7 @@ def train(text: Sequence[str], flags: Flags) -> bytes:
             model_writer=model,
             vocab_size=flags.vocab_size,
             model_type=flags.model_type,
+            # The next four keep text as it is: no changed characters, no added or removed blanks.
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -124,20 +130,23 @@ def train(text: Sequence[str], flags: Flags) -> bytes:
             byte_fallback=True,
             user_defined_symbols=["\n"],
             max_sentence_length=_LONGEST_LINE,
+            # Rounding depends on the number of threads, so it is the same on every machine.
             num_threads=2,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
         short = sum(len(line.encode()) <= _LONGEST_LINE for line in text)
-        raise DataError(
-            f"--vocab-size {flags.vocab_size}: SentencePiece cannot train on {short} lines: {_reason(error)}\n"
+        problem = (
+            f"--vocab-size {flags.vocab_size}: SentencePiece cannot train on {short} lines: "
+            f"{_reason(error)}\n"
             "      Give more text (--input, --sample-mb) or another --vocab-size."
-            + f" {len(text) - short} lines of more than {_LONGEST_LINE} bytes are left out: break them."
-            * (short < len(text))
-        ) from error
+        )
+        if left := len(text) - short:
+            problem += f" {left} lines of more than {_LONGEST_LINE} bytes are left out: break them."
+        raise DataError(problem) from error
     return model.getvalue()
 
 
 def _reason(error: Exception) -> str:
-    """The last sentence of SentencePiece's message, without its source file and condition."""
+    """Return the last sentence of SentencePiece's message, without source file and condition."""
     return str(error).split("] ")[-1].strip() or str(error)
