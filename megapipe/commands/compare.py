@@ -1,7 +1,8 @@
-"""Trains the same small GPT under every schedule and tabulates what each took: markdown, CSV, a figure.
+"""Train the same small GPT under every schedule, and tabulate times, bubbles, memory and messages.
 
-Ranks are processes of this machine with real messages. All schedules of one number of ranks take turns in one pool of
-processes. Where ranks share cores, a step takes the work of all of them, and what a rank waits for is also its core.
+Ranks are processes of this machine with real messages. All schedules of one number of ranks take
+turns in one pool of processes. Where ranks share cores, a step takes the work of all of them. A
+rank that seems to wait for a message may then wait for a core.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VOCAB = 511
+"""Ids of the tokenizer. With the end-of-document token the embedding has 512 rows."""
 COLUMNS = {
     "pp": "pp",
     "schedule": "schedule",
@@ -56,6 +58,7 @@ COLUMNS = {
     "mib": "counted",
     "sent_mib": "MiB sent",
 }
+"""Fields of a row, by the heads of their columns."""
 WHY = {
     "most": "waits most",
     "table": "table",
@@ -63,11 +66,11 @@ WHY = {
     "messages": "messages",
     "host": "host",
 }
-"""Columns of --why."""
+"""Further columns for --why."""
 LEGEND = """\
-step ms, tokens/s: medians over the steps. bubble: mean share of the passes' time in which a rank runs none, predicted
-from FLOPs and measured. MiB held: the most activation that a rank holds at once, predicted and counted. MiB sent: by
-all ranks in a step."""
+step ms, tokens/s: medians over the steps. bubble: mean share of the passes' time in which a rank
+runs none, predicted from FLOPs and measured. MiB held: the most activation that a rank holds at
+once, predicted and counted. MiB sent: by all ranks in a step."""
 WHY_LEGEND = """\
 waits most: the share of the rank that is idle most, the sum of
   table     what the schedule leaves open where all stages take the same
@@ -78,14 +81,23 @@ waits most: the share of the rank that is idle most, the sum of
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule. Medians over the steps; loss of the last one.
+    """The measurements of one schedule, as medians over the steps.
 
     Attributes:
-        bubble: mean share of the passes' time in which a rank runs none; predicted from the plan's FLOPs.
-        mib: most activation that a rank's graphs hold at once, from F to B, in distinct storages.
-        sent_mib: by all ranks in one step.
-        most: the most that a rank is idle, the sum of: what the table leaves open where stages are equal, what unequal
-            stages add, waiting for messages (below 0: less than these come to), and the time between two passes.
+        pp: the number of ranks.
+        loss: the loss of the last step.
+        bubble: mean share of the passes' time in which a rank runs no pass.
+        bubble_predicted: the same, predicted from the plan's FLOPs.
+        mib: most activation that a rank's autograd graphs hold at once, each storage once.
+        mib_predicted: the same, by the plan.
+        sent_mib: MiB that all ranks send in one step.
+        most: share of the time in which the rank that waits most is idle. It is the sum of the next
+            four fields.
+        table: idle because of the table, where all stages take the same time.
+        stages: idle because stages take different times.
+        messages: idle while waiting for messages. Below 0, the rank waited less than the other
+            causes predict.
+        host: idle between two passes.
     """
 
     pp: int
@@ -107,9 +119,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Flags(Files):
-    """A comparison: one small GPT trained under every schedule, and what each took, as a table and files of it.
+    """Train one small GPT under every schedule, and compare loss, time, bubble and memory.
 
-    Ranks are processes of this machine with real messages; where they share cores, a step takes the work of all.
+    Ranks are processes of this machine with real messages. Where they share cores, a step takes the
+    work of all.
     """
 
     pp: tuple[int, ...] = (2, 4)
@@ -121,122 +134,160 @@ class Flags(Files):
     layers: int = 8
     """Layers of the model."""
     hidden: int = 128
-    """Its width."""
+    """Hidden size of the model."""
     seq: int = 128
     """Tokens of a sequence."""
     steps: int = 5
-    """Measured ones; one before them warms up."""
+    """Number of measured steps. One step before them warms up."""
     why: bool = False
-    """Say also what the bubble of the rank that waits most is made of."""
+    """Also print the causes of the bubble of the rank that waits most."""
     out: str | None = None
     """Write runs.md and runs.csv into this folder."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train, print, write."""
+    """Train under each schedule, print the table, and write the files that the flags name.
+
+    Raises: ConfigError for wrong flags, and for a schedule that cannot run at this size.
+    """
     flags = parse(Flags, argv)
     wrong = [f"--pp {n} must be at least 1" for n in flags.pp if n < 1]
-    wrong += [f"--steps {flags.steps} must be at least 1"] if flags.steps < 1 else []
-    if wrong := [*wrong, *folder_problems({"--out": flags.out}), *file_problems(flags.by_flag)]:
+    if flags.steps < 1:
+        wrong.append(f"--steps {flags.steps} must be at least 1")
+    wrong += folder_problems({"--out": flags.out})
+    wrong += file_problems(flags.by_flag)
+    if wrong:
         raise ConfigError(wrong)
     flags.check()
     rows: list[Row] = []
     for pp in flags.pp:
+        # Every plan is made before the first training, so that wrong flags show at once.
         configs = [_config(name, pp, flags) for name in flags.schedules]
         plans = [make_plan(config) for config in configs]
         runs = list(zip(configs, plans, strict=True))
+        # All ranks return the same rows.
         rows += run_ranks(pp, _rank, runs, flags.steps, preload=("megapipe.training.pretrain",))[0]
-    text = to_markdown(rows, COLUMNS | WHY if flags.why else COLUMNS)
+    columns = COLUMNS | WHY if flags.why else COLUMNS
+    text = to_markdown(rows, columns)
     print(f"{text}\n\n{LEGEND}")
     if flags.why:
         print(WHY_LEGEND)
     if flags.out is not None:
-        folder = Path(flags.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_complete(folder / "runs.md", text + "\n")
-        with (folder / "runs.csv").open(
-            "w", newline="", encoding="utf-8", errors="backslashreplace"
-        ) as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(map(asdict, rows))
-    for path, content in (draw(rows, flags) if flags.named else {}).items():
-        write_complete(path, content)
+        _write(Path(flags.out), text, rows)
+    if flags.named:
+        for path, content in draw(rows, flags).items():
+            write_complete(path, content)
+
+
+def _write(folder: Path, text: str, rows: Sequence[Row]) -> None:
+    """Write the table `text` to runs.md of the folder, and the rows to runs.csv."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_complete(folder / "runs.md", text + "\n")
+    # The csv module writes its own ends of lines. A file of the user may have any bytes as name.
+    path = folder / "runs.csv"
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
 
 
 def _config(name: str, pp: int, flags: Flags) -> Config:
-    """A run of the small GPT; schedules that leave a choice get two chunks, zb-auto chooses."""
-    free = name in SCHEDULES and SCHEDULES[name].any_chunks
+    """Return the configuration of a run of the small GPT on `pp` ranks under a schedule.
+
+    A schedule that leaves the number of stages open has two on each rank. zb-auto chooses its own.
+    """
     line = (
-        f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 --seq-length {flags.seq} "
-        f"--max-position-embeddings {flags.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
-        f"--padded-vocab-size {VOCAB + 1} --num-workers 0 --eval-iters 0 --split 1,0,0 --micro-batch-size 1 "
-        f"--global-batch-size {flags.microbatches} --train-iters 100 --lr 1e-3 --distributed-backend gloo "
-        f"--pipeline-model-parallel-size {pp} {'--num-virtual-stages-per-pipeline-rank 2' if free else ''}"
+        f"--num-layers {flags.layers} --hidden-size {flags.hidden} --num-attention-heads 4 "
+        f"--seq-length {flags.seq} --max-position-embeddings {flags.seq} --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size {VOCAB} --padded-vocab-size {VOCAB + 1} "
+        "--num-workers 0 --eval-iters 0 --split 1,0,0 --micro-batch-size 1 "
+        f"--global-batch-size {flags.microbatches} --train-iters 100 --lr 1e-3 "
+        f"--distributed-backend gloo --pipeline-model-parallel-size {pp}"
     )
+    if name in SCHEDULES and SCHEDULES[name].any_chunks:
+        line += " --num-virtual-stages-per-pipeline-rank 2"
+    # The name of a file may have blanks, so it is no part of the line.
     config = parse(Config, [*line.split(), "--pipeline-schedule", name])
     config = replace(config, world_size=pp)
+    # The ranks are processes over gloo, whatever devices there are.
     validate(config, has_cuda=False)
     return config
 
 
 def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
-    """All runs in turn, on one of their ranks."""
-    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  the runs' own lines
-    mesh = ProcessMesh.create(runs[0][0].parallel, CPU)
-    data = build_datasets(runs[0][0], build_tokenizer(runs[0][0].data))
+    """Train all runs one after another, as one of their ranks. Return a row for each run."""
+    # The log lines of the trainings would hide the table.
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    # Mesh and data are the same under every schedule.
+    config, _ = runs[0]
+    mesh = ProcessMesh.create(config.parallel, CPU)
+    data = build_datasets(config, build_tokenizer(config.data))
     rows = [_train(mesh, config, plan, data, steps) for config, plan in runs]
     mesh.close()
     return rows
 
 
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
+    """Train one warm-up step and `steps` measured steps. Return the row, equal on all ranks."""
     training = Training(
         config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan
     )
     training.driver.whole()
-    sent, took, ran, loss = (
-        _count_sent(training.run.stages.engine.transport),
-        list[float](),
-        list[list[list[Ran]]](),
-        0.0,
-    )
+    stages = training.run.stages
+    sent = _count_sent(stages.engine.transport)
+    times: list[float] = []
+    ran: list[list[list[Ran]]] = []
+    loss = 0.0
     for _ in range(steps):
+        # All ranks begin together, so that none waits for a rank that is still sharing its times.
         mesh.world.barrier()
         began = time.perf_counter()
         loss = training.driver.whole().losses["lm loss"]
-        took.append(time.perf_counter() - began)
-        ran += ran_by_all([training.run.stages.stopwatch], mesh.pp)
-    sent_bytes, held = sent[0] / steps, held_in_step(training)
-    most = torch.tensor([statistics.median(took), float(held.peak), loss], dtype=torch.float64)
+        times.append(time.perf_counter() - began)
+        ran += ran_by_all([stages.stopwatch], mesh.pp)
+    sent_bytes = sent[0] / steps
+    # Counting slows a step down, so it has a step of its own, after the timed ones.
+    held = held_in_step(training)
+    # A step is as long as on its slowest rank. Only the last stage has a loss.
+    most = torch.tensor([statistics.median(times), float(held.peak), loss], dtype=torch.float64)
     step_s, peak, loss = mesh.world.all_reduce(most, "max").tolist()
     all_sent = mesh.world.all_reduce(torch.tensor([float(sent_bytes)])).item()
+    # Autograd's graphs hold activations until B; what W needs is held elsewhere.
     until_b = simulate(plan.schedule, replace(plan.costs, mem_w=0.0))
     costs = measured_costs(ran, plan.schedule.placement, plan.costs, plan.schedule.cuts)
     why = measured(ran, costs, plan.schedule, plan)
     return Row(
-        mesh.pp.size,
-        plan.schedule.name,
-        loss,
-        step_s * 1e3,
-        config.global_batch_size * config.batch.sequence / step_s,
-        sum(until_b.idle) / len(until_b.idle) / until_b.makespan,
-        statistics.median(map(_bubble, ran)),
-        max(until_b.peak) / 2**20,
-        peak / 2**20,
-        all_sent / 2**20,
-        *(why.bubble, why.of_table, why.of_stages, why.of_messages, why.of_host),
+        pp=mesh.pp.size,
+        schedule=plan.schedule.name,
+        loss=loss,
+        step_ms=step_s * 1e3,
+        tokens_per_s=config.global_batch_size * config.batch.sequence / step_s,
+        bubble_predicted=sum(until_b.idle) / len(until_b.idle) / until_b.makespan,
+        bubble=statistics.median(map(_bubble, ran)),
+        mib_predicted=max(until_b.peak) / 2**20,
+        mib=peak / 2**20,
+        sent_mib=all_sent / 2**20,
+        most=why.bubble,
+        table=why.of_table,
+        stages=why.of_stages,
+        messages=why.of_messages,
+        host=why.of_host,
     )
 
 
 def _bubble(ranks: list[list[Ran]]) -> float:
+    """Return the mean share of a step's passes in which a rank runs no pass."""
     span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
     return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
 
 
 def _count_sent(transport: Transport) -> list[int]:
-    """Bytes that this rank sends from here on, as they are posted."""
-    total, post = [0], transport.post
+    """Count the bytes that this rank posts to send from now on.
+
+    Returns: a list of one number, which grows with every message.
+    """
+    total = [0]
+    post = transport.post
 
     def counted(ops: list[Op]) -> Any:
         total[0] += sum(op.tensor.nbytes for op in ops if op.sends)
@@ -247,55 +298,69 @@ def _count_sent(transport: Transport) -> list[int]:
 
 
 def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
-    """A table, numbers of one kind below each other."""
-    lines = [f"| {' | '.join(columns.values())} |", "|---:|---|" + "---:|" * (len(columns) - 2)]
+    """Return a markdown table with a line for each row.
+
+    Args:
+        columns: COLUMNS, or COLUMNS and WHY.
+    """
+    right_aligned = "---:|" * (len(columns) - 2)
+    lines = [f"| {' | '.join(columns.values())} |", f"|---:|---|{right_aligned}"]
     for r in rows:
-        cells = [
-            str(r.pp),
-            r.schedule,
-            f"{r.loss:.9f}",
-            f"{r.step_ms:.0f}",
-            f"{r.tokens_per_s:.0f}",
-        ]
-        cells += [f"{r.bubble_predicted:.1%}", f"{r.bubble:.1%}"]
-        cells += [f"{x:.2f}" for x in (r.mib_predicted, r.mib, r.sent_mib)]
+        # Nine digits of the loss: schedules that agree bit by bit agree in all of them.
+        cells = [str(r.pp), r.schedule, f"{r.loss:.9f}", f"{r.step_ms:.0f}"]
+        cells += [f"{r.tokens_per_s:.0f}", f"{r.bubble_predicted:.1%}", f"{r.bubble:.1%}"]
+        cells += [f"{mib:.2f}" for mib in (r.mib_predicted, r.mib, r.sent_mib)]
+        # z: a small negative share is printed as 0.0%, not as -0.0%.
         cells += [f"{getattr(r, name):z.1%}" for name in WHY if name in columns]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(rows: list[Row], files: Files) -> dict[Path, bytes]:
-    """A bar for each step, what the ranks wait of it lighter, and where the waiting was predicted to begin."""
+    """Return the files of a figure with a bar for the step of each row.
+
+    The lighter part of a bar is the time that ranks wait. A mark shows where the waiting was
+    predicted to begin.
+    """
     about = (
-        "The same small GPT under every schedule, ranks as processes of one machine: the time of a step, and what part "
-        "of it ranks wait. The mark is where waiting would begin as predicted from the plan's FLOPs."
+        "The same small GPT under every schedule, ranks as processes of one machine: the time of a "
+        "step, and what part of it ranks wait. The mark is where waiting would begin as predicted "
+        "from the plan's FLOPs."
     )
+    # A panel for each number of ranks, as high as its number of bars.
+    panels_of: dict[int, list[Row]] = {}
+    for row in rows:
+        panels_of.setdefault(row.pp, []).append(row)
 
     def paint(figure: Figure) -> None:
-        sizes = list(dict.fromkeys(row.pp for row in rows))
-        heights = [sum(row.pp == pp for row in rows) + 1.0 for pp in sizes]
-        panels = figure.subplots(
-            len(sizes), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )[:, 0]
-        for axes, pp in zip(panels, sizes, strict=True):
-            of = [row for row in rows[::-1] if row.pp == pp]
-            names = [row.schedule for row in of]
-            axes.barh(names, [r.step_ms for r in of], color="#c9d8ea", label="wait")
-            axes.barh(
-                names, [r.step_ms * (1 - r.bubble) for r in of], color="#4573a7", label="compute"
-            )
-            mark = {
-                "color": "#c2185b",
-                "marker": "|",
-                "linestyle": "",
-                "markersize": 6,
-                "label": "predicted",
-            }
-            axes.plot([r.step_ms * (1 - r.bubble_predicted) for r in of], names, **mark)
-            for n, row in enumerate(of):
+        heights = [len(of_size) + 1.0 for of_size in panels_of.values()]
+        ratios = {"height_ratios": heights}
+        panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=ratios)[
+            :, 0
+        ]
+        mark = {
+            "color": "#c2185b",
+            "marker": "|",
+            "linestyle": "",
+            "markersize": 6,
+            "label": "predicted",
+        }
+        for axes, (pp, of_size) in zip(panels, panels_of.items(), strict=True):
+            # The first bar is drawn at the bottom, so the rows go backwards.
+            bars = of_size[::-1]
+            names = [row.schedule for row in bars]
+            computed = [row.step_ms * (1 - row.bubble) for row in bars]
+            predicted = [row.step_ms * (1 - row.bubble_predicted) for row in bars]
+            # The darker bar covers the computing part of the lighter one.
+            axes.barh(names, [row.step_ms for row in bars], color="#c9d8ea", label="wait")
+            axes.barh(names, computed, color="#4573a7", label="compute")
+            axes.plot(predicted, names, **mark)
+            for n, row in enumerate(bars):
                 axes.text(row.step_ms, n, f" {row.bubble:.0%}", va="center", fontsize=5)
-            axes.set(title=f"{pp} ranks", ylim=(-0.6, len(of) - 0.4))
+            axes.set(title=f"{pp} ranks", ylim=(-0.6, len(bars) - 0.4))
         panels[-1].set_xlabel("ms a step")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower left", ncols=3)
 
-    return files.draw(0.6 + 0.13 * len(rows) + 0.25 * len({row.pp for row in rows}), about, paint)
+    height = 0.6 + 0.13 * len(rows) + 0.25 * len(panels_of)
+    return files.draw(height, about, paint)

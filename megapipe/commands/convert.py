@@ -1,10 +1,17 @@
-"""Hugging Face models and checkpoints of Megatron-LM to ours and back, one tensor at a time.
+"""Convert Hugging Face models and checkpoints of Megatron-LM to megapipe's format and back.
 
-megapipe convert --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
-megapipe convert --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
-megapipe convert --from-megatron /data/run --save checkpoints/run
-megapipe convert --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
-megapipe convert --load checkpoints/run --to-megatron /data/run-old --ckpt-format torch --target-tensor-parallel-size 2
+No more than one tensor is in memory at a time.
+
+    megapipe convert --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
+    megapipe convert --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
+
+    megapipe convert --from-megatron /data/run --save checkpoints/run
+    megapipe convert --load checkpoints/run --to-megatron /data/run-back --ckpt-format torch_dist
+
+A run of Megatron-LM with --ckpt-format torch loads only a checkpoint of its own sizes:
+
+    megapipe convert --load checkpoints/run --to-megatron /data/run-old --ckpt-format torch
+        --target-tensor-parallel-size 2
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,8 +44,12 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.parse import parse, to_flags
 
 TOLERANCE = 1e-4
-"""Largest difference of a logit in float32, as a part of the largest logit; a wrong mapping differs by about all."""
+"""Largest difference of a logit in float32, as a part of the largest logit.
 
+A wrong mapping of weights differs by about the largest logit itself.
+"""
+
+# The fields of Flags that name a direction.
 _INWARD = ("from_huggingface", "from_megatron")
 _OUTWARD = ("to_huggingface", "to_megatron")
 _DIRECTIONS = (*_INWARD, *_OUTWARD)
@@ -57,12 +68,15 @@ _READ_BY = {
     "make_vocab_size_divisible_by": ("from_huggingface",),
     "dtype": ("from_huggingface", "to_huggingface"),
 }
-"""Directions that read a flag. What --no-load-optim and --no-check leave out is nowhere but where they are read."""
+"""The directions that read a flag.
+
+--no-load-optim and --no-check are not listed: they may be given in every direction.
+"""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of this tool: a pair for each direction."""
+    """Convert a model or a checkpoint, with a pair of flags for each direction."""
 
     from_huggingface: str | None = None
     """Folder of a Hugging Face model to import: config.json and safetensors."""
@@ -79,27 +93,32 @@ class Flags:
     to_megatron: str | None = None
     """New folder to export to, for Megatron-LM's --load."""
     ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
-    """Format of an export to Megatron-LM: torch has a file for each of its ranks, and its loader cuts none of them."""
+    """Format of an export to Megatron-LM: torch has a file for each of its ranks, and its loader
+    cuts none of them."""
     target_tensor_parallel_size: int = 1
     """Ranks of tensor parallelism of --ckpt-format torch."""
     target_pipeline_parallel_size: int = 1
     """Ranks of pipeline parallelism of --ckpt-format torch."""
     target_expert_parallel_size: int = 1
-    """Ranks of expert parallelism of the run that loads it; of torch_dist counts only whether they are several."""
+    """Ranks of expert parallelism of the run that loads it. With torch_dist it only matters whether
+    there are several."""
     transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
-    """Whose layers read --ckpt-format torch there: with Transformer Engine's go grouped experts, with Megatron-LM's own
-    experts one by one."""
+    """Layers of the run that loads --ckpt-format torch. Transformer Engine's have grouped experts,
+    Megatron-LM's own have experts one by one."""
     megatron_adam: Literal["auto", "fused", "torch"] = "auto"
-    """Whose Adam reads the state there: fused is Transformer Engine's or Apex's, torch stands in where neither is
-    installed. auto: fused with 16-bit weights."""
+    """Adam of the run that loads the state: fused is Transformer Engine's or Apex's, torch is for
+    an installation without both. auto: fused with 16-bit weights."""
     no_load_optim: bool = False
-    """Leave the optimizer's state of a checkpoint of or for Megatron-LM."""
+    """Leave out the optimizer's state of a checkpoint of or for Megatron-LM."""
     huggingface_config: str | None = None
-    """Folder whose config.json and tokenizer go with an export. Default: the import's, next to --load."""
+    """Folder whose config.json and tokenizer go with an export. Default: the import's, next to
+    --load."""
     vocab_size: int | None = None
-    """Ids without padding, for an export. Default: from that config.json, or the training's tokenizer."""
+    """Ids without padding, for an export. Default: from that config.json, or the training's
+    tokenizer."""
     make_vocab_size_divisible_by: int = 128
-    """Rounding of the embedding's rows in an import; a tensor-parallel size must divide it."""
+    """The rows of the embedding are rounded up to a multiple of this in an import. A
+    tensor-parallel size must divide it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights. auto: as they are, with float16 as float32."""
     no_check: bool = False
@@ -107,21 +126,29 @@ class Flags:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Convert in the direction that the flags name.
+
+    Raises: ConfigError for wrong flags, CheckpointError for files that cannot be read or written,
+        and for a model that is too large for this machine.
+    """
     flags = parse(Flags, argv)
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
     try:
         _convert(flags)
-    except OSError as error:  # a full disk, a folder without permission
+    # A full disk, or a folder without permission.
+    except OSError as error:
         raise CheckpointError(
             f"{error.filename or 'checkpoint'}: {error.strerror or error}"
         ) from None
     except (RuntimeError, TypeError, MemoryError) as error:
+        # Anything else is a mistake in megapipe, and needs its traceback.
         if not lacks_memory(error):
             raise
         remedy = "Convert where there is more"
         if flags.from_huggingface:
-            remedy += f", or give less than --make-vocab-size-divisible-by {flags.make_vocab_size_divisible_by}"
+            given = flags.make_vocab_size_divisible_by
+            remedy += f", or give less than --make-vocab-size-divisible-by {given}"
         elif not flags.no_check and flags.to_huggingface:
             remedy += ", or add --no-check, which holds one tensor at a time"
         raise CheckpointError(
@@ -130,55 +157,84 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _convert(flags: Flags) -> None:
-    dtype = None if flags.dtype == "auto" else getattr(torch, flags.dtype)
-    keep = not flags.no_load_optim
-    if flags.from_megatron and flags.save:
-        theirs = Path(flags.from_megatron)
-        done = import_megatron(
-            theirs, Path(flags.save), step=flags.ckpt_step, optimizer=keep, progress=_bar()
-        )
-    elif flags.from_huggingface and flags.save:
-        theirs, by = Path(flags.from_huggingface), flags.make_vocab_size_divisible_by
-        done = import_checkpoint(
-            theirs, Path(flags.save), divisible_by=by, dtype=dtype, progress=_bar()
-        )
-    elif flags.to_megatron:
-        theirs = Path(flags.to_megatron)
-        fused = None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused"
-        if flags.ckpt_format == "torch":
-            done = export_ranks(
-                _found(flags), theirs, _sizes(flags), optimizer=keep, fused=fused, progress=_bar()
-            )
-        else:
-            ep = flags.target_expert_parallel_size
-            done = export_megatron(
-                _found(flags), theirs, optimizer=keep, fused=fused, ep=ep, progress=_bar()
-            )
+    """Convert, print the result and the flags of a run that loads it, and compare the logits."""
+    ours: Path
+    if flags.save:
+        theirs = Path(flags.from_megatron or flags.from_huggingface or "")
+        done = _import(flags, theirs, Path(flags.save))
+        ours = done.folder
     else:
-        assert flags.to_huggingface
-        theirs = Path(flags.to_huggingface)
-        done = export_checkpoint(
-            _found(flags),
-            theirs,
-            vocab_size=flags.vocab_size,
-            companion=Path(flags.huggingface_config) if flags.huggingface_config else None,
-            dtype=dtype,
-            progress=_bar(),
-        )
+        theirs = Path(flags.to_megatron or flags.to_huggingface or "")
+        ours = _found(flags)
+        done = _export(flags, ours, theirs)
     print(f"wrote {done.folder}")
     for note in done.notes:
         print(f"  note: {note}")
     if flags.save:
+        # Without the optimizer's state the run is a new one that starts from these weights.
         checkpoint = CheckpointConfig(load=flags.save, finetune=done.steps is None)
-        print(
-            f"flags of a run that takes it:\n  {shlex.join(to_flags(replace(done.config, checkpoint=checkpoint)))}"
-        )
+        words = to_flags(replace(done.config, checkpoint=checkpoint))
+        print(f"flags of a run that takes it:\n  {shlex.join(words)}")
+    # The transformers library runs the other model, so Megatron-LM's cannot be compared.
     if not flags.no_check and (flags.from_huggingface or flags.to_huggingface):
-        check(theirs, done.folder if flags.save else _found(flags), done)
+        check(theirs, ours, done)
+
+
+def _import(flags: Flags, theirs: Path, ours: Path) -> Converted:
+    """Import the model or checkpoint in the folder `theirs` into checkpoints in `ours`."""
+    if flags.from_megatron:
+        return import_megatron(
+            theirs,
+            ours,
+            step=flags.ckpt_step,
+            optimizer=not flags.no_load_optim,
+            progress=_bar(),
+        )
+    return import_checkpoint(
+        theirs,
+        ours,
+        divisible_by=flags.make_vocab_size_divisible_by,
+        dtype=_dtype(flags),
+        progress=_bar(),
+    )
+
+
+def _export(flags: Flags, ours: Path, theirs: Path) -> Converted:
+    """Export the checkpoint in the folder `ours` to the new folder `theirs`."""
+    if flags.to_huggingface:
+        # Without a folder the import's config.json is taken, if the checkpoint is of an import.
+        companion = None
+        if flags.huggingface_config:
+            companion = Path(flags.huggingface_config)
+        return export_checkpoint(
+            ours,
+            theirs,
+            vocab_size=flags.vocab_size,
+            companion=companion,
+            dtype=_dtype(flags),
+            progress=_bar(),
+        )
+    # Both formats of Megatron-LM take these.
+    state: dict[str, Any] = {
+        "optimizer": not flags.no_load_optim,
+        "fused": None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused",
+        "progress": _bar(),
+    }
+    if flags.ckpt_format == "torch":
+        return export_ranks(ours, theirs, _sizes(flags), **state)
+    return export_megatron(ours, theirs, ep=flags.target_expert_parallel_size, **state)
+
+
+def _dtype(flags: Flags) -> torch.dtype | None:
+    """Return the type of the weights that --dtype names; None for auto."""
+    if flags.dtype == "auto":
+        return None
+    dtype: torch.dtype = getattr(torch, flags.dtype)
+    return dtype
 
 
 def _sizes(flags: Flags) -> Sizes:
-    """The run of Megatron-LM that is to read it."""
+    """Return the sizes and layers of the run of Megatron-LM that will load the export."""
     return Sizes(
         flags.target_tensor_parallel_size,
         flags.target_pipeline_parallel_size,
@@ -188,7 +244,10 @@ def _sizes(flags: Flags) -> Sizes:
 
 
 def _found(flags: Flags) -> Path:
-    """The checkpoint to export."""
+    """Return the folder of the checkpoint to export.
+
+    Raises: CheckpointError if --load has none.
+    """
     found = find_checkpoint(CheckpointConfig(load=flags.load, ckpt_step=flags.ckpt_step))
     if found is None:
         raise CheckpointError(f"--load {flags.load} holds no checkpoint")
@@ -196,15 +255,24 @@ def _found(flags: Flags) -> Path:
 
 
 def check(theirs: Path, ours: Path, done: Converted) -> None:
-    """Raises: CheckpointError if the two models do not say the same."""
+    """Compare the logits of two models and print the difference.
+
+    Args:
+        theirs: the folder of the Hugging Face model.
+        ours: the folder of megapipe's checkpoint.
+        done: the result of the conversion.
+    Raises: CheckpointError if the models differ by more than TOLERANCE.
+    """
     found = compare_logits(theirs, ours, done.config.model, done.vocab_size, done.dtype)
     if found is None:
         print(
-            "logits not compared: the transformers library is not installed (pip install transformers)"
+            "logits not compared: the transformers library is not installed "
+            "(pip install transformers)"
         )
         return
     difference, largest = found
     text = f"logits of both models differ by at most {difference:.2g}, the largest is {largest:.3g}"
+    # "not <=" refuses NaN too.
     if not difference <= TOLERANCE * max(largest, 1.0):
         raise CheckpointError(
             f"{text}: they are not the same model. {done.folder} is left as it is, to look at"
@@ -213,32 +281,36 @@ def check(theirs: Path, ours: Path, done: Converted) -> None:
 
 
 def _bar() -> Callable[[int, int], None]:
-    """A bar over the tensors, on a terminal."""
+    """Return a function (tensors so far, all tensors) that shows a bar on a terminal."""
     progress = Progress()
     return lambda done, total: progress(done / total, f"{done}/{total} tensors")
 
 
 def _problems(flags: Flags) -> Iterator[str]:
+    """Yield a sentence for each problem of the flags and their folders."""
+    # Which flags are read depends on the direction, so there must be one.
     directions = [name for name in _DIRECTIONS if getattr(flags, name)]
-    if len(directions) != 1:
-        yield (
+    if len(directions) == 1:
+        yield from _unread(flags, directions[0])
+    else:
+        text = (
             "give one of --from-huggingface DIR --save DIR, --from-megatron DIR --save DIR, "
             "--load DIR --to-huggingface DIR and --load DIR --to-megatron DIR"
-            + f", not {' and '.join(map(flag, directions))}"
-            * bool(directions)
         )
-    else:
-        yield from _unread(flags, directions[0])
+        if directions:
+            text += f", not {' and '.join(map(flag, directions))}"
+        yield text
     for name in (*_INWARD, "load"):
         folder = getattr(flags, name)
         if folder and not Path(folder).is_dir():
             yield f"{flag(name)} {folder}: no such folder"
     yield from folder_problems({flag(name): getattr(flags, name) for name in ("save", *_OUTWARD)})
-    sizes = _sizes(flags)
-    if flags.to_megatron and flags.ckpt_format == "torch_dist" and replace(sizes, ep=1) != Sizes():
+    # Only expert parallelism changes a file of torch_dist.
+    other_sizes = replace(_sizes(flags), ep=1) != Sizes()
+    if flags.to_megatron and flags.ckpt_format == "torch_dist" and other_sizes:
         yield (
-            "--target-tensor- and --target-pipeline-parallel-size and --transformer-impl are for --ckpt-format torch: "
-            "a run of any sizes loads torch_dist. Add it, or leave them out."
+            "--target-tensor- and --target-pipeline-parallel-size and --transformer-impl are for "
+            "--ckpt-format torch: a run of any sizes loads torch_dist. Add it, or leave them out."
         )
     for name in ("make_vocab_size_divisible_by", "vocab_size"):
         value = getattr(flags, name)
@@ -247,12 +319,20 @@ def _problems(flags: Flags) -> Iterator[str]:
 
 
 def _unread(flags: Flags, direction: str) -> Iterator[str]:
-    """Flags that this direction does not read, and the folder that it lacks."""
+    """Yield a sentence for the missing folder, and for each flag that the direction does not read.
+
+    Args:
+        direction: one of _DIRECTIONS.
+    """
     needed = "save" if direction in _INWARD else "load"
     if not getattr(flags, needed):
         yield f"{flag(needed)} is missing: {flag(direction)} needs it"
     for name, readers in _READ_BY.items():
         value = getattr(flags, name)
+        # A value that equals the default counts as not given.
         if value != getattr(Flags, name) and direction not in readers:
             others = " and ".join(map(flag, readers))
-            yield f"{flag(name)} {value} has no effect with {flag(direction)}: it is for {others}. Leave it out."
+            yield (
+                f"{flag(name)} {value} has no effect with {flag(direction)}: it is for {others}. "
+                "Leave it out."
+            )

@@ -44,7 +44,7 @@ _SAME_FILES = ("output_prefix", "workers", "log_interval", "reuse")
 
 @dataclass(frozen=True)
 class Flags:
-    """Tokenise text into Megatron's .bin/.idx files. Flags have Megatron's names where it has them."""
+    """Tokenise text into Megatron's .bin/.idx files. Flags have Megatron's names if it has them."""
 
     input: tuple[str, ...] = ()
     """Files: .jsonl, .json, .ndjson (also .gz) with a document per line; others are one document

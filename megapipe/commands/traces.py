@@ -1,4 +1,6 @@
-"""One Perfetto file of all ranks on one clock, the predicted timeline beside the measured one, idle time; a figure too.
+"""Merge the traces of all ranks into one Perfetto file, next to the predicted timeline.
+
+It also prints how long each rank is idle, measured and predicted, and can draw a figure.
 
 megapipe traces runs/quickstart/torch_profile --output merged.json.gz
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +37,49 @@ from megapipe.schedule.views.timeline import draw
 
 @dataclass(frozen=True)
 class Flags(Files):
-    """Flags of this tool."""
+    """Merge the traces of all ranks, and report how long each rank is idle."""
 
     traces: str | None = None
     """Folder with rank-N.json.gz of all ranks."""
     output: str | None = None
-    """File to write, .json or .json.gz; none for the summary alone."""
+    """File to write, .json or .json.gz. Default: none, the summary is only printed."""
     json: str | None = None
     """Write the summary to this file too; - prints it alone."""
 
 
+@dataclass
+class _Results:
+    """The results of all pipelines, in their order.
+
+    Attributes:
+        text: lines of the summary.
+        numbers: the rows of the summary as JSON.
+        events: the events of the merged file.
+        panels: the tracks of each panel of the figure, with the placement that colours them.
+        captions: a text for each panel.
+    """
+
+    text: list[str] = field(default_factory=list)
+    numbers: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    panels: list[tuple[list[Track], Placement]] = field(default_factory=list)
+    captions: list[str] = field(default_factory=list)
+
+
 def main(argv: Sequence[str]) -> None:
+    """Print the summary, and write the files that the flags name.
+
+    Raises: ConfigError for wrong flags, DataError for a folder without usable traces.
+    """
     # The folder may come first without its flag.
-    flags = parse(Flags, ["--traces", *argv] if argv and not argv[0].startswith("-") else argv)
+    if argv and not argv[0].startswith("-"):
+        argv = ["--traces", *argv]
+    flags = parse(Flags, argv)
     if flags.traces is None:
         raise ConfigError(
             "the folder of traces is missing: megapipe traces runs/quickstart/torch_profile"
         )
-    outputs = {
-        "--output": flags.output,
-        "--json": flags.json,
-        **flags.by_flag,
-    }
+    outputs = {"--output": flags.output, "--json": flags.json, **flags.by_flag}
     if problems := list(file_problems(outputs)):
         raise ConfigError(problems)
     paths = sorted(Path(flags.traces).glob("rank-*.json*"))
@@ -65,83 +88,102 @@ def main(argv: Sequence[str]) -> None:
             f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them"
         )
     flags.check()
-    events: list[dict[str, Any]] = []
-    drawn: list[tuple[list[Track], Placement]] = []
-    about: list[str] = []
-    text: list[str] = []
-    numbers: list[dict[str, Any]] = []
+    found = _Results()
+    # With data or tensor parallelism there are several pipelines, and each has its own summary.
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         try:
             schedule, predicted = predict(ranks)
         except UserError as error:
             raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
         rows = summarise(ranks, schedule, predicted)
-        text += [f"pipeline {number}: {len(ranks)} ranks, {schedule.num_microbatches} microbatches"]
-        text += ["rank   step ms   busy ms    idle  predicted ms    idle"]
-        text += [
-            f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%} "
-            f"{row.predicted_step_ms:13.1f} {row.predicted_bubble:6.1%}"
-            for row in rows
-        ]
-        numbers += [{"pipeline": number} | asdict(row) for row in rows]
-        events += merge(ranks, schedule, predicted)
+        found.text += _lines(number, schedule, rows)
+        found.numbers += [{"pipeline": number} | asdict(row) for row in rows]
+        found.events += merge(ranks, schedule, predicted)
         if flags.named:
-            drawn.append((_one_step(ranks, schedule, predicted), schedule.placement))
-            about.append(_caption(number, schedule, max(rows, key=lambda row: row.bubble)))
-    if not events:
+            panel = (_one_step(ranks, schedule, predicted), schedule.placement)
+            worst = max(rows, key=lambda row: row.bubble)
+            found.panels.append(panel)
+            found.captions.append(_caption(number, schedule, worst))
+    if not found.events:
         raise DataError(
             f"{flags.traces}: no trace holds a pass such as 0F0; widen the profiler's window"
         )
-    tell("\n".join(text), numbers, flags.json)
+    tell("\n".join(found.text), found.numbers, flags.json)
     if flags.output is not None:
-        merged = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
-        write_complete(
-            flags.output, gzip.compress(merged) if flags.output.endswith(".gz") else merged
-        )
-        print(f"Wrote {flags.output}; open it in https://ui.perfetto.dev")
-    for path, content in (draw(drawn, flags, " ".join(about), "ms") if flags.named else {}).items():
-        write_complete(path, content)
-        print(f"Wrote {path}")
+        _write_merged(flags.output, found.events)
+    if flags.named:
+        figures = draw(found.panels, flags, " ".join(found.captions), "ms")
+        for path, content in figures.items():
+            write_complete(path, content)
+            print(f"Wrote {path}")
+
+
+def _lines(number: int, schedule: Schedule, rows: Sequence[RankSummary]) -> list[str]:
+    """Return the lines of the summary of a pipeline: a headline, then a line for each rank."""
+    lines = [
+        f"pipeline {number}: {len(rows)} ranks, {schedule.num_microbatches} microbatches",
+        "rank   step ms   busy ms    idle  predicted ms    idle",
+    ]
+    for row in rows:
+        measured = f"{row.rank:4d} {row.step_ms:9.1f} {row.busy_ms:9.1f} {row.bubble:6.1%}"
+        lines.append(f"{measured} {row.predicted_step_ms:13.1f} {row.predicted_bubble:6.1%}")
+    return lines
+
+
+def _write_merged(file: str, events: Sequence[dict[str, Any]]) -> None:
+    """Write the events as Chrome's trace format, which Perfetto reads, and print the file."""
+    merged = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
+    if file.endswith(".gz"):
+        merged = gzip.compress(merged)
+    write_complete(file, merged)
+    print(f"Wrote {file}; open it in https://ui.perfetto.dev")
 
 
 def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
-    """worst: of the rank that is idle most."""
+    """Return the caption of a pipeline's panel.
+
+    Args:
+        number: the number of the pipeline.
+        worst: the summary of the rank that is idle most.
+    """
     return (
-        f"Pipeline {number}, {schedule.num_microbatches} microbatches: a step of median length, {worst.step_ms:.0f} "
-        f"ms, rank {worst.rank} idle {worst.bubble:.1%}. Below each rank what its passes' median times predict, with "
-        f"free messages: {worst.predicted_step_ms:.0f} ms, {worst.predicted_bubble:.1%}."
+        f"Pipeline {number}, {schedule.num_microbatches} microbatches: a step of median length, "
+        f"{worst.step_ms:.0f} ms, rank {worst.rank} idle {worst.bubble:.1%}. Below each rank what "
+        "its passes' median times predict, with free messages: "
+        f"{worst.predicted_step_ms:.0f} ms, {worst.predicted_bubble:.1%}."
     )
 
 
 def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
-    """Each rank's step of median length, in ms from the first pass of any; below it the prediction."""
-    spans = [
-        span([trace.steps[n] for trace in ranks])
-        for n in range(min(len(trace.steps) for trace in ranks))
-    ]
-    chosen = sorted(range(len(spans)), key=lambda n: spans[n][1] - spans[n][0])[
-        (len(spans) - 1) // 2
-    ]
-    begin, below = spans[chosen][0], tracks_of(schedule, predicted)
-    lines: list[Track] = []
-    for place, trace in enumerate(ranks):
-        for lane in dict.fromkeys(item.lane for item in trace.steps[chosen]):
-            steps = [
-                (
-                    Box(
-                        item.label,
-                        (item.start + item.waited - begin) / 1000,
-                        (item.end - begin) / 1000,
-                    ),
-                )
-                for item in trace.steps[chosen]
-                if item.lane is lane
-            ]
-            name = f"rank {trace.rank}" if lane is Lane.COMPUTE else lane.value
-            lines.append(Track(name, steps, apart=lane is Lane.COMPUTE))
-        own = (line for line in below if line.rank == place)
-        lines += [
-            replace(line, name="predicted") if line.lane == Lane.COMPUTE.value else line
-            for line in own
-        ]
-    return lines
+    """Return the tracks of the step of median length, in ms from the first pass of any rank.
+
+    Below the tracks of each rank stand its tracks of the prediction.
+    """
+    # A rank whose profiler stopped sooner has fewer steps.
+    count = min(len(trace.steps) for trace in ranks)
+    spans = [span([trace.steps[n] for trace in ranks]) for n in range(count)]
+    by_length = sorted(range(count), key=lambda n: spans[n][1] - spans[n][0])
+    # Of an even number of steps, the shorter of the two in the middle.
+    chosen = by_length[(count - 1) // 2]
+    begin, _ = spans[chosen]
+    below = tracks_of(schedule, predicted)
+    tracks: list[Track] = []
+    for rank, trace in enumerate(ranks):
+        boxes: dict[Lane, list[tuple[Box, ...]]] = {}
+        for item in trace.steps[chosen]:
+            # The trace has microseconds. A pass first waits for its input, which is not drawn.
+            start = (item.start + item.waited - begin) / 1000
+            box = Box(item.label, start, (item.end - begin) / 1000)
+            boxes.setdefault(item.lane, []).append((box,))
+        for lane, steps in boxes.items():
+            computes = lane is Lane.COMPUTE
+            name = f"rank {trace.rank}" if computes else lane.value
+            tracks.append(Track(name, steps, apart=computes))
+        for track in below:
+            if track.rank != rank:
+                continue
+            # Copies and collectives keep the names of their streams.
+            if track.lane == Lane.COMPUTE.value:
+                track = replace(track, name="predicted")
+            tracks.append(track)
+    return tracks
