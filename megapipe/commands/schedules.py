@@ -36,7 +36,7 @@ from megapipe.schedule.views.moved import refuse_unfinished
 from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
 from megapipe.schedule.views.paired import paired_table
 from megapipe.schedule.views.perfetto import to_perfetto
-from megapipe.schedule.views.study import Point, study
+from megapipe.schedule.views.study import Comparison, study
 from megapipe.schedule.views.study import draw as draw_study
 from megapipe.schedule.views.study import to_csv as study_to_csv
 from megapipe.schedule.views.terminal import facts, to_terminal
@@ -323,7 +323,7 @@ def _refuse_with_pairs(args: argparse.Namespace, parts: Recipe, figure: Files) -
         )
 
 
-def _print_points(points: Sequence[Point]) -> None:
+def _print_points(points: Sequence[Comparison]) -> None:
     """Print the table and the advice of each point; several points get a headline each."""
     width, _ = shutil.get_terminal_size((100, 24))
     for n, point in enumerate(points):
