@@ -195,9 +195,8 @@ def test_a_norm_has_the_names_of_both_kinds_of_layers_where_attention_is_latent(
 def test_latents_over_ranks_of_megatrons_own_layers_are_refused(tmp_path):
     folder = written(tmp_path / "ours", SPARSE)
     (said,) = refused(lambda: export_ranks(folder, tmp_path / "theirs", Sizes(2, local=True)))
-    assert said.startswith(
-        "--target-tensor-parallel-size 2 does not go with --transformer-impl local here: of latents "
-    )
+    flags = "--target-tensor-parallel-size 2 does not go with --transformer-impl local"
+    assert said.startswith(f"{flags} here: each of its ranks has a part of the latents. ")
 
 
 def test_depths_beside_learned_positions_are_not_exported(tmp_path):

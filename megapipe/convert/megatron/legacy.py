@@ -1,13 +1,15 @@
-"""Megatron-LM's `torch` checkpoints: a file for each tensor-, pipeline- and expert-parallel rank, read where they lie.
+"""Read Megatron-LM's `torch` checkpoints: a file for each rank of the model.
 
-Layers are numbered anew on each rank and in each virtual stage. The plain optimizer knows parameters by number only: of
-each group those that the group has, in the order of the model.
+Each tensor-, pipeline- and expert-parallel rank has saved its slices of tensors, with layers
+numbered from 0 in each model chunk. The plain optimizer knows parameters by number alone: the
+numbers of a group count its parameters in the order of the model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,194 +25,320 @@ from megapipe.errors import CheckpointError
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)\.(.*)")
-_FILE, _STATE_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+_FILE = "model_optim_rng.pt"
+_STATE_FILE = "distrib_optim.pt"
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters that --decoupled-lr puts in a group of their own."""
 Rank = tuple[int, int, int]
-"""Tensor-, pipeline- and expert-parallel."""
+"""Tensor-, pipeline- and expert-parallel rank."""
 Chunk = Mapping[str, Tensor]
-"""Tensors of one model chunk of a rank in module order, by name in the whole model."""
+"""A rank's slices of a model chunk's tensors, in module order, by megapipe's names."""
+Kinds = dict[str, dict[str, Tensor]]
+"""Tensors of the optimizer by kind (exp_avg, exp_avg_sq, master) and megapipe's name."""
 
 
 class LegacyTensors:
-    """The ranks' files.
+    """The tensors in the files of all ranks.
+
+    `shapes` and `read` know whole tensors by megapipe's names.
 
     Attributes:
-        copies: tensors of which a later stage has other numbers than the first that has them.
-    Raises: CheckpointError if one is missing, or is none of Megatron-LM's GPT.
+        folder: the folder of the ranks' folders.
+        paths: the file of each rank.
+        contents: the content of each file.
+        common: the first rank's content.
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline ranks.
+        ep: number of expert-parallel ranks.
+        etp: number of ranks that share an expert, 1 or `tp`.
+        chunks: the model chunks of each rank.
+        copies: names of tensors that a later stage has with other numbers than the first stage.
+
+    Raises: CheckpointError if a file is missing or is not of Megatron-LM's GPT.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.paths = _files(folder)
-        self.contents: dict[Rank, dict[str, Any]] = {r: read_torch(path) for r, path in self.paths.items()}
-        for rank, content in self.contents.items():
+        self.contents: dict[Rank, dict[str, Any]] = {}
+        for rank, path in self.paths.items():
+            content = read_torch(path)
             if not isinstance(content, dict) or "args" not in content or not _models(content):
-                raise CheckpointError(f"{self.paths[rank]} is not of Megatron-LM: it has no args and no model")
+                raise CheckpointError(f"{path} is not of Megatron-LM: it has no args and no model")
+            self.contents[rank] = content
         self.common = next(iter(self.contents.values()))
         args = self.common["args"].fields()
-        if (args.get("expert_model_parallel_size") or 1) > 1 and not any(e for _, _, e in self.paths):
-            # one pipeline rank is not in the names: the second number is of experts
+
+        # Without pipeline parallelism, the second number of a folder's name is the expert rank.
+        has_ep = (args.get("expert_model_parallel_size") or 1) > 1
+        if has_ep and not any(e for _, _, e in self.paths):
             self.paths = {(t, 0, e): path for (t, e, _), path in self.paths.items()}
             self.contents = {(t, 0, e): content for (t, e, _), content in self.contents.items()}
         self.tp, self.pp, self.ep = (1 + max(numbers) for numbers in zip(*self.paths, strict=True))
         self.etp: int = args.get("expert_tensor_parallel_size") or self.tp
-        self._complete()
+        self._check_ranks()
+
         self.chunks = {rank: list(self._chunks(*rank)) for rank in sorted(self.paths)}
         self.copies: Set[str] = set()
+        # By kind and name: for each tensor-parallel rank its slice, or its slice of each expert.
         self._parts: dict[tuple[str, str], list[list[Tensor]]] = {}
-        its_experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
-        dense: set[tuple[int, int]] = set()
-        for (t, p, e), chunks in self.chunks.items():
-            kinds = {"": {name: x for chunk in chunks for name, x in chunk.items()}} | self._state((t, p, e))
-            for kind, name, x in ((kind, *pair) for kind, held in kinds.items() for pair in held.items()):
-                if (its := of_expert(name)) is not None:
-                    its_experts.setdefault((kind, its[0], t if self.etp > 1 else 0), {})[e, its[1]] = x
-                elif (t, p) not in dense:
-                    held = self._parts.setdefault((kind, name), [])
-                    if len(held) == t:
-                        held.append([x])
-                    elif not kind and not torch.equal(held[t][0], x):  # a later stage's copy
-                        self.copies |= {name}
-            dense.add((t, p))
-        for (kind, name, _), experts in sorted(its_experts.items(), key=lambda pair: pair[0]):
-            self._parts.setdefault((kind, name), []).append(
-                [x for _, x in sorted(experts.items(), key=lambda one: one[0])]
-            )
+        self._collect()
 
-    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Shapes as the first tensor-parallel rank has them: `read` checks the others."""
-        first = {name: held[0] for (its, name), held in self._parts.items() if its == kind}
-        return {name: (len(x),) * is_experts(name) + tuple(x[0].shape) for name, x in first.items()}
-
-    def pieces(self, name: str) -> int:
-        """The number of ranks that share a tensor if it is one of those that ranks share."""
-        return self.etp if is_experts(name) else self.tp
-
-    def read(self, kind: str, name: str, layout: Layout) -> Tensor:
-        """A whole tensor in the shape in which we save it."""
-        parts = self._parts[kind, name]
-        return joined([torch.stack(part) if is_experts(name) else part[0] for part in parts], layout)
-
-    def rows(self) -> list[list[Row]] | None:
-        """The distributed optimizer's state by tensor-parallel rank; None if there is none."""
-        if not (self.paths[min(self.paths)].parent / _STATE_FILE).exists():
-            return None
-        if any(is_experts(name) for _, name in self._parts):
-            raise CheckpointError(
-                f"{self.folder}: the distributed optimizer's rows of a model with experts are not read; "
-                "convert the weights alone with --no-load-optim"
-            )
-        return [[row for p in range(self.pp) for row in self._rows(t, p)] for t in range(self.tp)]
-
-    def _complete(self) -> None:
-        """Raises: CheckpointError if a rank's file is missing."""
-        grid = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
-        if self.ep == 1 or self.etp == self.tp:
-            missing = [rank for rank in grid if rank not in self.paths]
-        else:  # experts lie over tensor-parallel ranks too: some pairs of numbers do not occur
-            dense, its_experts = {rank[:2] for rank in self.paths}, {rank[1:] for rank in self.paths}
-            missing = [rank for rank in grid if rank[:2] not in dense or rank[1:] not in its_experts]
+    def _check_ranks(self) -> None:
+        """Raise CheckpointError if a rank's file is missing or the experts' split is unknown."""
+        ranks = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
+        missing = [rank for rank in ranks if rank not in self.paths]
+        # Experts that tensor-parallel ranks do not split are spread over these ranks too. Then not
+        # every pair of a tensor- and an expert-parallel rank has a file.
+        if self.ep > 1 and self.etp != self.tp:
+            dense = {rank[:2] for rank in self.paths}
+            experts = {rank[1:] for rank in self.paths}
+            missing = [r for r in ranks if r[:2] not in dense or r[1:] not in experts]
         if missing:
-            raise CheckpointError(f"{self.folder} lacks {', '.join(self._folder_of(rank) for rank in missing)}")
+            names = ", ".join(self._folder_of(rank) for rank in missing)
+            raise CheckpointError(f"{self.folder} lacks {names}")
         if self.etp not in (1, self.tp):
             raise CheckpointError(
                 f"{self.folder}: --expert-tensor-parallel-size {self.etp} is neither 1 nor "
-                f"--tensor-model-parallel-size {self.tp}; save once more with --ckpt-format torch_dist"
+                f"--tensor-model-parallel-size {self.tp}; save once more with "
+                "--ckpt-format torch_dist"
             )
 
     def _folder_of(self, rank: Rank) -> str:
+        """Return the name of a rank's folder. Sizes of 1 have no number in it."""
         t, p, e = rank
-        stage = f"_{p:03d}" if self.pp > 1 else ""
-        return f"mp_rank_{t:02d}{stage}" + (f"_{e:03d}" if self.ep > 1 else "")
+        name = f"mp_rank_{t:02d}"
+        if self.pp > 1:
+            name += f"_{p:03d}"
+        if self.ep > 1:
+            name += f"_{e:03d}"
+        return name
 
     def _chunks(self, t: int, p: int, e: int) -> Iterator[Chunk]:
-        """Virtual stage v of all ranks comes before v + 1 of any."""
-        models = {rank[1]: _models(content) for rank, content in self.contents.items()}  # layers are those of any t, e
+        """Yield the model chunks of a rank, with layers numbered as in the whole model."""
+        # All ranks of a pipeline rank have the same layers.
+        models = {rank[1]: _models(content) for rank, content in self.contents.items()}
         for v, model in enumerate(_models(self.contents[t, p, e])):
-            before = [m for w in range(v) for q in range(self.pp) for m in models[q][w : w + 1]]
-            first = sum(map(_layers, [*before, *(m for q in range(p) for m in models[q][v : v + 1])]))
-            yield {
-                common_name(_renumbered(name, first)): x
-                for name, x in model.items()
-                if isinstance(x, Tensor) and "_extra_state" not in name
-            }
+            # The first chunks of all pipeline ranks come before the second chunk of any.
+            first = 0
+            for q, others in models.items():
+                first += sum(_layers(other) for w, other in enumerate(others) if (w, q) < (v, p))
+            chunk = {}
+            for name, x in model.items():
+                if isinstance(x, Tensor) and "_extra_state" not in name:
+                    chunk[common_name(_renumbered(name, first))] = x
+            yield chunk
 
-    def _state(self, rank: Rank) -> dict[str, dict[str, Tensor]]:
-        """The state of the optimizer, or of the two of dense parameters and experts where those are split."""
-        outers = self.contents[rank].get("optimizer") or {}
-        found: dict[str, dict[str, Tensor]] = {}
-        for outer in outers if isinstance(outers, list | tuple) else [outers]:
-            inner = outer.get("optimizer", outer)
-            if "state" in inner and "param_groups" in inner:
-                self._group(rank, outer, inner, found)
+    def _collect(self) -> None:
+        """Sort the tensors of all ranks by kind and name."""
+        experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
+        seen: set[tuple[int, int]] = set()
+        for rank in self.chunks:
+            t, p, e = rank
+            for kind, name, x in self._tensors(rank):
+                if (its := of_expert(name)) is not None:
+                    whole, number = its
+                    piece = t if self.etp > 1 else 0
+                    experts.setdefault((kind, whole, piece), {})[e, number] = x
+                # Expert-parallel ranks have equal dense tensors: the first one's are read.
+                elif (t, p) not in seen:
+                    self._add_dense(kind, name, t, x)
+            seen.add((t, p))
+        # In the order of ranks, and of experts on a rank: their numbers in the whole model.
+        for kind, name, piece in sorted(experts):
+            parts = experts[kind, name, piece]
+            ordered = [parts[place] for place in sorted(parts)]
+            self._parts.setdefault((kind, name), []).append(ordered)
+
+    def _add_dense(self, kind: str, name: str, t: int, x: Tensor) -> None:
+        """Keep tensor-parallel rank t's slice, unless an earlier stage has this tensor already."""
+        slices = self._parts.setdefault((kind, name), [])
+        if len(slices) == t:
+            slices.append([x])
+        elif not kind and not torch.equal(slices[t][0], x):
+            self.copies |= {name}
+
+    def _tensors(self, rank: Rank) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield a rank's tensors as (kind, name, tensor); the weights' kind is ""."""
+        weights: dict[str, Tensor] = {}
+        for chunk in self.chunks[rank]:
+            weights |= chunk
+        kinds = {"": weights} | self._state(rank)
+        for kind, tensors in kinds.items():
+            for name, x in tensors.items():
+                yield kind, name, x
+
+    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a kind's tensors on the first tensor-parallel rank, by name.
+
+        An expert tensor's first dimension counts the experts. `read` checks the other ranks.
+        """
+        found = {}
+        for (its_kind, name), slices in self._parts.items():
+            if its_kind == kind:
+                first = slices[0]
+                shape = tuple(first[0].shape)
+                found[name] = (len(first), *shape) if is_experts(name) else shape
         return found
 
-    def _group(
-        self, rank: Rank, outer: Mapping[str, Any], inner: Mapping[str, Any], found: dict[str, dict[str, Tensor]]
-    ) -> None:
-        params = [
-            (name, x) for chunk in self.chunks[rank] for name, x in chunk.items() if not name.endswith("expert_bias")
-        ]
-        mains = outer.get("fp32_from_fp16_params") or [[] for _ in inner["param_groups"]]
-        for group, main in zip(inner["param_groups"], mains, strict=True):
-            apart = any(other.get("is_decoupled_lr") for other in inner["param_groups"])
-            its = [
-                (name, x)
-                for name, x in params
-                if (x.ndim > 1) == (group.get("wd_mult", 1.0) != 0)
-                and (apart and name in _ENDS) == bool(group.get("is_decoupled_lr"))
-                and (self.ep > 1 and is_experts(name)) == bool(group.get("is_expert_parallel"))
-            ]
-            numbers = group["params"]
-            given = [inner["state"].get(n, {}) | ({"master": main[i]} if main else {}) for i, n in enumerate(numbers)]
-            states = [{k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim} for state in given]
-            if len(its) != len(numbers) or any(
-                value.shape != x.shape for (_, x), state in zip(its, states, strict=True) for value in state.values()
-            ):
-                raise CheckpointError(
-                    f"{self.paths[rank]}: the optimizer's parameters cannot be told apart; convert the weights alone "
-                    "with --no-load-optim"
-                )
-            for (name, _), state in zip(its, states, strict=True):
-                for kind, value in state.items():
-                    found.setdefault(kind, {})[name] = value
+    def pieces(self, name: str) -> int:
+        """Return over how many ranks a tensor is split, if it is split at all."""
+        return self.etp if is_experts(name) else self.tp
+
+    def read(self, kind: str, name: str, layout: Layout) -> Tensor:
+        """Return a whole tensor in the shape in which megapipe saves it.
+
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+        """
+        slices = self._parts[kind, name]
+        if is_experts(name):
+            return joined([torch.stack(experts) for experts in slices], layout)
+        return joined([one for (one,) in slices], layout)
+
+    def rows(self) -> list[list[Row]] | None:
+        """Return the distributed optimizer's rows for each tensor-parallel rank; None without it.
+
+        Raises: CheckpointError if the model has experts, or the rows an unknown form.
+        """
+        first = min(self.paths)
+        if not (self.paths[first].parent / _STATE_FILE).exists():
+            return None
+        if any(is_experts(name) for _, name in self._parts):
+            raise CheckpointError(
+                f"{self.folder}: the distributed optimizer's rows of a model with experts are not "
+                "read; convert the weights alone with --no-load-optim"
+            )
+        found: list[list[Row]] = []
+        for t in range(self.tp):
+            found.append([])
+            for p in range(self.pp):
+                found[t] += self._rows(t, p)
+        return found
 
     def _rows(self, t: int, p: int) -> Iterator[Row]:
+        """Yield the row of each model chunk of a rank."""
         path = self.paths[t, p, 0].parent / _STATE_FILE
         content = read_torch(path)
         if not content.get("buckets_coalesced"):
             raise CheckpointError(
-                f"{path} has a form that is not known; convert the weights alone with --no-load-optim"
+                f"{path} has a form that is not known; "
+                "convert the weights alone with --no-load-optim"
             )
         for v, chunk in enumerate(self.chunks[t, p, 0]):
+            # One item for each type of parameters, and all parameters have one type.
             (state,) = content[v].values()
+            yield Row(len(state["param"]), partial(_part, state), [list(chunk)])
 
-            def read(kind: str, start: int, stop: int, state: Mapping[str, Tensor] = state) -> Tensor:
-                return state["param" if kind == "master" else kind][start:stop]
+    def _state(self, rank: Rank) -> Kinds:
+        """Return the plain optimizer's state on a rank, empty without one."""
+        optimizers = self.contents[rank].get("optimizer") or {}
+        # With expert parallelism there are two: of dense parameters, and of experts.
+        if not isinstance(optimizers, list | tuple):
+            optimizers = [optimizers]
+        found: Kinds = {}
+        for outer in optimizers:
+            # 16-bit weights have an optimizer around torch's, which holds their main parameters.
+            inner = outer.get("optimizer", outer)
+            if "state" in inner and "param_groups" in inner:
+                mains = outer.get("fp32_from_fp16_params")
+                self._add_state(rank, inner, mains, found)
+        return found
 
-            yield Row(len(state["param"]), read, [list(chunk)])
+    def _add_state(
+        self, rank: Rank, optimizer: Mapping[str, Any], mains: Any, found: Kinds
+    ) -> None:
+        """Add the state of one optimizer of a rank to `found`.
+
+        Args:
+            optimizer: the state dict of torch's optimizer.
+            mains: main parameters of each group, None if the weights are the main parameters.
+        Raises: CheckpointError if the numbers of a group are not its parameters'.
+        """
+        groups = optimizer["param_groups"]
+        problem = (
+            f"{self.paths[rank]}: the optimizer's parameters cannot be distinguished; "
+            "convert the weights alone with --no-load-optim"
+        )
+        decoupled = any(group.get("is_decoupled_lr") for group in groups)
+        for group, main in zip(groups, mains or [[] for _ in groups], strict=True):
+            params = self._params(rank, group, decoupled)
+            if len(params) != len(group["params"]):
+                raise CheckpointError(problem)
+            for i, (name, x) in enumerate(params):
+                state = dict(optimizer["state"].get(group["params"][i], {}))
+                if main:
+                    state["master"] = main[i]
+                for kind, value in state.items():
+                    # The number of steps is a tensor without dimensions.
+                    if not isinstance(value, Tensor) or value.ndim == 0:
+                        continue
+                    if value.shape != x.shape:
+                        raise CheckpointError(problem)
+                    found.setdefault(kind, {})[name] = value
+
+    def _params(
+        self, rank: Rank, group: Mapping[str, Any], decoupled: bool
+    ) -> list[tuple[str, Tensor]]:
+        """Return the parameters of an optimizer's group, in the order of their numbers.
+
+        Args:
+            decoupled: whether the optimizer has a group of embedding and head.
+        """
+        of_decay = group.get("wd_mult", 1.0) != 0
+        of_ends = bool(group.get("is_decoupled_lr"))
+        of_experts = bool(group.get("is_expert_parallel"))
+        found = []
+        for chunk in self.chunks[rank]:
+            for name, x in chunk.items():
+                # The router's bias is no parameter: training moves it without a gradient.
+                if name.endswith("expert_bias"):
+                    continue
+                # Megatron-LM's rule for groups: matrices decay, norms and biases do not.
+                decays = x.ndim > 1
+                is_end = decoupled and name in _ENDS
+                is_expert = self.ep > 1 and is_experts(name)
+                if (decays, is_end, is_expert) == (of_decay, of_ends, of_experts):
+                    found.append((name, x))
+        return found
+
+
+def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
+    """Return the numbers of one kind of a row's state, from start to stop."""
+    key = "param" if kind == "master" else kind
+    return state[key][start:stop]
 
 
 def _files(folder: Path) -> dict[Rank, Path]:
-    """Files by the numbers in their folders' names, the first ones where there are fewer."""
-    names = [match for path in folder.glob("mp_rank_*") if (match := _RANK.fullmatch(path.name))]
-    if not names:
-        raise CheckpointError(f"{folder} has no mp_rank_XX, no mp_rank_XX_YYY and no mp_rank_XX_YYY_ZZZ")
-    found = {(int(m[1]), int(m[2] or 0), int(m[3] or 0)): folder / m[0] / _FILE for m in names}
+    """Return the file of each rank by the numbers in its folder's name, 0 for absent ones."""
+    found = {}
+    for path in folder.glob("mp_rank_*"):
+        if match := _RANK.fullmatch(path.name):
+            t, p, e = (int(number or 0) for number in match.groups())
+            found[t, p, e] = path / _FILE
+    if not found:
+        names = "no mp_rank_XX, no mp_rank_XX_YYY and no mp_rank_XX_YYY_ZZZ"
+        raise CheckpointError(f"{folder} has {names}")
     return dict(sorted(found.items()))
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Models of the virtual stages."""
+    """Return the model chunks in a rank's file, several if it has virtual stages."""
     if "model" in content:
         return [content["model"]]
-    return [content[f"model{v}"] for v in range(sum(bool(re.fullmatch(r"model\d+", key)) for key in content))]
+    count = sum(re.fullmatch(r"model\d+", key) is not None for key in content)
+    return [content[f"model{v}"] for v in range(count)]
 
 
 def _layers(model: Mapping[str, Any]) -> int:
-    return 1 + max((int(match[2]) for name in model if (match := _LAYER.fullmatch(name))), default=-1)
+    """Return the number of layers of a model chunk."""
+    matches = map(_LAYER.fullmatch, model)
+    return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
 def _renumbered(name: str, first: int) -> str:
+    """Return a parameter's name with `first` added to the number of its layer."""
     match = _LAYER.fullmatch(name)
-    return name if match is None else f"{match[1]}{int(match[2]) + first}.{match[3]}"
+    if match is None:
+        return name
+    return f"{match[1]}{int(match[2]) + first}.{match[3]}"

@@ -1,6 +1,7 @@
-"""Our checkpoint as Megatron-LM's `torch`: a file for each tensor-, pipeline- and expert-parallel rank.
+"""Export a checkpoint to Megatron-LM's `torch` format: a file for each rank of the run.
 
-Its loader cuts nothing: each file has the names, the order and the slices of the modules of its rank.
+Megatron-LM's loader reshards nothing in this format. The file of a tensor-, pipeline- and
+expert-parallel rank has the names, the order and the slices of the modules of that rank.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from megapipe.convert.megatron.names import fused_name, in_layer, orders, stage_
 from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
-from megapipe.partition.spans import LayerSpan, partition
+from megapipe.partition.spans import partition
 from megapipe.schedule import loop
 
-_FILE, _MAIN = "model_optim_rng.pt", "master"
+_FILE = "model_optim_rng.pt"
+_MASTER = "master"
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A run of Megatron-LM. Attributes:
-    tp, pp, ep: ranks of tensor, pipeline and expert parallelism; an expert is split over tp too.
-    local: has it Megatron-LM's own layers, and experts one by one? Otherwise Transformer Engine's, grouped.
+    """Parallel sizes and layers of the Megatron-LM run that loads an export.
+
+    Attributes:
+        tp: tensor-parallel ranks, which split experts too.
+        pp: pipeline ranks.
+        ep: expert-parallel ranks.
+        local: whether the run uses Megatron-LM's own layers, with each expert a module. Otherwise
+            it uses Transformer Engine's, with a grouped product for all experts.
     """
 
     tp: int = 1
@@ -44,9 +52,16 @@ class Sizes:
     local: bool = False
 
     def folder_of(self, t: int, p: int, e: int) -> str:
-        return f"mp_rank_{t:02d}" + f"_{p:03d}" * (self.pp > 1) + f"_{e:03d}" * (self.ep > 1)
+        """Return the name of a rank's folder. Sizes of 1 have no number in it."""
+        name = f"mp_rank_{t:02d}"
+        if self.pp > 1:
+            name += f"_{p:03d}"
+        if self.ep > 1:
+            name += f"_{e:03d}"
+        return name
 
     def args(self) -> dict[str, Any]:
+        """Return Megatron-LM's arguments for these sizes."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -58,16 +73,25 @@ class Sizes:
         }
 
     def problems(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a sentence for each size that does not divide the model."""
         sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
         flags = {name: f"--target-{name}-parallel-size {size}" for name, size in sizes.items()}
-        yield from (f"{flags[name]} must be at least 1" for name, size in sizes.items() if size < 1)
+        for name, size in sizes.items():
+            if size < 1:
+                yield f"{flags[name]} must be at least 1"
+        # The rest divides by the sizes.
         if min(sizes.values()) < 1:
             return
-        heads = {"heads": model.heads, "query groups": model.query_groups}
-        of_experts = {"--moe-ffn-hidden-size": model.expert_ffn} if model.has_experts else {}
-        shared = {"--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or 0}
-        split = heads | {"--ffn-hidden-size": model.ffn} | of_experts | shared
-        split |= {"rows of the vocabulary": model.padded_vocab_size or 0}
+        split = {
+            "heads": model.heads,
+            "query groups": model.query_groups,
+            "--ffn-hidden-size": model.ffn,
+        }
+        if model.has_experts:
+            split["--moe-ffn-hidden-size"] = model.expert_ffn
+        shared = model.moe_shared_expert_intermediate_size
+        split["--moe-shared-expert-intermediate-size"] = shared or 0
+        split["rows of the vocabulary"] = model.padded_vocab_size or 0
         for name, size in split.items():
             if size % self.tp:
                 yield f"{flags['tensor']} does not divide the model's {size} {name}"
@@ -75,11 +99,13 @@ class Sizes:
             yield f"{flags['pipeline']} does not divide the model's {model.layers} layers"
         if self.local and self.tp > 1 and model.multi_latent_attention:
             yield (
-                f"{flags['tensor']} does not go with --transformer-impl local here: of latents each of its ranks has a "
-                "part. Use --transformer-impl transformer_engine, or --ckpt-format torch_dist"
+                f"{flags['tensor']} does not go with --transformer-impl local here: each of its "
+                "ranks has a part of the latents. Use --transformer-impl transformer_engine, or "
+                "--ckpt-format torch_dist"
             )
         if self.ep > 1 and (not model.has_experts or model.experts % self.ep):
-            yield f"{flags['expert']} does not divide the model's {model.num_experts or 0} experts"
+            count = model.num_experts or 0
+            yield f"{flags['expert']} does not divide the model's {count} experts"
 
 
 def export_ranks(
@@ -91,103 +117,189 @@ def export_ranks(
     fused: bool | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
-    """One of our checkpoints -> TARGET/iter_NNNNNNN, for a run of these sizes with --load TARGET --ckpt-format torch.
+    """Convert a checkpoint to TARGET/iter_NNNNNNN in Megatron-LM's `torch` format.
 
-    Args: as of `export_megatron`.
-    Raises: CheckpointError for damage, a model whose layers differ, or sizes that do not divide it.
+    A run of the given sizes loads it with --load TARGET --ckpt-format torch.
+
+    Args:
+        sizes: parallel sizes and layers of that run.
+        folder, target, optimizer, fused, progress: as in `export_megatron`.
+
+    Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
+        the sizes do not divide it.
     """
     export = open_export(folder, target, optimizer, fused)
     if problems := list(sizes.problems(export.config.model)):
         raise CheckpointError(problems)
-    ranks = [(t, p, e) for p in range(sizes.pp) for e in range(sizes.ep) for t in range(sizes.tp)]
+    ranks = []
+    for p in range(sizes.pp):
+        for e in range(sizes.ep):
+            ranks += [(t, p, e) for t in range(sizes.tp)]
+    iteration = f"iter_{export.iteration:07d}"
     with fresh_folder(target) as made:
-        out = made / f"iter_{export.iteration:07d}"
         for rank in counted(ranks, progress):
-            path = out / sizes.folder_of(*rank)
+            path = made / iteration / sizes.folder_of(*rank)
             path.mkdir(parents=True)
-            torch.save(_content(export, sizes, *rank), path / _FILE)
+            torch.save(_RankFile(export, sizes, *rank).content(), path / _FILE)
         commit.write_durably(made / commit.POINTER, str(export.iteration))
     notes = [*export.notes(), "no state of random streams goes out: add --no-load-rng there"]
     if export.steps is not None:
-        notes.append("--use-distributed-optimizer does not take that state: add --no-load-optim beside it")
-    size = export.config.model.padded_vocab_size or 0
-    return Converted(target / f"iter_{export.iteration:07d}", export.config, tuple(notes), size)
+        notes.append(
+            "--use-distributed-optimizer does not take that state: add --no-load-optim with it"
+        )
+    rows = export.config.model.padded_vocab_size or 0
+    return Converted(target / iteration, export.config, tuple(notes), rows)
 
 
-def _content(export: Export, sizes: Sizes, t: int, p: int, e: int) -> dict[str, Any]:
-    """A rank's file."""
-    model = export.config.model
-    span = partition(model.layers, loop(sizes.pp, 1))[p]
-    layouts = stage_layouts(model, span)
-    if sizes.pp == 1:  # where the embedding is, a tied head is nothing of its own
-        layouts = {name: layout for name, layout in layouts.items() if layout.tied_to is None}
-    axis = Axis(t, sizes.tp, expert_axes={"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)})
-    names = list(orders(layouts))[0 if sizes.local or model.multi_latent_attention else 1]
+class _RankFile:
+    """The file of one rank; `content` returns what is saved in it.
 
-    def read(kind: str) -> dict[str, Tensor]:
-        """This rank's parts by their names, in the order of its modules."""
+    Args:
+        t: the tensor-parallel rank.
+        p: the pipeline rank.
+        e: the expert-parallel rank.
+    """
+
+    def __init__(self, export: Export, sizes: Sizes, t: int, p: int, e: int) -> None:
+        model = export.config.model
+        self.export = export
+        self.sizes = sizes
+        self.model = model
+        self.span = partition(model.layers, loop(sizes.pp, 1))[p]
+        self.layouts = stage_layouts(model, self.span)
+        # On one stage with the embedding, a tied head is no parameter of its own.
+        if sizes.pp == 1:
+            whole = self.layouts.items()
+            self.layouts = {name: layout for name, layout in whole if layout.tied_to is None}
+        experts = {"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)}
+        self.axis = Axis(t, sizes.tp, expert_axes=experts)
+        # Latent attention has one order in both kinds of layers.
+        own_layers, *engine_layers = orders(self.layouts)
+        self.names = own_layers
+        if not sizes.local and not model.multi_latent_attention:
+            self.names = engine_layers[0]
+
+    def content(self) -> dict[str, Any]:
+        """Return the arguments, the weights, and the optimizer's state if it is exported."""
+        export = self.export
+        content = export.common(args_of(export.config) | self.sizes.args())
+        tensors = self.tensors("")
+        # Every linear layer looks for an extra state, which is empty without FP8.
+        linear = [match[1] for match in map(_LINEAR.fullmatch, tensors) if match]
+        if self.span.loss:
+            linear.append("output_layer")
+        extras = dict.fromkeys(f"{module}._extra_state" for module in linear)
+        content["model"] = tensors | extras
+        if export.steps is None:
+            return content
+
+        kinds = ["exp_avg", "exp_avg_sq"]
+        if export.config.precision.half:
+            kinds.append(_MASTER)
+        state = {kind: self.tensors(kind) for kind in kinds}
+        # Under expert parallelism, experts have an optimizer of their own.
+        if self.sizes.ep > 1:
+            content["optimizer"] = [self._optimizer(state, experts) for experts in (False, True)]
+        else:
+            content["optimizer"] = self._optimizer(state, None)
+        return content | {"opt_param_scheduler": export.scheduler()}
+
+    def tensors(self, kind: str) -> dict[str, Tensor]:
+        """Return this rank's slices by Megatron-LM's names, in the order of its modules.
+
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+        """
         found: list[tuple[int, int, str, Tensor]] = []
-        for name in names if not kind else filter(is_trained, names):
-            whole = export.saved.read(f"optimizer.{kind}." * bool(kind) + (layouts[name].tied_to or name))
-            part = layouts[name].mine(whole.float() if kind else whole, axis)
-            its = _EXPERTS.sub(r"\1linear_fc1.weight", name) if sizes.local else name  # an expert, then the next
-            parts = _parts(name, part, model, span, sizes.local)
-            found += [(names.index(its), j, theirs, x) for j, (theirs, x) in enumerate(parts)]
+        for name in self.names:
+            if kind and not is_trained(name):
+                continue
+            layout = self.layouts[name]
+            owner = layout.tied_to or name
+            if kind:
+                whole = self.export.saved.read(f"optimizer.{kind}.{owner}").float()
+            else:
+                whole = self.export.saved.read(owner)
+            # Experts of Megatron-LM's own are modules that follow each other: fc1 and fc2 of the
+            # first expert, then of the second.
+            module = name
+            if self.sizes.local:
+                module = _EXPERTS.sub(r"\1linear_fc1.weight", name)
+            place = self.names.index(module)
+            parts = self._parts(name, layout.mine(whole, self.axis))
+            found += [(place, j, theirs, x) for j, (theirs, x) in enumerate(parts)]
         found.sort(key=lambda row: row[:2])
+        # A slice alone: torch.save would write all of the tensor that it is a view of.
         return {name: x.clone(memory_format=torch.contiguous_format) for *_, name, x in found}
 
-    tensors = read("")
-    of_linear = [x.rpartition(".")[0] for x in tensors if re.search(r"\.(linear_\w+|eh_proj)\.weight$", x)]
-    content = export.common(args_of(export.config) | sizes.args())
-    extra = dict.fromkeys(f"{module}._extra_state" for module in [*of_linear, *["output_layer"] * span.loss])
-    content["model"] = tensors | extra
-    if export.steps is None:
-        return content
-    kinds = ("exp_avg", "exp_avg_sq", *([_MAIN] if export.config.precision.half else []))
-    shapes = {name: x.shape for name, x in tensors.items() if is_trained(name)}
-    made = _optimizers(export, shapes, {kind: read(kind) for kind in kinds}, apart=sizes.ep > 1)
-    return content | {"optimizer": made, "opt_param_scheduler": export.scheduler()}
+    def _parts(self, name: str, x: Tensor) -> list[tuple[str, Tensor]]:
+        """Return Megatron-LM's names and tensors for this rank's slice of one tensor.
 
+        Gate and up become one dimension, and each expert gets a tensor.
+        """
+        of_experts = is_experts(name)
+        if self.model.gated and ".linear_fc1." in name:
+            gate = int(of_experts)
+            x = x.flatten(gate, gate + 1)
+        name = self._stage_name(name)
+        if not of_experts:
+            return [(name, x)]
+        found = []
+        for j, expert in enumerate(x.unbind(0)):
+            theirs = f"{name}{j}"
+            if self.sizes.local:
+                theirs = _EXPERTS.sub(rf"\1local_experts.{j}.\2", name)
+            found.append((theirs, expert))
+        return found
 
-def _parts(name: str, x: Tensor, model: ModelConfig, span: LayerSpan, local: bool) -> list[tuple[str, Tensor]]:
-    """A rank's part of a tensor of ours -> theirs: gate above up, experts each by itself, layers counted from 0."""
-    if model.gated and ".linear_fc1." in name:
-        x = x.flatten(int(is_experts(name)), int(is_experts(name)) + 1)
-    if (place := in_layer(name, model)) is not None:
+    def _stage_name(self, name: str) -> str:
+        """Return a parameter's name in the modules of this rank, whose first layer is layer 0."""
+        place = in_layer(name, self.model)
+        if place is None:
+            return name
         layer, inner = place
-        its = inner if local else fused_name(inner, model.has_experts_in(layer), model.multi_latent_attention)
-        first = f"decoder.layers.{layer - span.first}." if name.startswith("decoder.") else name.removesuffix(inner)
-        name = first + its
-    if not is_experts(name):
-        return [(name, x)]
-    return [
-        (_EXPERTS.sub(rf"\1local_experts.{j}.\2", name) if local else f"{name}{j}", one)
-        for j, one in enumerate(x.unbind(0))
-    ]
+        start = name.removesuffix(inner)
+        if name.startswith("decoder."):
+            start = f"decoder.layers.{layer - self.span.first}."
+        if not self.sizes.local:
+            sparse = self.model.has_experts_in(layer)
+            inner = fused_name(inner, sparse, self.model.multi_latent_attention)
+        return start + inner
 
+    def _optimizer(
+        self, state: Mapping[str, Mapping[str, Tensor]], of_experts: bool | None
+    ) -> dict[str, Any]:
+        """Return the state of an optimizer, which knows parameters by number alone.
 
-def _optimizers(
-    export: Export, shapes: Mapping[str, torch.Size], state: Mapping[str, Mapping[str, Tensor]], apart: bool
-) -> dict[str, Any] | list[dict[str, Any]]:
-    """The state of a rank's optimizer, or of two where experts have one of their own (apart). Parameters are numbered
-    group by group: matrices, which decay, then the others."""
-    step = {} if export.fused else {"step": torch.tensor(float(export.steps or 0))}
-
-    def one(experts: bool) -> dict[str, Any]:
-        mine = {name: len(shape) > 1 for name, shape in shapes.items() if (apart and is_experts(name)) == experts}
-        of_groups = [[name for name, decays in mine.items() if decays == wanted] for wanted in (True, False)]
-        # Biases of experts: all ranks have them, or none.
-        kept = [n for n, its in enumerate(of_groups) if its or not (experts and n)]
-        numbers = {name: n for n, name in enumerate(of_groups[0] + of_groups[1])}
-        groups = [
-            export.groups()[n] | {"params": [numbers[name] for name in of_groups[n]], "is_expert_parallel": experts}
-            for n in kept
-        ]
-        moments = [kind for kind in state if kind != _MAIN]
-        held = {n: {kind: state[kind][name] for kind in moments} | step for name, n in numbers.items()}
+        Args:
+            state: tensors by kind and Megatron-LM's name, in module order.
+            of_experts: whether its parameters are experts; None if it has all parameters.
+        """
+        names = list(state["exp_avg"])
+        if of_experts is not None:
+            names = [name for name in names if is_experts(name) == of_experts]
+        # Parameters are numbered group by group: matrices, which decay, then all others.
+        matrices = [name for name in names if state["exp_avg"][name].ndim > 1]
+        others = [name for name in names if state["exp_avg"][name].ndim <= 1]
+        params = [matrices, others]
+        # Only biases could be a second group of experts, on all ranks or on none.
+        if of_experts and not others:
+            params = [matrices]
+        numbers = {name: n for n, name in enumerate(matrices + others)}
+        step = torch.tensor(float(self.export.steps or 0))
+        held: dict[int, dict[str, Tensor]] = {}
+        for name, n in numbers.items():
+            held[n] = {kind: state[kind][name] for kind in state if kind != _MASTER}
+            if not self.export.fused:
+                held[n]["step"] = step
+        groups = []
+        for group, members in zip(self.export.groups(), params, strict=False):
+            group["params"] = [numbers[name] for name in members]
+            group["is_expert_parallel"] = bool(of_experts)
+            groups.append(group)
         inner = {"state": held, "param_groups": groups}
-        if _MAIN not in state:
+        if _MASTER not in state:
             return inner
-        return {"optimizer": inner, "fp32_from_fp16_params": [[state[_MAIN][x] for x in of_groups[n]] for n in kept]}
-
-    return [one(False), one(True)] if apart else one(False)
+        masters = state[_MASTER]
+        mains = [[masters[name] for name in members] for members in params]
+        return {"optimizer": inner, "fp32_from_fp16_params": mains}

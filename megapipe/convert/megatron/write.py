@@ -1,7 +1,10 @@
-"""Our checkpoint as Megatron-LM's `torch_dist`, whose loader cuts it anew; a tensor at a time.
+"""Export a checkpoint to Megatron-LM's `torch_dist` format, one tensor at a time.
 
-The optimizer's state has the names that each of its optimizers asks for: FP32, with 16-bit weights, and distributed
-(the form fully_reshardable). Where two of them mean one tensor, its bytes are there once.
+Megatron-LM's loader reshards this format, so that one checkpoint suits all sizes of tensor and
+pipeline parallelism. Only the optimizer's state of experts differs with expert parallelism.
+
+Megatron-LM's optimizers look for their state under different keys: float32, 16-bit weights, and the
+distributed optimizer (in its form fully_reshardable). Keys of one tensor share its bytes.
 """
 
 from __future__ import annotations
@@ -39,27 +42,55 @@ from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.errors import CheckpointError
 
 _OF_STATE = re.compile(r"optimizer\.(\w+)\.(.*)")
-_KINDS = {"exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "master": ("fp32_param", "param")}
-_EXTRA = tuple(
-    f"self_attention.{name}" for name in ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
+_KINDS = {
+    "exp_avg": ("exp_avg",),
+    "exp_avg_sq": ("exp_avg_sq",),
+    "master": ("fp32_param", "param"),
+}
+"""megapipe's kinds of state -> Megatron-LM's. Main parameters have a name in each optimizer."""
+
+# Modules that look for an extra state of their own: in all layers, in layers with latents, with a
+# dense MLP and with experts, and in a depth of multi-token prediction.
+_EXTRA = (
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
 )
-_EXTRA_LATENT = tuple(
-    f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+_EXTRA_LATENT = (
+    "input_layernorm",
+    "self_attention.kv_layernorm",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
+)
+_EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXTRA_SPARSE = (
+    "pre_mlp_layernorm",
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
 )
 _EXTRA_DEPTH = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-_EXTRA_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
-_EXTRA_SPARSE = ("pre_mlp_layernorm", "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+
 _FILE_BYTES = 1 << 32
+"""A file that is larger gets no further tensor."""
 _FORM = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+"""Choices of Megatron-LM's format, by which its loader forms the keys it looks for."""
 
 
 class Writer:
-    """A distributed checkpoint of torch, written by one process. Call `close` at the end."""
+    """Writes a distributed checkpoint of torch, in one process.
+
+    Call `add` and `add_object`, and then `close`, without which it cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,32 +99,45 @@ class Writer:
         self._files = 0
         self._file = (folder / "__0_0.distcp").open("wb")
 
-    def add(self, keys: Sequence[str], part: Tensor, offsets: Sequence[int], size: Sequence[int]) -> None:
-        """A part of a tensor of this size, under each of these keys."""
+    def add(
+        self, keys: Sequence[str], part: Tensor, offsets: Sequence[int], size: Sequence[int]
+    ) -> None:
+        """Write a part of a tensor once, for each of the keys.
+
+        Args:
+            keys: all keys of the tensor.
+            part: the part.
+            offsets: its first index in each dimension of the tensor.
+            size: the tensor's shape.
+        """
         info = self._write(part.clone(memory_format=torch.contiguous_format))
         for key in keys:
             chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
-            empty = TensorStorageMetadata(TensorProperties(dtype=part.dtype), torch.Size(size), [])
+            properties = TensorProperties(dtype=part.dtype)
+            empty = TensorStorageMetadata(properties, torch.Size(size), [])
             self._entries.setdefault(key, empty).chunks.append(chunk)
             self._where[MetadataIndex(key, chunk.offsets)] = info
 
     def add_object(self, key: str, value: Any) -> None:
-        """Add what is no tensor."""
+        """Write an object other than a tensor."""
         self._entries[key] = BytesStorageMetadata()
+        # A list of one element, as Megatron-LM writes objects.
         self._where[MetadataIndex(key)] = self._write([value])
 
     def close(self) -> None:
-        """Write .metadata, by which the checkpoint is complete."""
+        """Write .metadata, which completes the checkpoint."""
         self._file.close()
         metadata = Metadata(self._entries, None, self._where, StorageMeta())
         with (self.folder / ".metadata").open("wb") as file:
             pickle.dump(metadata, file)
 
     def _write(self, value: Any) -> _StorageInfo:
+        """Append a value to the current file and return its place."""
         if self._file.tell() > _FILE_BYTES:
             self._file.close()
             self._files += 1
             self._file = (self.folder / f"__0_{self._files}.distcp").open("wb")
+        # Through a buffer: torch.save writes an archive that begins at byte 0 of its file.
         buffer = io.BytesIO()
         torch.save(value, buffer)
         at = self._file.tell()
@@ -110,107 +154,177 @@ def export_megatron(
     ep: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
-    """One of our checkpoints -> TARGET/iter_NNNNNNN, for Megatron-LM's --load TARGET --ckpt-format torch_dist.
+    """Convert a checkpoint to TARGET/iter_NNNNNNN in Megatron-LM's `torch_dist` format.
+
+    Megatron-LM loads it with --load TARGET --ckpt-format torch_dist.
 
     Args:
         folder: iter_NNNNNNN.
-        optimizer: with its state, if the checkpoint has it.
-        fused: is that for Transformer Engine's or Apex's Adam? Default: with 16-bit weights.
-        ep: ranks of expert parallelism of the run that loads it: with several, experts have an optimizer of their own.
-    Raises: CheckpointError for damage, or a model whose layers differ.
+        target: a new or empty folder.
+        optimizer: export the optimizer's state, if the checkpoint has it.
+        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
+            Default: True for 16-bit weights.
+        ep: expert-parallel ranks of the run that loads it. With several, experts have an optimizer
+            of their own.
+        progress: is called before every tensor and at the end.
+
+    Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
+        `ep` does not divide its experts.
     """
     export = open_export(folder, target, optimizer, fused)
-    if problems := list(Sizes(ep=ep).problems(export.config.model)):
+    model = export.config.model
+    if problems := list(Sizes(ep=ep).problems(model)):
         raise CheckpointError(problems)
-    config, model, saved, steps = export.config, export.config.model, export.saved, export.steps
-    iteration = export.iteration
+    with_state = export.steps is not None
+    names = list(export.saved.shapes)
+    if not with_state:
+        names = [name for name in names if not name.startswith("optimizer.")]
     with fresh_folder(target) as made:
-        out = made / f"iter_{iteration:07d}"
+        out = made / f"iter_{export.iteration:07d}"
         out.mkdir()
         writer = Writer(out)
-        names = [name for name in saved.shapes if steps is not None or not name.startswith("optimizer.")]
         for name in counted(names, progress):
-            _add(writer, name, saved.read(name), model, steps is not None)
+            _add(writer, name, export.saved.read(name), model, with_state)
         for key in _extras(model):
             writer.add_object(key, None)
-        common = export.common(args_of(config)) | {"content_metadata": _FORM} | _state(export, apart=ep > 1)
+        common = export.common(args_of(export.config)) | {"content_metadata": _FORM}
+        common |= _state(export, separate=ep > 1)
         writer.add_object("common_state/shard_0_1", common)
-        torch.save(common, out / "common.pt")  # up to core_v0.18
-        backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-        versions = {f"{name}_version": 1 for name in backends}
-        (out / "metadata.json").write_text(json.dumps(backends | versions))
+        # Up to core_v0.18.2, Megatron-LM reads a file of its own instead of that entry.
+        torch.save(common, out / "common.pt")
+        formats = {
+            "sharded_backend": "torch_dist",
+            "common_backend": "torch",
+            "sharded_backend_version": 1,
+            "common_backend_version": 1,
+        }
+        (out / "metadata.json").write_text(json.dumps(formats))
         writer.close()
-        commit.write_durably(made / commit.POINTER, str(iteration))
-    notes = export.notes()
-    if model.has_experts and steps is not None:
-        other = "--target-expert-parallel-size 1" if ep > 1 else "--target-expert-parallel-size N"
-        several = "several ranks" if ep > 1 else "one rank"
-        notes = *notes, f"that state is for a run with experts on {several}; others need {other}"
-    return Converted(target / f"iter_{iteration:07d}", config, notes, model.padded_vocab_size or 0)
+        commit.write_durably(made / commit.POINTER, str(export.iteration))
+    notes = list(export.notes())
+    if model.has_experts and with_state:
+        ranks, other = ("several ranks", "1") if ep > 1 else ("one rank", "N")
+        notes.append(
+            f"that state is for a run with experts on {ranks}; "
+            f"others need --target-expert-parallel-size {other}"
+        )
+    rows = model.padded_vocab_size or 0
+    return Converted(target / out.name, export.config, tuple(notes), rows)
 
 
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
+    """Write a tensor of megapipe under all of Megatron-LM's keys.
+
+    Args:
+        name: megapipe's name, also of the optimizer's state.
+        with_state: whether the optimizer's state is exported.
+    """
     kinds: tuple[str, ...] = ()
     if match := _OF_STATE.fullmatch(name):
-        kinds, name, tensor = _KINDS[match[1]], match[2], tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        kinds = _KINDS[match[1]]
+        name = match[2]
+        # Megatron-LM keeps the state in float32, unless a flag says otherwise.
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     if model.gated and ".linear_fc1." in name:
         gate = int(is_experts(name))
         tensor = tensor.flatten(gate, gate + 1)
-    offsets, size, names = [0] * tensor.ndim, list(tensor.shape), [name]
+    offsets = [0] * tensor.ndim
+    size = list(tensor.shape)
+    names = [name]
     if (place := in_layer(name, model)) is not None:
         layer, inner = place
-        where = name.removesuffix(inner).replace("mtp_model_layer", "transformer_layer")
+        start = name.removesuffix(inner).replace("mtp_model_layer", "transformer_layer")
+        # Layers of one kind share a key, and their tensor counts them in its first dimension.
         if is_uniform(model) and name.startswith("decoder."):
-            where, offsets, size, tensor = "decoder.layers.", [layer, *offsets], [model.layers, *size], tensor[None]
-        names = [where + its for its in stored_names(inner, model.has_experts_in(layer), model.multi_latent_attention)]
-    keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names] or names
-    if with_state and not kinds and tensor.dtype == torch.float32 and is_trained(name):
-        keys = [*keys, *(f"optimizer.state.param.{key}" for key in names)]  # the weights are the main parameters
+            start = "decoder.layers."
+            offsets.insert(0, layer)
+            size.insert(0, model.layers)
+            tensor = tensor[None]
+        sparse = model.has_experts_in(layer)
+        stored = stored_names(inner, sparse, model.multi_latent_attention)
+        names = [start + its for its in stored]
+    keys = names
+    if kinds:
+        keys = [f"optimizer.state.{kind}.{key}" for kind in kinds for key in names]
+    elif with_state and tensor.dtype == torch.float32 and is_trained(name):
+        # Weights in float32 are the main parameters as well.
+        keys = [*names, *(f"optimizer.state.param.{key}" for key in names)]
     writer.add(keys, tensor, offsets, size)
 
 
 def _extras(model: ModelConfig) -> Iterator[str]:
-    """Keys of modules that ask for a state of their own, which is empty without fp8."""
+    """Yield the keys of modules that look for a state of their own, empty without FP8."""
     for layer in range(model.layers):
-        stacked = is_uniform(model)
-        where = "decoder.layers." + f"{layer}." * (not stacked)
-        yield from _extras_of(model, layer, where, (layer, model.layers) if stacked else None)
+        if is_uniform(model):
+            yield from _layer_extras(model, layer, "decoder.layers.", (layer, model.layers))
+        else:
+            yield from _layer_extras(model, layer, f"decoder.layers.{layer}.")
     for depth in range(model.depths):
-        where = f"mtp.layers.{depth}."
-        yield from (f"{where}{module}._extra_state/shard_0_1" for module in _EXTRA_DEPTH)
-        yield from _extras_of(model, model.layers - 1, f"{where}transformer_layer.")
+        start = f"mtp.layers.{depth}."
+        for module in _EXTRA_DEPTH:
+            yield f"{start}{module}._extra_state/shard_0_1"
+        # The layer of a depth is of the last layer's kind.
+        yield from _layer_extras(model, model.layers - 1, f"{start}transformer_layer.")
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def _extras_of(model: ModelConfig, layer: int, where: str, part: tuple[int, int] | None = None) -> Iterator[str]:
-    """Keys of one layer. part: the layer's number and that of all layers, under a key of all."""
+def _layer_extras(
+    model: ModelConfig, layer: int, start: str, part: tuple[int, int] | None = None
+) -> Iterator[str]:
+    """Yield the keys of one layer's modules that look for a state of their own.
+
+    Args:
+        layer: its number, which decides its kind.
+        start: start of the keys.
+        part: the layer's number and the number of layers, if layers share keys.
+    """
     sparse = model.has_experts_in(layer)
-    n, of = part or (0, 1)
-    latent = ("input_layernorm", "self_attention.kv_layernorm", *_EXTRA_LATENT) * model.multi_latent_attention
-    for module in (*_EXTRA, *latent, *(_EXTRA_SPARSE if sparse else _EXTRA_DENSE)):
-        yield f"{where}{module}._extra_state/shard_{n}_{of}"
-    for expert in range(model.experts if sparse else 0):
-        at = f"{expert}_{model.experts}" if part is None else f"{n}.{expert}_{of}.{model.experts}"
+    modules = [*_EXTRA]
+    if model.multi_latent_attention:
+        modules += _EXTRA_LATENT
+    modules += _EXTRA_SPARSE if sparse else _EXTRA_DENSE
+    n, count = part or (0, 1)
+    for module in modules:
+        yield f"{start}{module}._extra_state/shard_{n}_{count}"
+    if not sparse:
+        return
+    for expert in range(model.experts):
+        # Shards are counted in two dimensions if layers share the key.
+        shard = f"{expert}_{model.experts}"
+        if part is not None:
+            shard = f"{n}.{expert}_{count}.{model.experts}"
         for module in ("linear_fc1", "linear_fc2"):
-            yield f"{where}mlp.experts.experts.{module}._extra_state/shard_{at}"
+            yield f"{start}mlp.experts.experts.{module}._extra_state/shard_{shard}"
 
 
-def _state(export: Export, apart: bool) -> dict[str, Any]:
-    """The state of optimizer and learning rate beside tensors, where it goes out. apart: experts' is of their own."""
+def _state(export: Export, separate: bool) -> dict[str, Any]:
+    """Return the optimizer's and scheduler's data other than tensors, empty without their state.
+
+    Args:
+        separate: whether experts have an optimizer of their own.
+    """
     if export.steps is None:
         return {}
-    state = {} if export.fused else {"common_step": torch.tensor(float(export.steps))}
-
-    def one(experts: bool) -> dict[str, Any]:
-        groups = [group | {"is_expert_parallel": experts} for group in export.groups()]
-        if experts and not export.config.model.bias:  # a group without parameters is not there
-            groups = groups[:1]
-        return {
-            "state": dict(state),
-            "param_groups": groups,
-            "optimizer": {"state": dict(state), "param_groups": groups},
-            "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
-        }
-
-    optimizer = {0: one(False), 1: one(True)} if apart else one(False)
+    optimizer: dict[Any, Any] = _optimizer(export, of_experts=False)
+    if separate:
+        optimizer = {0: optimizer, 1: _optimizer(export, of_experts=True)}
     return {"optimizer": optimizer, "opt_param_scheduler": export.scheduler()}
+
+
+def _optimizer(export: Export, of_experts: bool) -> dict[str, Any]:
+    """Return the data of one optimizer other than tensors."""
+    groups = export.groups()
+    for group in groups:
+        group["is_expert_parallel"] = of_experts
+    # Experts without biases have no parameter in the group without weight decay.
+    if of_experts and not export.config.model.bias:
+        groups = groups[:1]
+    state = {}
+    if not export.fused:
+        state["common_step"] = torch.tensor(float(export.steps or 0))
+    inner = {"state": state, "param_groups": groups}
+    # The optimizer of float32 weights has it at the top, the others one level deeper.
+    return inner | {
+        "optimizer": {"state": dict(state), "param_groups": groups},
+        "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
+    }
