@@ -39,7 +39,9 @@ def with_depths(
     """
     place = schedule.placement
     if not ranks:
-        return with_vocabulary(schedule, costs) if vocabulary else schedule
+        if vocabulary:
+            return with_vocabulary(schedule, costs)
+        return schedule
     if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
         raise ScheduleError(
             f"{schedule.name}: multi-token prediction is put into a table of F, B, W and BW alone, "
@@ -50,6 +52,8 @@ def with_depths(
             f"{schedule.name}: a depth of multi-token prediction is to be on rank {max(ranks)}, "
             f"and there are {place.num_ranks} ranks, from 0. Use --depths {place.num_ranks - 1}."
         )
+
+    # The same table in chains that have the depths at their end.
     further = replace(place.with_depths(ranks), vocabulary=vocabulary)
     refuse_apart(schedule.name, further)
 
@@ -59,6 +63,9 @@ def with_depths(
 
     rows = schedule.map(lambda step: (tuple(map(moved, step)),)).ranks
     table = replace(schedule, placement=further, ranks=rows)
+
+    # A rank may hold what it holds without depths, and a microbatch more of each of its stages for
+    # every pass that the backward of the loss waits for. Costs by stage name the depths last.
     own: dict[str, tuple[float, ...]] = {}
     for name, value in vars(costs).items():
         if isinstance(value, tuple) and len(value) == further.chain:
@@ -69,6 +76,7 @@ def with_depths(
     for rank, peak in enumerate(alone.peak):
         of_rank = sum(held[stage] for stage in further.stages_on(rank))
         room.append(peak + (1 + len(ranks) + vocabulary) * of_rank)
+
     added = list(_passes(table, split=Kind.W in schedule.kinds))
     if vocabulary:
         added += all_shared(table)
@@ -76,10 +84,17 @@ def with_depths(
 
 
 def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
-    """Yield the passes of all depths. split: the table has split backwards."""
+    """Yield the passes of all depths.
+
+    Args:
+        split: their backwards are split, as the table's.
+    """
     place = table.placement
-    kinds = (Kind.F, Kind.B, Kind.W) if split else (Kind.F, Kind.BW)
+    kinds = [Kind.F, Kind.BW]
+    if split:
+        kinds = [Kind.F, Kind.B, Kind.W]
     for microbatch in range(table.num_microbatches):
+        # A microbatch runs through one chain: DualPipe has depths at the end of each of its two.
         first = table.chain_of(microbatch) * place.chain
         for stage in range(first + place.main, first + place.chain):
             yield from (Pass(kind, stage, microbatch) for kind in kinds)

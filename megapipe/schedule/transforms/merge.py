@@ -1,7 +1,8 @@
 """Add passes to the rows of a table: of a shared vocabulary and of multi-token prediction.
 
 The table is simulated. Each rank first runs the added passes that are due, then continues its row.
-The order within the row stays.
+The order within the row stays. So the table of a paper remains itself, and passes that it does not
+have take their places from the clock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice
 from math import inf
 from typing import Self
 
@@ -47,9 +48,12 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
     """
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // table.placement.num_ranks)):
+        # A pair that comes later would change the order of the forwards.
+        alone = table
+        if delay:
+            alone = unpaired(table)
         # No rule says how many forwards a backward may wait for, or how many T may be pending.
         for waiting in (1, 2, 3):
-            alone = unpaired(table) if delay else table
             rows = _Merge(alone, added, costs, delay, waiting).run()
             if rows is None:
                 continue
@@ -58,6 +62,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
             held = zip(activation(found, costs, time), room, strict=True)
             fits = all(now <= most * (1 + 1e-9) for now, most in held)
             faster = best is None or time.makespan < best[0] * (1 - 1e-9)
+            # Without a delay the order of the table is kept, whatever it holds.
             if faster and (fits or not delay):
                 best = time.makespan, found
     assert best is not None, "the order of the table itself can always be kept"
@@ -99,23 +104,33 @@ class _Rank:
     @classmethod
     def of(cls, row: tuple[Step, ...]) -> Self:
         """Return the rank with this row."""
-        is_forward = [len(step) == 1 and step[0].kind.is_forward for step in row]
         forwards: deque[Step] = deque()
         others: deque[tuple[int, Step]] = deque()
-        for i, step in enumerate(row):
-            if is_forward[i]:
-                forwards.append(step)
+        # From the end, so that the forwards found so far are those after the step.
+        for step in reversed(row):
+            if len(step) == 1 and step[0].kind.is_forward:
+                forwards.appendleft(step)
             else:
-                others.append((sum(is_forward[i:]), step))
+                others.appendleft((len(forwards), step))
         return cls(forwards, others)
 
     def next(self, delay: int) -> list[Step]:
-        """Return the steps of the row that may come next, the first choice first."""
-        forward = [self.forwards[0]] if self.forwards else []
-        left, other = self.others[0] if self.others else (-1, ())
-        if left < len(self.forwards):
+        """Return the steps of the row that may come next, the first choice first.
+
+        Args:
+            delay: forwards that may overtake another step of the row.
+        """
+        forward = [*islice(self.forwards, 1)]
+        if not self.others:
             return forward
-        return [*forward, other] if left < len(self.forwards) + delay else [other]
+        left, other = self.others[0]
+        overtaken_by = left - len(self.forwards)
+        # Forwards that stand before the other step in the row come before it.
+        if overtaken_by < 0:
+            return forward
+        if overtaken_by >= delay:
+            return [other]
+        return [*forward, other]
 
     def take(self, step: Step) -> None:
         """Remove the step from the row."""
@@ -152,6 +167,7 @@ class _Merge:
         self.turns = count()
         # Lookups have an order of their own.
         self.added = {x for x in added if x.kind is not Kind.E}
+        # Needs follow from the passes that a table has. In which row they are makes no difference.
         full = replace(schedule, ranks=(*schedule.ranks, tuple((x,) for x in added)))
         needs = Dependencies(full)
         self.needs = {x: needs.of(x) for x in full.passes()}
@@ -188,11 +204,14 @@ class _Merge:
                     break
                 self._do(number, rank, step, now)
         # The rest of a stuck row begins with a pass that lacks an input.
-        stuck = any(self.lacks.values())
-        return None if stuck else tuple(tuple(rank.out) for rank in self.ranks)
+        if any(self.lacks.values()):
+            return None
+        return tuple(tuple(rank.out) for rank in self.ranks)
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
         """Return the step that a rank starts now; None if it waits."""
+        # Chains take turns. When the lookups of the first chain always went first, Chimera on 4
+        # ranks could not be merged for 12 microbatches.
         chains = enumerate(self.lookups[number])
         for chain, own in sorted(chains, key=lambda pair: rank.lookups[pair[0]]):
             if rank.lookups[chain] < min(len(own), self.begun[chain] + AHEAD):
@@ -202,31 +221,42 @@ class _Merge:
             if rank.due[kind] and rank.due[kind][0][0] <= now:
                 return (rank.due[kind].pop(0)[-1],)
         waits = min((rank.due[kind] for kind in LATER if rank.due[kind]), default=[])
-        ready = waits and waits[0][0] <= now
+        ready = bool(waits) and waits[0][0] <= now
+        # Pending LATER passes hold memory, so with too many of them the row waits.
         if not (ready and len(waits) > self.waiting):
             for step in rank.next(self.delay):
-                comes = 0.0
-                for x in step:
-                    open_ = self.lacks[x] and self._open(x, step)
-                    comes = max(comes, inf if open_ else self.arrival[x])
+                comes = self._arrival(step)
                 if comes <= now:
                     rank.take(step)
                     return step
+                if not ready:
+                    continue
                 # A step of the row that comes within half of the LATER pass's time goes first,
                 # because the LATER pass would delay it.
-                later = waits[0][-1] if ready else None
-                if later and comes < now + self.length[later.kind][later.stage] / 2:
+                later = waits[0][-1]
+                if comes < now + self.length[later.kind][later.stage] / 2:
                     return None
-        return (waits.pop(0)[-1],) if ready else None
+        if not ready:
+            return None
+        return (waits.pop(0)[-1],)
 
-    def _open(self, item: Pass, step: Step) -> bool:
-        """Return whether a pass still waits for a pass outside its own step."""
-        return self.lacks[item] > sum(x in self.needs[item] for x in step)
+    def _arrival(self, step: Step) -> float:
+        """Return when all inputs of a step are there; inf if a pass that makes one has not run."""
+        comes = 0.0
+        for x in step:
+            lacks = self.lacks[x]
+            # The second pass of a pair may need the first.
+            if lacks and lacks > sum(other in self.needs[x] for other in step):
+                return inf
+            comes = max(comes, self.arrival[x])
+        return comes
 
     def _do(self, number: int, rank: _Rank, step: Step, now: float) -> None:
         """Run a step, and wake the ranks for which its results are the last input."""
         first = step[0]
-        length = self.pairs[step] if len(step) > 1 else self.length[first.kind][first.stage]
+        length = self.length[first.kind][first.stage]
+        if len(step) > 1:
+            length = self.pairs[step]
         rank.out.append(step)
         rank.free = now + length
         heappush(self.events, (rank.free, number))
@@ -246,7 +276,9 @@ class _Merge:
                 if taker in self.added:
                     # Passes due at one time run in the order in which their inputs were made:
                     # depths read in the order of the loss.
-                    turn = 0 if taker.kind.traits.at else next(self.turns)
+                    turn = 0
+                    if not taker.kind.traits.at:
+                        turn = next(self.turns)
                     due = self.ranks[there].due[taker.kind]
                     insort(due, (self.arrival[taker], turn, taker))
                 heappush(self.events, (self.arrival[taker], there))
@@ -255,5 +287,7 @@ class _Merge:
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
     """Return the forwards of the first stage of each chain, in their order."""
     passes = [x for x in schedule.passes() if x.kind.is_forward]
-    firsts = range(0, schedule.placement.num_stages, schedule.placement.chain)
-    return [[x for x in passes if x.stage == first] for first in firsts]
+    found = []
+    for first in range(0, schedule.placement.num_stages, schedule.placement.chain):
+        found.append([x for x in passes if x.stage == first])
+    return found

@@ -23,6 +23,7 @@ class Pairing:
 
     def linked(self, costs: Costs) -> Costs:
         """Return the costs with the share of communication, unless they name one."""
+        # Measured costs say more than a share that a flag guesses.
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
         if named or not self.share:
             return costs

@@ -1,4 +1,8 @@
-"""Policies by which ranks choose among ready passes: a grid to try first, and random changes."""
+"""Policies by which ranks choose among ready passes: a grid to try first, and random changes.
+
+No policy is best for all tables and costs. A simulation of one takes milliseconds, so `together`
+tries many and keeps the best.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,8 @@ class Manner:
     spare: tuple[int, ...] = ()
 
 
+# wait, reach, forwards, backwards, weights, keep. From microbatch 1 on, or never (inf), two F run
+# together.
 GRID = [
     Manner(*x) for x in product((0.5, 2.0), (1, 8), (inf, 1.0), (False,), (False, True), (0, 1))
 ]
@@ -55,5 +61,6 @@ def changed(manner: Manner, ranks: int, random: Random) -> Manner:
     spare = list(manner.spare or (0,) * ranks)
     first = random.randrange(ranks)
     for rank in range(first, random.randint(first, ranks - 1) + 1):
+        # More often up than down, because most policies of the grid leave nothing free.
         spare[rank] = max(0, spare[rank] + random.choice((-1, 1, 1, 2)))
     return replace(manner, spare=tuple(spare))

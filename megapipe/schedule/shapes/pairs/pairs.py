@@ -60,6 +60,7 @@ def pairs(
     given = simulate(schedule, costs)
     limits = limits_in_pairs(schedule, costs, memory)
     best = None
+    # A pair must gain something: passes that run one by one need no kernels that overlap.
     least = plain.makespan * (1 - _SMALL)
     fits = all(x <= y * (1 + _SMALL) for x, y in zip(given.peak, limits, strict=True))
     if given.makespan < least and fits:
@@ -88,6 +89,7 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
         own = place.stages_on(rank)
         total = 0.0
         for stage in own:
+            # A microbatch passes the later stages down and up, a stage in each pair of its rank.
             # Number of pairs from the forward to the backward of a microbatch.
             lifespan = 2 * (place.chain - place.position(stage)) / (len(own) // place.num_chains)
             total += min(most, lifespan / place.num_chains) * held[stage]
@@ -104,7 +106,8 @@ def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> l
     asked = held_in_pairs(schedule, costs)
     if memory is not None:
         return [memory] * len(asked)
-    return [max(of) for of in zip(asked, simulate(schedule, costs).peak, strict=True)]
+    peak = simulate(schedule, costs).peak
+    return [max(of) for of in zip(asked, peak, strict=True)]
 
 
 def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
@@ -154,11 +157,17 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
     step = min(costs.memory(schedule.placement).b)
     low = max(limits)
     found = None
-    # Bisect for the least memory with which pairs help.
+
+    # Bisect for the least memory with which pairs help, in steps of a microbatch of a stage. The
+    # memory of the rule comes first: if pairs do not help with that, they do with none below it.
     few = 0
-    enough = int((max(asked) - low) / step + 1 - _SMALL) if step else 0
+    enough = 0
+    if step:
+        enough = int((max(asked) - low) / step + 1 - _SMALL)
     while few < enough:
-        more = (few + enough) // 2 if found else enough
+        more = enough
+        if found:
+            more = (few + enough) // 2
         best = best_play(schedule, costs, [low + more * step] * len(limits), len(GRID))
         if best is not None and best[0] < plain * (1 - _SMALL):
             found = low + more * step, best[0]
@@ -181,9 +190,10 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
     """Return a makespan that no table of this placement and memory beats, with or without pairs.
 
-    Returns None for two copies of the model.
+    Returns None for two copies of the model, and for costs that name the time of a pair, fb.
     """
     place = schedule.placement
+    # The bound does not know two copies, nor a time of pairs that their passes do not give.
     if place.num_chains > 1 or costs.fb is not None:
         return None
     return bound_of_any(place, schedule.num_microbatches, costs, memory, "makespan")

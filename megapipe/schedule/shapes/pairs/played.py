@@ -23,6 +23,7 @@ _SMALL = 1e-9
 
 
 class _Table(ctypes.Structure):
+    # The same fields in the same order as in play.c, here and in the next class.
     _fields_ = (
         *((name, ctypes.c_int) for name in ("ranks", "stages", "microbatches", "chunks", "split")),
         *((name, Ints) for name in ("rank_of", "local", "next", "prev")),
@@ -58,7 +59,9 @@ def compiled_play(
     place = schedule.placement
     m = schedule.all_microbatches
     held = costs.memory(place).b
-    largest = [max(held[s] for s in place.stages_on(r)) for r in range(place.num_ranks)]
+    largest = []
+    for rank in range(place.num_ranks):
+        largest.append(max(held[stage] for stage in place.stages_on(rank)))
     table = _table(schedule, costs, limits, split)
     begin = [0, *accumulate(_count(row) for row in schedule.ranks)]
     # The C code writes here: per rank at most 3 steps for each forward, a step as 4 integers.
@@ -80,6 +83,7 @@ def compiled_play(
         makespan = code.play(ctypes.byref(table), ctypes.byref(given), steps, made)
         if makespan < 0:
             return None
+        # Few tables are built: a policy with a longer makespan needs no rows.
         return makespan, lambda: tuple(map(row, range(place.num_ranks)))
 
     def row(rank: int) -> tuple[Step, ...]:
@@ -92,12 +96,14 @@ def compiled_play(
 
 
 def _passes(numbers: Sequence[int], m: int) -> Iterator[Pass]:
+    """Yield the passes of a step: kind and number of the first, then of the second or -1."""
     for kind, x in (numbers[:2], numbers[2:]):
         if x >= 0:
             yield Pass(_KINDS[kind], *divmod(x, m))
 
 
 def _count(row: Sequence[Step]) -> int:
+    """Return the number of forwards of a row."""
     return sum(x.kind.is_forward for step in row for x in step)
 
 
@@ -112,6 +118,9 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
     after = [place.next(s) for s in stages]
     before = [place.prev(s) for s in stages]
     held, owes = costs.memory(place)
+
+    # Times of single passes and of pairs. A pair of a rank is a row and a column in a square of
+    # (kind, own stage), because a table for all stages of the model would be too large.
     alone = [time for kind in _KINDS for time in costs.durations(place)[kind]]
     together = [0.0] * (place.num_ranks * wide * wide)
     for rank, mine in enumerate(own):
@@ -123,22 +132,31 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
     def lags(to: Sequence[int | None]) -> list[float]:
         """Return the time of the message from each stage to its neighbour, 0 without one."""
         ranks = place.rank_of
-        both = zip(stages, to, strict=True)
-        return [0.0 if t is None else costs.lag(ranks[s], ranks[t], len(own)) for s, t in both]
+        found = []
+        for s, t in zip(stages, to, strict=True):
+            lag = 0.0
+            if t is not None:
+                lag = costs.lag(ranks[s], ranks[t], len(own))
+            found.append(lag)
+        return found
+
+    def numbers(to: Sequence[int | None]) -> ctypes.Array[ctypes.c_int]:
+        """Return the neighbour of each stage, -1 without one."""
+        return ints([-1 if t is None else t for t in to])
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
+        """Return the numbers of all forwards or backwards, in the order of the table."""
         return [x.stage * m + x.microbatch for x in schedule.passes() if way(x.kind)]
 
     local = [own[place.rank_of[s]].index(s) for s in stages]
     return _Table(
         *(len(own), len(stages), m, chunks, split or any(kind.is_split for kind in schedule.kinds)),
         *map(ints, (place.rank_of, local)),
-        *(ints([-1 if t is None else t for t in to]) for to in (after, before)),
+        numbers(after),
+        numbers(before),
         *map(doubles, (held, owes, lags(after), lags(before))),
-        *(
-            ints(order(way))
-            for way in (lambda kind: kind.is_forward, lambda kind: kind.is_backward)
-        ),
+        ints(order(lambda kind: kind.is_forward)),
+        ints(order(lambda kind: kind.is_backward)),
         ints([0, *accumulate(map(_count, schedule.ranks))]),
         *map(doubles, (alone, together, [limit * (1 + _SMALL) for limit in limits])),
         max(costs.durations(place)[Kind.F]),

@@ -45,8 +45,11 @@ class Cutting:
                 f"{self.documents} documents of one length cannot share {self.count} slices "
                 f"equally: take {more} slices."
             )
+        # Slice 0 begins a document anyway.
         begins = range(0, self.count, self.count // self.documents)[1:]
-        return (tuple(begins),) if begins else ()
+        if not begins:
+            return ()
+        return (tuple(begins),)
 
 
 MOST_SLICES = 64
@@ -72,6 +75,7 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
         part = shares(count // documents, how, _shorter(costs, documents))
         return tuple(length / documents for length in part) * documents
     a = attention_of_all(costs)
+    # Each slice has the same share of the work, so slice k ends where k / count of it is done.
     ends = [k / count for k in range(count + 1)]
     if a > 0:
         # Solve (1 - a) x + a x^2 = done for x.
@@ -81,6 +85,7 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
 
 def _shorter(costs: Costs, times: int) -> Costs:
     """Return costs with attention's share alone, in a sequence `times` times as short."""
+    # A token attends to 1 / times as many tokens. All other work of a token stays.
     a = attention_of_all(costs) / times
     share = a / (a + 1 - a * times)
     return Costs(attention_f=share, attention_b=share, attention_w=share)
@@ -115,6 +120,7 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
     whole = sum(wanted)
     ends = [0]
     for k in range(1, count + 1):
+        # The end is rounded, not the length: errors of the lengths would add up.
         nearest = round(sum(wanted[:k]) / whole * pieces)
         # At least one piece for this slice, and one for each later slice.
         ends.append(min(max(nearest, ends[-1] + 1), pieces - (count - k)))
@@ -137,6 +143,7 @@ def at_borders(
     ends = [0, *accumulate(lengths)]
     moved = [0]
     for before, at, after in zip(ends, ends[1:], ends[2:], strict=False):
+        # Two cuts move by less than half of the way between them, so no slice is empty.
         between = [x for x in borders if before + at < 2 * x < at + after]
         near = [x for x in between if x % multiple == 0]
         moved.append(min(near, key=lambda x: abs(x - at), default=at))
@@ -144,4 +151,7 @@ def at_borders(
 
 
 def _mean(value: PerStage) -> float:
-    return sum(value) / len(value) if isinstance(value, tuple) else value
+    """Return the mean over the stages, or the one value of all."""
+    if isinstance(value, tuple):
+        return sum(value) / len(value)
+    return value

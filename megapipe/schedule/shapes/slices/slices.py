@@ -7,6 +7,12 @@ of its microbatch, so forwards must come n - 1 passes sooner. That is all the me
 holds (k + n - 1) / n microbatches where it held k. A document that begins with a slice needs
 nothing of other documents. Its slices act as a microbatch of their own, which waits for less and
 holds less.
+
+Two microbatches in 2 slices on 2 ranks, 1F1B at F = BW. A number is microbatch.slice, and backwards
+are in brackets:
+
+    rank 0   0.0   0.1   1.0        [0.1]  1.1  [0.0]       [1.1] [1.0]
+    rank 1         0.0   0.1  [0.1]  1.0  [0.0]  1.1  [1.1] [1.0]
 """
 
 from __future__ import annotations
@@ -48,11 +54,13 @@ def slices(
     Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass.
     """
     n = len(cuts)
+    # Forwards move ahead of backwards below, so a pair could not stay together.
     pattern = unpaired(made_for(n * microbatches))
     refuse_uncuttable(pattern)
     _refuse_costs(costs, cuts, pattern.placement)
     best: tuple[float, Schedule] | None = None
     least = 0.0
+    # At most by all forwards that a microbatch has on a rank.
     most = n * pattern.placement.num_stages // pattern.placement.num_ranks
     for sooner in range(_longest(n, documents) - 1, most + 1):
         found = of_microbatches(_with_forwards_sooner(pattern, sooner), cuts, documents)
@@ -62,6 +70,7 @@ def slices(
             # Chunks of a rank share its row, so their forwards must come sooner still.
             continue
         least = least or max(time.peak)
+        # Each forward further ahead holds more, so no later table fits.
         if memory is not None and max(time.peak) > memory * (1 + _SMALL):
             break
         if best is None or time.makespan < best[0] * (1 - _SMALL):
@@ -90,6 +99,7 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
     refuse_uncuttable(schedule)
     n = len(cuts)
 
+    # A backward adds to the gradients of keys of earlier slices, so these come after it.
     def sliced(step: Step) -> Iterator[Step]:
         (item,) = step
         order = range(n) if item.kind.is_forward else reversed(range(n))
@@ -108,6 +118,7 @@ def of_microbatches(
 
     Each n consecutive microbatches become the n slices of one.
     """
+    # The pattern has n times as many microbatches, each as short as a slice.
     n = len(cuts)
     microbatches = pattern.num_microbatches // n
     table = replace(pattern, num_microbatches=microbatches, cuts=cuts, documents=documents)
@@ -152,6 +163,7 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
     Raises: ScheduleError that names the field.
     """
+    # Checked before any simulation: an error there is taken for a table that cannot run.
     part = costs.of_slice(cuts, (0, 0, len(cuts)))
     part.check(place)
     for rank in range(1, place.num_ranks):
@@ -167,6 +179,7 @@ def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
     def sooner(row: tuple[Step, ...]) -> Iterator[Step]:
         forwards = deque(step for step in row if step[0].kind.is_forward)
         yield from (forwards.popleft() for _ in range(min(by, len(forwards))))
+        # Backwards keep their places, and the last `by` places of forwards are left out.
         for step in row:
             if not step[0].kind.is_forward:
                 yield step
@@ -177,6 +190,11 @@ def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
 
 
 def _refusal(pattern: Schedule, n: int, memory: float | None, least: float) -> str:
+    """Return the sentence that says why there is no table.
+
+    Args:
+        least: memory of the first table that can run; 0 if none can.
+    """
     if memory is None or not least:
         return (
             f"{pattern.name} cannot be cut in {n} slices for {pattern.num_microbatches // n} "
