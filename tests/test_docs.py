@@ -70,12 +70,22 @@ def test_dead_links_are_found(tmp_path):
     assert list(dead_links(tmp_path / "a.md")) == ["x.md: no such file", "a.md#d: no such heading"]
 
 
+def typed(fence: str) -> Iterator[str]:
+    """The lines of a fence that somebody types: the ones after a $, or all if no line has one."""
+    lines = fence.replace("\\\n", " ").splitlines()
+    prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    yield from prompted or lines
+
+
 def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:
     """(program, its words) of every command in a fence or in `code`; what only stands for something is left out."""
     fences = [code for kind, code in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if kind in ("", "bash")]
+    # `megapipe plan` alone only names the command.
     inline = re.findall(r"`((?:python|torchrun|megapipe) [^`]+)`", prose(text))
-    for line in "\n".join([*fences, *inline]).replace("\\\n", " ").splitlines():
-        if (found := PROGRAM.match(line.removeprefix("$ "))) and "NAME" not in line:
+    inline = [" ".join(code.split()) for code in inline]
+    inline = [code for code in inline if not re.fullmatch(r"megapipe \w[\w-]*", code)]
+    for line in [*(line for fence in fences for line in typed(fence)), *inline]:
+        if (found := PROGRAM.match(line)) and "NAME" not in line:
             # Behind three blanks stands what it is for; [...] may be left out; `...` and <flags> are yours, N a number.
             words = re.split(r"\s{3,}(?=\w)|\s+[|>#&;]|\s\(", found[2] or found[4] or "")[0]
             words = re.sub(r"<[^>]+>|\[[^]]*\]|(--[\w-]+ )?(?<!\S)\.\.\.(?!\S)", "", words)

@@ -32,9 +32,9 @@ def output(command: str, folder: Path) -> str:
         patch.setenv("COLUMNS", "100")
         patch.chdir(folder)
         patch.setattr(sys, "argv", words[1:])
-        if words[1] == "tools/schedules.py":
+        if words[:2] == ["megapipe", "schedules"]:
             assert schedules.main(words[2:]) == 0
-        elif words[1] == "tools/plan.py":
+        elif words[:2] == ["megapipe", "plan"]:
             plan.main(words[2:])
         else:
             exec(PROGRAMS[words[1]], {})

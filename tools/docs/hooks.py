@@ -56,8 +56,9 @@ COSTS = {"F = B = W": Costs(), "10:11:8": Costs(10, 11, 8), "10:11:8, message 1"
 def on_config(config: Any) -> Any:
     """Name the schedules' pages in the table of contents."""
     for part in config.nav:
-        if isinstance(part, dict) and "Schedules" in part:
-            part["Schedules"] += [f"schedule/{name}.md" for name in SCHEDULES]
+        if isinstance(part, dict) and "Choose a schedule" in part:
+            pages = [f"schedule/{name}.md" for name in SCHEDULES]
+            part["Choose a schedule"].append({"Each schedule": pages})
     return config
 
 
