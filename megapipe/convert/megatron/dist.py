@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.convert.megatron.flat import Row
 from megapipe.convert.megatron.names import common_name, joined
 from megapipe.convert.megatron.pickles import read_pickle, read_torch
 from megapipe.distributed.layout import Layout
@@ -201,6 +202,36 @@ class DistributedTensors:
             start[0] = layer
             stop[0] = layer + 1
         return joined([self.box(key, start, stop)], layout)
+
+    def row(self, group: int, number: int, orders: Sequence[Sequence[str]]) -> Row:
+        """Return the distributed optimizer's flat numbers of one model chunk.
+
+        Args:
+            group: number of the group of data-parallel ranks that share the chunk.
+            number: number of the chunk on its pipeline rank.
+            orders: possible orders of its parameters, each a list of names.
+        """
+        start = f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{number}.dtype_"
+        pattern = re.compile(re.escape(start) + r"[^/]*\.bucket_idx_(\d+)\.param")
+        matches = [match for match in map(pattern.fullmatch, self.sizes) if match]
+        buckets = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
+
+        def read(kind: str, start: int, stop: int) -> Tensor:
+            parts = []
+            first = 0
+            for key in buckets:
+                size = self.sizes[key][0]
+                low = max(start, first)
+                high = min(stop, first + size)
+                if low < high:
+                    its = key
+                    if kind != "master":
+                        its = key.removesuffix("param") + kind
+                    parts.append(self.box(its, [low - first], [high - first]))
+                first += size
+            return torch.cat(parts)
+
+        return Row(sum(self.sizes[key][0] for key in buckets), read, orders)
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

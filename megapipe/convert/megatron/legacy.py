@@ -25,7 +25,7 @@ from megapipe.errors import CheckpointError
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)\.(.*)")
-_FILE = "model_optim_rng.pt"
+FILE = "model_optim_rng.pt"
 _STATE_FILE = "distrib_optim.pt"
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters that --decoupled-lr puts in a group of their own."""
@@ -95,7 +95,7 @@ class LegacyTensors:
             experts = {rank[1:] for rank in self.paths}
             missing = [r for r in ranks if r[:2] not in dense or r[1:] not in experts]
         if missing:
-            names = ", ".join(self._folder_of(rank) for rank in missing)
+            names = ", ".join(rank_folder(rank, self.pp, self.ep) for rank in missing)
             raise CheckpointError(f"{self.folder} lacks {names}")
         if self.etp not in (1, self.tp):
             raise CheckpointError(
@@ -103,16 +103,6 @@ class LegacyTensors:
                 f"--tensor-model-parallel-size {self.tp}; save once more with "
                 "--ckpt-format torch_dist"
             )
-
-    def _folder_of(self, rank: Rank) -> str:
-        """Return the name of a rank's folder. Sizes of 1 have no number in it."""
-        t, p, e = rank
-        name = f"mp_rank_{t:02d}"
-        if self.pp > 1:
-            name += f"_{p:03d}"
-        if self.ep > 1:
-            name += f"_{e:03d}"
-        return name
 
     def _chunks(self, t: int, p: int, e: int) -> Iterator[Chunk]:
         """Yield the model chunks of a rank, with layers numbered as in the whole model."""
@@ -303,6 +293,22 @@ class LegacyTensors:
         return found
 
 
+def rank_folder(rank: Rank, pp: int, ep: int) -> str:
+    """Return the name of a rank's folder. It has no number for a size of 1.
+
+    Args:
+        pp: number of pipeline ranks.
+        ep: number of expert-parallel ranks.
+    """
+    t, p, e = rank
+    name = f"mp_rank_{t:02d}"
+    if pp > 1:
+        name += f"_{p:03d}"
+    if ep > 1:
+        name += f"_{e:03d}"
+    return name
+
+
 def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
     """Return the numbers of one kind of a row's state, from start to stop."""
     key = "param" if kind == "master" else kind
@@ -315,7 +321,7 @@ def _files(folder: Path) -> dict[Rank, Path]:
     for path in folder.glob("mp_rank_*"):
         if match := _RANK.fullmatch(path.name):
             t, p, e = (int(number or 0) for number in match.groups())
-            found[t, p, e] = path / _FILE
+            found[t, p, e] = path / FILE
     if not found:
         names = "no mp_rank_XX, no mp_rank_XX_YYY and no mp_rank_XX_YYY_ZZZ"
         raise CheckpointError(f"{folder} has {names}")

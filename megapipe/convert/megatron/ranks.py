@@ -21,6 +21,7 @@ from megapipe.convert.checkpoints import Converted, fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts
 from megapipe.convert.megatron.export import Export, open_export
+from megapipe.convert.megatron.legacy import FILE, rank_folder
 from megapipe.convert.megatron.names import fused_name, in_layer, orders, stage_layouts
 from megapipe.convert.tensors import Progress, counted, is_trained
 from megapipe.distributed.axis import Axis
@@ -28,7 +29,6 @@ from megapipe.errors import CheckpointError
 from megapipe.partition.spans import partition
 from megapipe.schedule import loop
 
-_FILE = "model_optim_rng.pt"
 _MASTER = "master"
 _EXPERTS = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
@@ -50,15 +50,6 @@ class Sizes:
     pp: int = 1
     ep: int = 1
     local: bool = False
-
-    def folder_of(self, t: int, p: int, e: int) -> str:
-        """Return the name of a rank's folder. Sizes of 1 have no number in it."""
-        name = f"mp_rank_{t:02d}"
-        if self.pp > 1:
-            name += f"_{p:03d}"
-        if self.ep > 1:
-            name += f"_{e:03d}"
-        return name
 
     def args(self) -> dict[str, Any]:
         """Return Megatron-LM's arguments for these sizes."""
@@ -138,9 +129,9 @@ def export_ranks(
     iteration = f"iter_{export.iteration:07d}"
     with fresh_folder(target) as made:
         for rank in counted(ranks, progress):
-            path = made / iteration / sizes.folder_of(*rank)
+            path = made / iteration / rank_folder(rank, sizes.pp, sizes.ep)
             path.mkdir(parents=True)
-            torch.save(_RankFile(export, sizes, *rank).content(), path / _FILE)
+            torch.save(_RankFile(export, sizes, *rank).content(), path / FILE)
         commit.write_durably(made / commit.POINTER, str(export.iteration))
     notes = [*export.notes(), "no state of random streams goes out: add --no-load-rng there"]
     if export.steps is not None:
