@@ -20,6 +20,18 @@ _SEARCH = 50
 _TIE = 0.005
 _WORTH = 0.02
 """Makespans this close count as equal; a saving below this is not worth another schedule."""
+_HEAD = (
+    "schedule",
+    "makespan",
+    "vs 1f1b",
+    "period",
+    "bubble",
+    "bubble %",
+    "peak",
+    "parameters",
+    "sent",
+    "",
+)
 
 
 @dataclass(frozen=True)
@@ -92,16 +104,16 @@ def compare(
             ignored.
     Raises: ScheduleError for an unknown name.
     """
-    makers, searches = makers_of(
-        dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, memory, effort
-    )
+    chosen = dict.fromkeys([PLAIN, *names])
+    makers, searches = makers_of(chosen, ranks, microbatches, costs, memory, effort)
     if slices:
-        makers |= cut_makers(dict.fromkeys([PLAIN, *names]), ranks, microbatches, costs, slices)
-    weight = {label: _SEARCH if label in searches else 1 for label in makers}
+        makers |= cut_makers(chosen, ranks, microbatches, costs, slices)
+    # All makers are known before the first runs, so the progress bar never moves back.
+    weight = dict.fromkeys(makers, 1) | dict.fromkeys(searches, _SEARCH)
     rows: list[Row | Refusal] = []
     done = 0
     for label, make in makers.items():
-
+        # The defaults keep the values of this round; a search calls it while they are still these.
         def report(share: float, done: int = done, label: str = label) -> None:
             progress((done + share * weight[label]) / sum(weight.values()), label)
 
@@ -111,6 +123,7 @@ def compare(
             if parts is not None:
                 table = _with_parts(parts, table, costs, memory)
             rows.append(measure(table, costs, label, memory))
+        # The other schedules still have their rows, and a reader sees why this one has none.
         except ScheduleError as error:
             rows.append(Refusal(label, str(error)))
         done += weight[label]
@@ -120,6 +133,7 @@ def compare(
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
     """Return a table with the parts of a recipe; if they do not fit, the one that needs least."""
+    # Lenient: a table above the limit is a row that does not fit, and not a refusal.
     recipe = replace(parts, order=table.name, table=table, lenient=True)
     return recipe.whole(costs, memory)
 
@@ -130,13 +144,17 @@ def measure(
     """Return the row of a schedule under these costs."""
     time = simulate(schedule, costs)
     total = time.makespan * len(schedule.ranks)
+    idle = 0.0
+    if total:
+        idle = sum(time.idle) / total
+    # Of memory, parameters and messages the worst rank counts: it is the one that runs out.
     return Row(
         label or schedule.name,
         makespan=time.makespan,
         period=time.period,
         bubble=time.bubble,
         busiest=max(time.busy),
-        idle=sum(time.idle) / total if total else 0.0,
+        idle=idle,
         peak=max(time.peak),
         parameters=max(time.parameters),
         sent=max(time.sent),
@@ -162,25 +180,30 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             "smaller --micro-batch-size, recomputation, more tensor parallelism."
         ]
     best = _best(fitting, "makespan")
+    # Costs of four stages on two ranks leave no 1f1b. Then the first that fits is the measure.
     plain = next((row for row in rows if row.label == PLAIN), fitting[0])
+    # All ratios below divide by it.
     if not best.makespan:
         return ["Nothing takes time by these costs, so no schedule is shorter than another."]
     if plain.fits and best.makespan > plain.makespan * (1 - _WORTH):
-        closest = (
-            f"; {best.label} would take {short(best.makespan)}"
-            if best.makespan < plain.makespan
-            else ""
-        )
+        closest = ""
+        if best.makespan < plain.makespan:
+            closest = f"; {best.label} would take {short(best.makespan)}"
         advice = [
             f"Stay with {plain.label} (makespan {short(plain.makespan)}): "
-            f"none that fits saves {_WORTH:.0%} of "
-            f"it{closest}."
+            f"none that fits saves {_WORTH:.0%} of it{closest}."
         ]
         best = plain
     else:
-        over = "" if plain.fits else f", which needs {short(plain.peak)}"
-        than = f"{short(best.peak / plain.peak)} x that" if plain.peak else "against none"
-        more = f" ({than} of {plain.label})" if best.peak > plain.peak else ""
+        over = ""
+        if not plain.fits:
+            over = f", which needs {short(plain.peak)}"
+        than = "against none"
+        if plain.peak:
+            than = f"{short(best.peak / plain.peak)} x that"
+        more = ""
+        if best.peak > plain.peak:
+            more = f" ({than} of {plain.label})"
         advice = [
             f"Take {best.label}: makespan {short(best.makespan)}, "
             f"{_change(best.makespan, plain.makespan)} than "
@@ -188,6 +211,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             f"{short(best.parameters)} x the parameters, {best.sent} tensors sent per rank."
         ]
     advice += _uneven(best)
+    # Without a barrier a rank begins the next step while others still end this one, so a step takes
+    # the period.
     steady = _best(fitting, "period")
     if steady.period < best.period * (1 - _WORTH):
         advice.append(
@@ -195,6 +220,7 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
             f"take {steady.label}: period "
             f"{short(steady.period)} against {short(best.period)} of {best.label}."
         )
+    # Interleaving and waves send v times as many messages. With comm = 0 the rows do not show it.
     if not costs.comm and best.sent > plain.sent > 0:
         advice.append(
             f"Messages were free here. {best.label} sends {best.sent / plain.sent:.1f} x as many "
@@ -209,39 +235,31 @@ def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
 
     Schedules that do not exist have no cells.
     """
-    measured = sorted(
-        (row for row in rows if isinstance(row, Row)), key=lambda row: (not row.fits, row.makespan)
-    )
+    measured = [row for row in rows if isinstance(row, Row)]
+    measured.sort(key=lambda row: (not row.fits, row.makespan))
     reference = next((row.makespan for row in measured if row.label == PLAIN), 0.0)
-    cells: list[tuple[str, ...]] = [
-        (
-            "schedule",
-            "makespan",
-            "vs 1f1b",
-            "period",
-            "bubble",
-            "bubble %",
-            "peak",
-            "parameters",
-            "sent",
-            "",
+    cells: list[tuple[str, ...]] = [_HEAD]
+    for row in measured:
+        change = ""
+        if reference:
+            change = f"{100 * (row.makespan / reference - 1):+.1f} %"
+        over = ""
+        if not row.fits:
+            over = "over the limit"
+        cells.append(
+            (
+                row.label,
+                short(row.makespan),
+                change,
+                short(row.period),
+                short(row.bubble),
+                f"{100 * row.bubble_share:.1f}",
+                short(row.peak),
+                short(row.parameters),
+                str(row.sent),
+                over,
+            )
         )
-    ]
-    cells += [
-        (
-            row.label,
-            short(row.makespan),
-            f"{100 * (row.makespan / reference - 1):+.1f} %" if reference else "",
-            short(row.period),
-            short(row.bubble),
-            f"{100 * row.bubble_share:.1f}",
-            short(row.peak),
-            short(row.parameters),
-            str(row.sent),
-            "" if row.fits else "over the limit",
-        )
-        for row in measured
-    ]
     return cells
 
 
@@ -249,9 +267,10 @@ def to_table(rows: Sequence[Row | Refusal]) -> str:
     """Return the cells as text, followed by a line for each schedule that does not exist."""
     cells = cells_of(rows)
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        f"{line[0]:<{first}}  " + _right(line[1:-1], widths) + "  " + line[-1] for line in cells
-    ]
+    lines = []
+    for name, *numbers, end in cells:
+        lines.append(f"{name:<{first}}  {_right(numbers, widths)}  {end}")
+    # Refusals come last. Their reasons may be long, so they do not widen the columns.
     lines += [f"{row.label:<{first}}  {row.reason}" for row in rows if isinstance(row, Refusal)]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -268,16 +287,22 @@ def _best(rows: Sequence[Row], what: str) -> Row:
     """
     least = min(getattr(row, what) for row in rows)
     close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]
+    # Parameters first: a second copy of the model also doubles gradients and optimizer states,
+    # which the peak of activation does not show.
     return min(close, key=lambda row: (row.parameters, row.peak, row.sent, row.makespan))
 
 
 def _change(value: float, reference: float) -> str:
-    return f"{abs(1 - value / reference):.1%} {'less' if value <= reference else 'more'}"
+    direction = "more"
+    if value <= reference:
+        direction = "less"
+    return f"{abs(1 - value / reference):.1%} {direction}"
 
 
 def _uneven(best: Row) -> list[str]:
     """Return a sentence if one rank has too much work for any order of the passes to help."""
     mean = best.makespan * (1 - best.idle)
+    # A step ends after the busiest rank's own work, in whatever order it runs.
     if best.busiest <= 1.05 * mean:
         return []
     return [
@@ -302,6 +327,7 @@ def _pairs(
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
         return []
     schedule = build(row.label, ranks, microbatches)
+    # From above, so that the first pair that is short enough is the longest.
     for percent in range(99, 59, -1):
         cheaper = replace(costs, fb=(costs.f + costs.b + costs.w) * percent / 100)
         if simulate(schedule, cheaper).makespan <= best.makespan:

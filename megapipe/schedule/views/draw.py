@@ -49,23 +49,26 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     time = scene.time
     plot = _plot_width(scene.time)
     ranks = len(schedule.ranks)
+    # 44 pixels for the axis of time and the caption of the curves.
     curves_top = _TOP + sum(sum(_size(track)) for track in scene.tracks) + 44
     height = curves_top + ranks * (_CURVE + _CURVE_GAP) + 8
     width = _LEFT + plot + _RIGHT
-    scale = plot / time.makespan if time.makespan else 0.0
+    scale = 0.0
+    if time.makespan:
+        scale = plot / time.makespan
     used = schedule.kinds | {Kind.F, Kind.B, Kind.W, Kind.BW}
     fill = {key: colour for key, colour in scene.fill.items() if key[0] in used}
+    # A class for each colour, because a large table has tens of thousands of boxes. A box and its
+    # text are then as short as they can be.
     classes = {colour: f"c{i}" for i, colour in enumerate(dict.fromkeys(fill.values()))}
     names = {key: classes[colour] for key, colour in fill.items()}
-    style = (
-        _STYLE
-        + ".s text{font-size:8px}" * any(track.within for track in scene.tracks)
-        + "".join(
-            f".{name}{{fill:{colour}}}"
-            + (f".n .{name}+text{{fill:#fff}}" if is_dark(colour) else "")
-            for colour, name in classes.items()
-        )
-    )
+    style = _STYLE
+    if any(track.within for track in scene.tracks):
+        style += ".s text{font-size:8px}"
+    for colour, name in classes.items():
+        style += f".{name}{{fill:{colour}}}"
+        if is_dark(colour):
+            style += f".n .{name}+text{{fill:#fff}}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">',
@@ -83,18 +86,24 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
 
 def _size(track: Track) -> tuple[int, int]:
     """Return the height of a row and of the gap below it, in pixels."""
-    return (_LANE, _LANE_GAP) if track.within else (_ROW, _GAP)
+    if track.within:
+        return _LANE, _LANE_GAP
+    return _ROW, _GAP
 
 
 def _plot_width(time: Timeline) -> int:
     """Return the width in pixels: enough for a number in the shortest box, if a screen shows it."""
     lengths = [time.end[item] - time.start[item] for item in time.start]
+    # Passes may take no time, such as U under costs that do not name it.
     shortest = min((length for length in lengths if length > 0), default=1.0)
+    # 13 pixels are two digits. The number of a narrower box becomes its tooltip, see `_boxes`.
     return round(min(max(720.0, 13 * time.makespan / shortest), 6000.0))
 
 
 def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterator[str]:
-    limit = "" if memory is None else f" of {short(memory)}"
+    limit = ""
+    if memory is not None:
+        limit = f" of {short(memory)}"
     facts = (
         f"{len(schedule.ranks)} ranks, {schedule.num_microbatches} microbatches: "
         f"makespan {short(time.makespan)}, "
@@ -116,6 +125,7 @@ def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
             x += 13
         text = f"{kind.value} {kind.traits.meaning}"
         yield f'<text x="{x + 4:g}" y="40">{text}</text>'
+        # SVG cannot measure text. 5.6 pixels are a mean letter of 11 pixel sans-serif.
         x += 20 + 5.6 * len(text)
     idle = f'<rect class="idle" x="{x:g}" y="30" width="12" height="12"/>'
     yield f'{idle}<text x="{x + 16:g}" y="40">bubble</text>'
@@ -132,18 +142,27 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
     y = _TOP
     for track in scene.tracks:
         height, gap = _size(track)
-        style = ' class="s"' if track.within else ""
-        middle = _LANE if track.within else 16
+        style = ""
+        middle = 16
+        boxes = _boxes
+        opened = '<g class="n">'
+        closed = "</g></g>"
+        # Parts of passes have no numbers, so they need no group in the style of numbers.
+        if track.within:
+            style = ' class="s"'
+            middle = _LANE
+            boxes = _part
+            opened = ""
+            closed = "</g>"
         label = f'<text class="r" x="-6" y="{middle}">{track.name}</text>'
         yield f'<g{style} transform="translate({_LEFT} {y})">{label}'
         if track.lane == Lane.COMPUTE.value:
             yield f'<text x="{plot + 6}" y="16">idle {short(scene.time.idle[track.rank])}</text>'
-        yield f'<rect class="idle" width="{plot}" height="{height}"/>' + (
-            "" if track.within else '<g class="n">'
-        )
+        # The row is grey and boxes cover it, so what stays grey is bubble.
+        yield f'<rect class="idle" width="{plot}" height="{height}"/>{opened}'
         for step in track.steps:
-            yield from (_part if track.within else _boxes)(step, scale, names)
-        yield "</g>" if track.within else "</g></g>"
+            yield from boxes(step, scale, names)
+        yield closed
         y += height + gap
 
 
@@ -166,13 +185,17 @@ def _boxes(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
     for i, box in enumerate(step):
         y = i * height
         label = box.item.of
-        top = f' y="{y}"' if y else ""
+        top = ""
+        if y:
+            top = f' y="{y}"'
         place = f'x="{_px(x)}"{top} width="{_px(width)}" height="{height}"'
         rect = f'<rect class="{_name(box, names)}" {place}'
+        # A digit of 10 pixels is 6.2 wide in the widest usual sans-serif.
         if width >= 6.2 * len(label) + 1:
             yield f'{rect}/><text x="{_px(x + width / 2)}" y="{y + height // 2 + 4}">{label}</text>'
         else:
             yield f"{rect}><title>{box.item}</title></rect>"
+    # A frame around both: their boxes alone look like two passes of two microbatches.
     if len(step) > 1:
         yield f'<rect class="pair" x="{_px(x)}" width="{_px(width)}" height="{_ROW}"/>'
 
@@ -182,6 +205,7 @@ def _name(box: Box, names: _Names) -> str:
 
 
 def _axis(time: Timeline, scale: float, plot: int, y: int) -> Iterator[str]:
+    # At least 60 pixels between ticks, so that their numbers do not touch.
     step = _tick(time.makespan * 60 / plot)
     yield f'<g transform="translate({_LEFT} {y})"><path class="axis" d="M0 4H{plot}"/>'
     at = 0.0
@@ -208,9 +232,11 @@ def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: in
     """Yield the curves of activation of all ranks, on one scale."""
     caption = "activation held by each rank, in microbatches of a device share"
     yield f'<text x="{_LEFT}" y="{top - 6}">{caption}</text>'
+    # One scale for all ranks and the limit, so that heights can be compared.
     most = max(*scene.time.peak, memory or 0.0) or 1.0
     for rank, curve in enumerate(scene.curves):
         y = top + rank * (_CURVE + _CURVE_GAP)
+        # A step curve: H moves to the time of a change, V to the memory held from then on.
         path = [f"M0 {_CURVE}"]
         for at, held in curve.items():
             path.append(f"H{_px(at * scale)}V{_px(_CURVE - held / most * _CURVE)}")
@@ -224,4 +250,5 @@ def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: in
 
 
 def _px(value: float) -> str:
+    """Return a length in pixels, in as few characters as a tenth of a pixel needs."""
     return f"{value:.1f}".rstrip("0").rstrip(".")

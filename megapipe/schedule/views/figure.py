@@ -80,6 +80,7 @@ class Files:
 
         Raises: ScheduleError if matplotlib is missing, or the width is too small.
         """
+        # A width alone would be ignored without a word.
         if self.width != COLUMN and not self.named:
             raise ScheduleError(
                 f"--width {self.width:g} is of a figure, and none is asked for: add --pdf FILE"
@@ -89,6 +90,7 @@ class Files:
                 raise ScheduleError(
                     f"--width {self.width:g}: a figure is 2 to 40 inches wide, such as {COLUMN:g}"
                 )
+            # Looking for it takes no time. Importing it here would, even if the work fails later.
             if importlib.util.find_spec("matplotlib") is None:
                 raise ScheduleError(
                     f"--{kind} needs matplotlib, which is not installed: pip install matplotlib"
@@ -104,12 +106,17 @@ class Files:
             caption: describes the figure and its numbers, as metadata of the file.
             paint: draws into the figure.
         """
+        # Only a figure takes the second to import it. `Figure` and not pyplot: that would choose a
+        # window system.
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
         caption = plain(caption)
+        # Hard spaces keep "p = 8" on one line. An inch has 19.5 letters of 6.5 points.
+        text = caption.replace(" = ", "\xa0=\xa0")
+        lines = textwrap.wrap(text, round(19.5 * self.width))
         drawn = dict[Path, bytes]()
-        lines = textwrap.wrap(caption.replace(" = ", "\xa0=\xa0"), round(19.5 * self.width))
+        # Within this block alone: the caller's own figures keep their style.
         with rc_context(_STYLE):
             figure = Figure(figsize=(self.width, height + 0.12 * len(lines)), layout="constrained")
             paint(figure)
@@ -130,16 +137,16 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
     """Return the metadata of a file: its caption and no date, so that equal files stay equal."""
     if kind == "png":
         return {"Title": caption, "Software": "megapipe"}
-    return {
-        "Title": caption,
-        "Creator": "megapipe",
-        ("Date" if kind == "svg" else "CreationDate"): None,
-    }
+    date = "CreationDate"
+    if kind == "svg":
+        date = "Date"
+    return {"Title": caption, "Creator": "megapipe", date: None}
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
     """Put one legend below all axes. letters: length of its longest name."""
     handles, names = axes.get_legend_handles_labels()
+    # 14 letters an inch; the sample line and the gap of an entry take the place of five.
     columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
     figure.legend(
         handles, names, loc="outside lower left", ncols=columns, columnspacing=1.0, handlelength=1.8
@@ -152,6 +159,7 @@ def fitted_legend(figure: Figure, axes: Axes) -> None:
     The figure grows by the height of each row after the first.
     """
     handles, names = axes.get_legend_handles_labels()
+    # The width of a legend is known only once it is made. So try from one row downwards.
     for columns in range(len(names), 0, -1):
         made = figure.legend(
             handles,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megapipe.schedule.costs import SHARES, Chain, Costs, pieces
+from megapipe.schedule.costs import SHARES, Chain, Costs, Piece, pieces
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
@@ -52,6 +52,7 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
     A step takes its overhead, its arithmetic and its exposed communication. A pass alone hides
     nothing.
     """
+    # A table has thousands of steps, but few different ones. Each is computed once.
     alike = dict[tuple[object, ...], list[Step]]()
     for step in filter(_has_lanes, schedule.steps()):
         # Microbatches may have different documents, so equal slices may differ in attention.
@@ -61,10 +62,10 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
         count = 1 + len(others)
         chains = [chain for _, chain in _chains(schedule, costs, step)]
         link = sum(chain.link for chain in chains)
-        rest = costs.of_step(step, schedule.placement, schedule) - sum(
-            chain.compute for chain in chains
-        )
+        compute = sum(chain.compute for chain in chains)
+        rest = costs.of_step(step, schedule.placement, schedule) - compute
         total += count * link
+        # A given fb may be shorter than the arithmetic, and then all communication is hidden.
         exposed += count * min(link, max(0.0, rest - costs.overhead))
     return Communication(total, exposed)
 
@@ -95,12 +96,14 @@ def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
                 continue
             wanted = [x for item in step for x in needs.of(item) if x in time.end]
             if any(x.kind.traits.lane in COPIES for x in wanted):
-                others = (x for x in wanted if x.kind.traits.lane not in COPIES)
-                at = [
-                    time.end[x] + costs.lag(place.rank_of[x.stage], rank, len(schedule.ranks))
-                    for x in others
-                ]
-                exposed += max(0.0, begin - max(free, *at))
+                # Without the copy the pass would start once its rank is free and all other inputs
+                # have arrived.
+                ready = free
+                for x in wanted:
+                    if x.kind.traits.lane not in COPIES:
+                        lag = costs.lag(place.rank_of[x.stage], rank, len(schedule.ranks))
+                        ready = max(ready, time.end[x] + lag)
+                exposed += max(0.0, begin - ready)
             free = end
         found.append(Copied(took[Kind.O], took[Kind.L], exposed))
     return found
@@ -111,22 +114,24 @@ def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> It
     if not communicates(costs):
         return
     for step in filter(_has_lanes, schedule.ranks[rank]):
+        # The overhead is host time before the first kernel.
         start = time.start[step[0]] + costs.overhead
         end = time.end[step[0]]
         owned = _chains(schedule, costs, step)
         chains = [chain for _, chain in owned]
-        played = pieces(chains) if len(step) > 1 else [*_alone(chains)]
+        played = [*_alone(chains)]
+        if len(step) > 1:
+            played = pieces(chains)
         # A given fb may be shorter than the pieces need.
-        last = max(piece[-1] for piece in played)
-        scale = min(1.0, (end - start) / last) if last else 0.0
+        last = max(piece.end for piece in played)
+        scale = 0.0
+        if last:
+            scale = min(1.0, (end - start) / last)
         for i, link, begin, stop in played:
+            # A pass without communication has such pieces of no length.
             if stop > begin:
-                yield Stretch(
-                    owned[i][0],
-                    LINK if link else ARITHMETIC,
-                    start + begin * scale,
-                    start + stop * scale,
-                )
+                lane = LINK if link else ARITHMETIC
+                yield Stretch(owned[i][0], lane, start + begin * scale, start + stop * scale)
 
 
 def _has_lanes(step: Step) -> bool:
@@ -142,14 +147,23 @@ def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Ch
     ]
 
 
-def _alone(chains: list[Chain]) -> Iterator[tuple[int, bool, float, float]]:
-    """Yield the pieces of a pass that runs alone: none of them overlap."""
+def _alone(chains: list[Chain]) -> Iterator[Piece]:
+    """Yield the pieces of a pass that runs alone: none of them overlap.
+
+    A BW of two turns has the chains b and w. Each turn of w follows the same turn of b:
+
+        b link | b compute | w compute | w link | b link | b compute | w compute | w link
+    """
     now = 0.0
     for turn in range(max(chain.turns for chain in chains) or 1):
         for i, chain in enumerate(chains):
             turns = chain.turns or 1
-            if turn < turns:
-                for link in (chain.link_first, not chain.link_first):
-                    begin = now
-                    now = now + (chain.link if link else chain.compute) / turns
-                    yield i, link, begin, now
+            if turn >= turns:
+                continue
+            halves = [(False, chain.compute), (True, chain.link)]
+            if chain.link_first:
+                halves.reverse()
+            for link, whole in halves:
+                begin = now
+                now += whole / turns
+                yield Piece(i, link, begin, now)

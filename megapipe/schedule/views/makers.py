@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import count
 
 from megapipe.errors import ScheduleError
@@ -18,6 +18,8 @@ from megapipe.schedule.views.sliced import in_slices
 
 Make = Callable[[Callable[[float], None]], Schedule]
 """Makes a schedule, given the function to call with the share of the work done."""
+_CHUNKS = (2, 4)
+"""Stages of a rank, where a schedule leaves a choice."""
 
 
 def makers_of(
@@ -50,6 +52,7 @@ def makers_of(
         if not isinstance(name, str):
             label, make = _given(name, ranks, microbatches, costs, memory)
             makers[_unused(label, makers)] = make
+        # An order that is best with a barrier is seldom best without, so there are two searches.
         elif not is_file(name) and entry_of(name).searched:
             searches |= {
                 name.lower(): searched("makespan"),
@@ -57,7 +60,7 @@ def makers_of(
             }
             makers |= searches
         elif not is_file(name) and entry_of(name).any_chunks:
-            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in (2, 4)}
+            makers |= {f"{name} v={chunks}": fixed(name, chunks) for chunks in _CHUNKS}
         else:
             makers[name] = fixed(name)
     return makers, searches
@@ -76,6 +79,7 @@ def _given(
         label = table.name
 
     def make(report: Callable[[float], None]) -> Schedule:
+        # A study has several sizes, and a table is a row at its own size alone.
         if (recipe.ranks, recipe.microbatches) != (ranks, microbatches):
             raise ScheduleError(
                 f"{label} is of {recipe.ranks} ranks and {recipe.microbatches} microbatches, "
@@ -88,8 +92,10 @@ def _given(
 
 def _unused(label: str, labels: Container[str]) -> str:
     """Return the label, with a number if another schedule has it."""
-    free = (f"{label} ({n})" for n in count(2))
-    return label if label not in labels else next(x for x in free if x not in labels)
+    if label not in labels:
+        return label
+    numbered = (f"{label} ({n})" for n in count(2))
+    return next(x for x in numbered if x not in labels)
 
 
 def cut_makers(
@@ -101,18 +107,26 @@ def cut_makers(
 ) -> dict[str, Make]:
     """Return the functions that make the schedules in slices, by label."""
 
+    # The recipe is made at once: an unknown name is an error of the command, not of a row.
     def made(name: str, chunks: int | None) -> Make:
         recipe = in_slices(name, ranks, microbatches, costs, cutting=cutting, chunks=chunks)
         return lambda report: recipe.build(Fixed(costs)).table
 
     makers = dict[str, Make]()
     for name in names:
+        # A given table has its own slices, or none.
         if not isinstance(name, str):
             continue
-        entry = None if is_file(name) else entry_of(name)
-        for chunks in (2, 4) if entry and entry.any_chunks else (None,):
-            if not (entry and entry.searched):
-                makers[f"{name}{f' v={chunks}' if chunks else ''} in {cutting.count}"] = made(
-                    name, chunks
-                )
+        choices: Sequence[int | None] = (None,)
+        if not is_file(name):
+            entry = entry_of(name)
+            if entry.searched:
+                continue
+            if entry.any_chunks:
+                choices = _CHUNKS
+        for chunks in choices:
+            label = name
+            if chunks:
+                label += f" v={chunks}"
+            makers[f"{label} in {cutting.count}"] = made(name, chunks)
     return makers

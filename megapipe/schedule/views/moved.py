@@ -23,7 +23,9 @@ def price_copies(costs: Costs, ratio: float) -> Costs:
     """Return costs in which a copy out, and a copy back, each takes `ratio` of a forward."""
 
     def part(f: PerStage) -> PerStage:
-        return tuple(ratio * x for x in f) if isinstance(f, tuple) else ratio * f
+        if isinstance(f, tuple):
+            return tuple(ratio * x for x in f)
+        return ratio * f
 
     return replace(costs, o=part(costs.f), l=part(costs.f))
 
@@ -32,12 +34,14 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
     """Return lines on each rank's gathers and reductions, their memory and their time."""
     before = simulate(made.without(SHARDS), costs)
     time = simulate(made, costs)
+    # With all other memory at 0, what remains are gathered weights and gradients.
     own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
     whole = simulate(made, own).peak
     duration = costs.durations(made.placement)
     rows = [_SHARES]
     for rank, row in enumerate(made.ranks):
         beside = [x for step in row for x in step if x.kind in SHARDS]
+        # Time on the stream of collectives. Only the makespans say how much of it delays passes.
         took = sum(duration[x.kind][x.stage] for x in beside)
         sums = sum(x.kind in REDUCES for x in beside)
         shown = map(short, (whole[rank], time.peak[rank], took))
@@ -51,8 +55,13 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the rows as lines with columns aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{x:>{w}}" for x, w in zip(row, widths, strict=True)) for row in rows]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        lines.append("  ".join(f"{x:>{w}}" for x, w in cells))
+    return lines
 
 
 def describe_moves(
@@ -70,10 +79,12 @@ def describe_moves(
         takes: formats times.
         also: returns the end of the first line, given the timelines without and with the moves.
     """
+    # The same order without the moves: what it would take and hold.
     plain = made.without(MOVES)
     before = simulate(plain, costs)
     now = simulate(made, costs)
     place = plain.placement
+    # Slices differ in attention, so each part of a microbatch has durations of its own.
     duration = {
         part: costs.of_slice(made.cuts, part).durations(place) for part in (*made.parts, None)
     }
@@ -81,33 +92,37 @@ def describe_moves(
     verbs = {Kind.O: "copied to the host and back", Kind.R: "computed again"}
     total: Counter[Kind] = Counter()
     for rank, row in enumerate(made.ranks):
-        count = Counter(x.kind for step in row for x in step)
+        passes = [x for step in row for x in step]
+        count = Counter(x.kind for x in passes)
         total += count
-        took = [
-            sum(
-                duration[made.part(x)][x.kind][x.stage]
-                for step in row
-                for x in step
-                if x.kind in kinds
-            )
-            for kinds in ({Kind.O, Kind.L}, {Kind.R})
-        ]
+        copies = 0.0
+        again = 0.0
+        for x in passes:
+            time = duration[made.part(x)][x.kind][x.stage]
+            if x.kind in (Kind.O, Kind.L):
+                copies += time
+            if x.kind is Kind.R:
+                again += time
+        # Each forward is in one of three columns: its activations stay, are copied, or recomputed.
         numbers = (count[Kind.F] - count[Kind.O] - count[Kind.R], count[Kind.O], count[Kind.R])
         peaks = map(held, (now.peak[rank], before.peak[rank]))
-        rows.append((str(rank), *map(str, numbers), *peaks, *map(takes, took)))  # type: ignore[arg-type]
+        times = map(takes, (copies, again))
+        rows.append((str(rank), *map(str, numbers), *peaks, *times))  # type: ignore[arg-type]
+    # A table of zeros would hide the one fact: there was nothing to move.
     if not any(total[kind] for kind in verbs):
         return [
             f"{made.name} holds everything: nothing has to leave, or no copy would be back in time"
         ]
     chosen = " and ".join(f"{total[kind]} {what}" for kind, what in verbs.items() if total[kind])
-    end = (
-        also(before, now)
-        if also
-        else f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
-    )
+    if also is None:
+        end = f"; without, {short(before.makespan)} at a memory of {short(max(before.peak))}"
+    else:
+        end = also(before, now)
+    part = "microbatch"
+    if made.cuts:
+        part = "slice"
     return [
-        f"of {total[Kind.F]} activations of a stage and "
-        f"{'slice' if made.cuts else 'microbatch'} {chosen}{end}",
+        f"of {total[Kind.F]} activations of a stage and {part} {chosen}{end}",
         *_aligned(rows),
     ]
 
@@ -117,9 +132,11 @@ def refuse_unfinished(
 ) -> None:
     """Check flags that need other flags. Raises: ScheduleError that names the missing flag."""
     if ratio is None and (solved or switch):
+        flag = "--switch"
+        if solved:
+            flag = "--solve"
         raise ScheduleError(
-            f"--{'solve' if solved else 'switch'} is about copies: "
-            "add --copy-ratio 0.5, the time of a copy as a share of F"
+            f"{flag} is about copies: add --copy-ratio 0.5, the time of a copy as a share of F"
         )
     if solved and memory is None:
         raise ScheduleError(

@@ -58,13 +58,14 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
         raise ScheduleError(
             f"a page has every table, of at most {most}; `compare` and `show` take more."
         )
-    return [
-        Case(name, v, p, m)
-        for name, entry in SCHEDULES.items()
-        if not entry.searched
-        for v in ((entry.chunks,) if entry.chunks else CHUNKS)
-        for p, m in sizes
-    ]
+    cases = []
+    for name, entry in SCHEDULES.items():
+        # A search depends on costs, which a reader of the page chooses later.
+        if entry.searched:
+            continue
+        counts = (entry.chunks,) if entry.chunks else CHUNKS
+        cases += [Case(name, v, p, m) for v in counts for p, m in sizes]
+    return cases
 
 
 def to_page(
@@ -91,8 +92,10 @@ def to_page(
         "m": sorted({case.microbatches for case in cases}),
         "v": CHUNKS,
         "n": SLICES,
+        # Rows repeat themselves, and browsers unpack gzip. No time, so that equal pages are equal.
         "tables": b64encode(gzip.compress("\n".join(lines).encode(), mtime=0)).decode(),
     }
+    # `null` makes the template valid JavaScript by itself, for editors and tests.
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("/*DATA*/null", json.dumps(data))
 
@@ -105,13 +108,18 @@ def _packed(case: Case) -> str:
     """
     name, v, p, m = case
     entry = SCHEDULES[name]
+    options = {}
+    if not entry.chunks:
+        options["chunks"] = v
+    memory = 0
     try:
+        # The browser puts W of these into waits under the reader's costs, within this memory.
         if name in _FITTED:
             patterns, memory = _FITTED[name](p, m)
         else:
-            patterns = [entry.generate(p, m, **({} if entry.chunks else {"chunks": v}))]
-            memory = 0
+            patterns = [entry.generate(p, m, **options)]
     except ScheduleError as error:
+        # A case is one line of the page's text, and the reader sees this in place of the picture.
         return "!" + str(error).replace("\n ", ";")
     place = patterns[0].placement
     tables = [",".join(_rows(pattern)) for pattern in patterns]
@@ -122,21 +130,29 @@ def _rows(schedule: Schedule) -> Iterator[str]:
     """Yield the row of each rank: a letter for kind and chunk of each pass, & before a pair.
 
     Microbatches are left out: forwards and backwards of a stage run in order, W in the order of B.
+    The letters of chunk 0 are A B C D for F B W BW, of chunk 1 E F G H, and so on:
+
+        0F0 0F1 0B0 0W0 0F2&0B1  ->  AABC&AB
     """
     place = schedule.placement
     each = schedule.num_microbatches // place.num_chains
     chunk_of = chunks(place)
     for rank, row in enumerate(schedule.ranks):
+        # The microbatches still to come, which prove that the page can number them again.
         due: dict[tuple[str, int], deque[int]] = {}
         for stage in place.stages_on(rank):
             first = stage // place.chain * each
-            due |= {("F", stage): deque(range(first, first + each)), ("W", stage): deque()}
+            due["F", stage] = deque(range(first, first + each))
             due["B", stage] = due["F", stage].copy()
+            due["W", stage] = deque()
         text = ""
         for step in row:
             text += "&" * (len(step) > 1)
             for kind, stage, microbatch, _ in step:
-                assert due["B" if kind is Kind.BW else kind.value, stage].popleft() == microbatch
+                letter = kind.value
+                if kind is Kind.BW:
+                    letter = "B"
+                assert due[letter, stage].popleft() == microbatch
                 if kind is Kind.B:
                     due["W", stage].append(microbatch)
                 text += chr(65 + 4 * chunk_of[stage] + KINDS.index(kind))

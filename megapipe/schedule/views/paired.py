@@ -43,24 +43,25 @@ def paired_table(
     A line has makespan and memory without and with pairs, the share of forwards that run with a
     backward, and the lower bound.
     """
+    # Without communication no pair is shorter than its passes, and every row would say so.
     refuse_idle(costs)
     labels = [(name, v) for name in names for v in _chunks(name)]
     cells: list[tuple[str, ...]] = [_HEAD]
     refused = []
     for i, (name, v) in enumerate(labels):
-        label = f"{name} v={v}" if v else name
+        label = name
+        if v:
+            label += f" v={v}"
         progress(i / len(labels), label)
         try:
-            cells.append(
-                (
-                    label,
-                    *_row(build(name, ranks, microbatches, chunks=v, costs=costs), costs, memory),
-                )
-            )
+            table = build(name, ranks, microbatches, chunks=v, costs=costs)
+            cells.append((label, *_row(table, costs, memory)))
+        # No such table, or pairs do not make it shorter. The reason stands below the lines.
         except ScheduleError as error:
             refused.append(f"{label}: {error}")
     progress(1.0, "")
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    # The shortest table with pairs first.
     body = sorted(cells[1:], key=lambda line: float(line[3]))
     lines = []
     for line in (_HEAD, *body):
@@ -74,7 +75,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
     alone = simulate(unpaired(made), costs)
     time = simulate(made, costs)
     steps = [*made.steps()]
-    bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
+    # Without a limit the bound is for the memory that this table needs, so that the two compare.
+    limit = max(time.peak) if memory is None else memory
+    bound = paired_bound(made, costs, limit)
     lines = [
         f"pairs: {sum(len(step) > 1 for step in steps)} of {len(steps)} steps run two passes; "
         f"without any it takes {short(alone.makespan)} at a memory of {short(max(alone.peak))}"
@@ -87,19 +90,30 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
-    entry = None if is_file(name) else entry_of(name)
-    if entry is not None and entry.searched:
+    """Return the numbers of chunks to try, None for the schedule's own; nothing for a search."""
+    if is_file(name):
+        return (None,)
+    entry = entry_of(name)
+    if entry.searched:
         return ()
-    return CHUNKS if entry is not None and entry.any_chunks else (None,)
+    if entry.any_chunks:
+        return CHUNKS
+    return (None,)
 
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
+    """Return the numbers of a line, as `_HEAD` names them."""
     made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
     alone = simulate(unpaired(table), costs)
     time = simulate(made, costs)
     both = sum(overlaps(step) for step in made.steps())
     forwards = sum(x.kind.is_forward for x in made.passes())
-    bound = paired_bound(made, costs, max(time.peak) if memory is None else memory)
+    limit = max(time.peak) if memory is None else memory
+    bound = paired_bound(made, costs, limit)
+    # There is no bound for two copies of the model, nor where costs name an fb.
+    ends = ["", ""]
+    if bound:
+        ends = [short(bound), f"{time.makespan / bound - 1:.1%}"]
     return (
         short(alone.makespan),
         short(max(alone.peak)),
@@ -107,6 +121,5 @@ def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]
         short(max(time.peak)),
         f"{time.makespan / alone.makespan:.3f}",
         f"{both / forwards:.0%}",
-        short(bound) if bound else "",
-        f"{time.makespan / bound - 1:.1%}" if bound else "",
+        *ends,
     )

@@ -28,6 +28,7 @@ def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
     """
     scene = scene_of(schedule, costs)
     events = [*_tracks(scene), *_arrows(schedule, scene.time), *_counters(scene)]
+    # A line for each event, so that a diff of two traces shows what moved.
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
@@ -35,9 +36,13 @@ def to_perfetto(schedule: Schedule, costs: Costs = UNIT) -> str:
 def _tracks(scene: Scene) -> Iterator[Event]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": scene.schedule.name}}
     for index, track in enumerate(scene.tracks):
+        # The compute stream's thread is the rank, which `_arrows` and `_counters` use too.
         thread = track.rank + LANES.index(track.lane) * len(scene.schedule.ranks)
-        name = track.name if track.lane == LANES[0] else f"rank {track.rank} {track.lane}"
+        name = track.name
+        if track.lane != LANES[0]:
+            name = f"rank {track.rank} {track.lane}"
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
+        # Viewers sort by name without it, rank 10 before rank 2.
         yield {
             "ph": "M",
             "pid": 0,
@@ -47,36 +52,39 @@ def _tracks(scene: Scene) -> Iterator[Event]:
         }
         for box in track.boxes:
             item = box.item
-            about = {"pass": str(item)} if track.within else _about(item, scene.chunk[item.stage])
+            # The viewer colours by category: passes by their kind, parts of passes by their stream.
+            about = _about(item, scene.chunk[item.stage])
+            category: str = item.kind.value
+            if track.within:
+                about = {"pass": str(item)}
+                category = track.lane
             yield {
                 **_at(thread, box.start),
                 "ph": "X",
                 "dur": (box.end - box.start) * _MICROSECONDS,
                 "name": f"{item.kind.value}{item.of}",
-                "cat": track.lane if track.within else item.kind.value,
+                "cat": category,
                 "args": about,
             }
 
 
 def _about(item: Pass, chunk: int) -> Event:
-    piece = {} if item.slice is None else {"slice": item.slice}
-    return {
-        "pass": str(item),
-        "stage": item.stage,
-        "microbatch": item.microbatch,
-        **piece,
-        "chunk": chunk,
-    }
+    about: Event = {"pass": str(item), "stage": item.stage, "microbatch": item.microbatch}
+    if item.slice is not None:
+        about["slice"] = item.slice
+    about["chunk"] = chunk
+    return about
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
     """Yield an arrow for each message, from the pass that sends to the pass that receives."""
     rank_of = schedule.placement.rank_of
     links = schedule.links
+    # (result, stage that makes it, microbatch, slice, rank that takes it) -> the first pass there.
     takes = {(*s, *x[2:], rank_of[x.stage]): x for x in time.start for s in links[x[:2]].takes}
-    sent = [
-        (item, rank_of[item.stage], dst) for item in time.start for dst in links[item[:2]].sends
-    ]
+    sent = []
+    for item in time.start:
+        sent += [(item, rank_of[item.stage], dst) for dst in links[item[:2]].sends]
     for number, (item, src, dst) in enumerate(sent):
         taker = takes[item.kind.traits.makes[0], *item[1:], dst]
         # An arrow belongs to the slice that is open at its time. A slice is closed at its end.
@@ -87,6 +95,7 @@ def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 
 
 def _counters(scene: Scene) -> Iterator[Event]:
+    """Yield the memory of each rank after each change; the viewer draws a step curve."""
     for rank, curve in enumerate(scene.curves):
         for at, held in curve.items():
             yield {

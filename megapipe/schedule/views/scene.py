@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind, Lane
@@ -86,47 +87,53 @@ class Scene:
 
 def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
     """Return the scene of a schedule. Raises: ScheduleError if it cannot proceed."""
+    # Pictures, traces and lines of a terminal all draw this. When each walked the table by itself,
+    # a new stream or a part of a pass was written four times.
     time = simulate(schedule, costs)
     return Scene(schedule, time, tuple(_tracks(schedule, time, costs)))
 
 
 def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
     """Return (rank, stream) of each line: the compute stream first, then others that are used."""
-    used = [
-        lane
-        for lane in Lane
-        if lane is Lane.COMPUTE or any(kind.traits.lane is lane for kind in schedule.kinds)
-    ]
+    # The compute stream also where a rank has nothing but gathers, because its line has the name.
+    there = {Lane.COMPUTE, *(kind.traits.lane for kind in schedule.kinds)}
+    used = [lane for lane in Lane if lane in there]
     return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
 
 
 @uncollected()
 def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
-    """Return the tracks of a table with this timeline."""
-    return [
-        Track(
-            f"rank {rank}" if lane is Lane.COMPUTE else lane.value,
-            [
-                tuple(Box(x, time.start[x], time.end[x]) for x in step)
-                for step in schedule.ranks[rank]
-                if step[0].kind.traits.lane is lane
-            ],
-            rank,
-            lane.value,
-        )
-        for rank, lane in tracks(schedule)
-    ]
+    """Return the tracks of a table with this timeline.
+
+    A rank's further streams are below its compute stream. Their names need not repeat the rank:
+
+        rank 0 |F0  F1      B0  ...
+           d2h |  O0  O1
+           h2d |          L0
+    """
+    found = []
+    for rank, lane in tracks(schedule):
+        name = f"rank {rank}"
+        if lane is not Lane.COMPUTE:
+            name = lane.value
+        steps = []
+        for step in schedule.ranks[rank]:
+            if step[0].kind.traits.lane is lane:
+                steps.append(tuple(Box(x, time.start[x], time.end[x]) for x in step))
+        found.append(Track(name, steps, rank, lane.value))
+    return found
 
 
 def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]:
-    inner = (ARITHMETIC, LINK) if communicates(costs) else ()
     for track in tracks_of(schedule, time):
         yield track
-        for lane in inner if track.lane == Lane.COMPUTE.value else ():
+        if track.lane != Lane.COMPUTE.value or not communicates(costs):
+            continue
+        # The communication within passes is a stream of the GPU that the table does not name.
+        for lane in (ARITHMETIC, LINK):
             parts = (x for x in stretches(schedule, costs, time, track.rank) if x.lane == lane)
-            yield Track(
-                lane, [(Box(x.item, x.start, x.end),) for x in parts], track.rank, lane, within=True
-            )
+            boxes = [(Box(x.item, x.start, x.end),) for x in parts]
+            yield Track(lane, boxes, track.rank, lane, within=True)
 
 
 def chunks(placement: Placement) -> list[int]:
@@ -137,26 +144,34 @@ def chunks(placement: Placement) -> list[int]:
 def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
     """Return the colour #rrggbb of each kind and stage, lighter for later chunks of a rank."""
     own = chunks(placement)
+    # At most 60% of the way to white: still lighter shades of two kinds look the same. A rank with
+    # many chunks has closer shades, not lighter ones.
     white = [0.6 * chunk / max(1, *own) for chunk in own]
-    parts = {kind: [int(COLOURS[kind][i : i + 2], 16) for i in (1, 3, 5)] for kind in Kind}
-    return {
-        (kind, stage): "#"
-        + "".join(f"{round(part + (255 - part) * white[stage]):02x}" for part in parts[kind])
-        for kind in Kind
-        for stage in range(placement.num_stages)
-    }
+    found = {}
+    for kind, (stage, share) in product(Kind, enumerate(white)):
+        levels = [round(part + (255 - part) * share) for part in rgb(COLOURS[kind])]
+        found[kind, stage] = "#" + "".join(f"{level:02x}" for level in levels)
+    return found
+
+
+def rgb(colour: str) -> list[int]:
+    """Return red, green and blue of #rrggbb, 0 to 255."""
+    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
 
 
 def lighter(placement: Placement) -> str:
     """Return the meaning of lighter colours, or nothing if a rank has one chunk."""
     if placement.num_stages == len(set(placement.rank_of)):
         return ""
-    return "lighter: second direction" if placement.num_chains > 1 else "lighter: later chunk"
+    # In DualPipe the second chunk of a rank is the same part of the model as another rank's first.
+    if placement.num_chains > 1:
+        return "lighter: second direction"
+    return "lighter: later chunk"
 
 
 def is_dark(colour: str) -> bool:
     """Return whether text on #rrggbb should be white, by its Rec. 601 luma."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
 
@@ -164,4 +179,7 @@ def short(value: float) -> str:
     """Return a number with five digits, without trailing zeros or an exponent from rounding."""
     # Equal sums may differ in the last bits, and halves would then be rounded both ways.
     exact = float(f"{value:.12g}")
-    return f"{exact:.0f}" if abs(exact) >= 1e5 else f"{exact:.5g}"
+    # .5g would write 1e+05.
+    if abs(exact) >= 1e5:
+        return f"{exact:.0f}"
+    return f"{exact:.5g}"

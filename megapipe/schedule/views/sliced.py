@@ -29,7 +29,8 @@ def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 
     The unit is the keys and values of a microbatch.
     """
-    # Costs by stage and plain ones cannot be mixed, so costs of offload are plain here.
+    # A microbatch leaves keys and values and nothing else, in the unit of one microbatch. Costs by
+    # stage and plain ones cannot be mixed, so costs of offload are plain here.
     counted = replace(
         costs,
         mem_b=1.0,
@@ -44,6 +45,7 @@ def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
         o=0.0,
         l=0.0,
     )
+    # Passes keep the times of the given costs; only the memory is counted in another way.
     clock = run_clock(schedule, costs)
 
     def most(*, without_gradients: bool) -> float:
@@ -68,23 +70,19 @@ def references(
     """
     if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
         return {}
-    one = whole = None
+    tables = {}
     if cutting.documents > 1:
         alone = replace(cutting, documents=1)
-        one = (
-            in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks)
-            .build(Fixed(costs))
-            .table
-        )
+        recipe = in_slices(name, ranks, microbatches, costs, cutting=alone, chunks=chunks)
+        tables["in one document"] = recipe.build(Fixed(costs)).table
     if is_file(name):
-        whole = load(name)
+        tables["undivided"] = load(name)
     elif name.lower() not in SLICED and ranks and microbatches:
         # A schedule may exist for the number of slices but not for so few whole microbatches.
         with suppress(ScheduleError):
             whole = build(name, ranks, microbatches, chunks=chunks, costs=costs)
-    return {
-        what: table for what, table in (("in one document", one), ("undivided", whole)) if table
-    }
+            tables["undivided"] = whole
+    return tables
 
 
 def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
@@ -103,7 +101,9 @@ def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs)
 
 def describe_slices(cutting: Cutting, cuts: Sequence[float]) -> list[str]:
     """Return a line on the lengths of the slices."""
-    documents = f", {cutting.documents} documents" if cutting.documents > 1 else ""
+    documents = ""
+    if cutting.documents > 1:
+        documents = f", {cutting.documents} documents"
     shown = " ".join(f"{cut:.1%}" for cut in cuts)
     return [f"slices, {cutting.how}: {shown} of the sequence{documents}"]
 
@@ -126,6 +126,7 @@ def in_slices(
     """
     begins = cutting.begins
     cuts = shares(cutting.count, cutting.how, costs, cutting.documents)
+    # A file's table keeps its order of passes: each pass becomes its slices, one after another.
     if is_file(name):
         table = load(name)
         size = table.placement.num_ranks, table.num_microbatches
@@ -144,12 +145,15 @@ def in_slices(
         documents=begins,
         room_of_slices=memory,
     )
+    # TeraPipe, Seq1F1B and SlimPipe are orders of slices. All other orders are made for n times the
+    # microbatches and read as slices.
     if name.lower() in SLICED:
         if begins:
             raise ScheduleError(
                 f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved."
             )
         return replace(recipe, options=(("slices", cutting.count),))
+    # The search itself makes n times the microbatches, see `search.sliced`.
     if entry_of(name).searched:
         places = placements(ranks, microbatches, None, chunks, costs, "makespan")
         return replace(recipe, search=Search(tuple(places), effort=_EFFORT))

@@ -126,11 +126,11 @@ if not TYPE_CHECKING:  # a type checker would take any misspelled name for a nam
 
 def told(costs: Costs) -> str:
     """Return costs as a short text, with the mean of stages or links that differ."""
-    f, b, w, message = (
-        fmean(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w, costs.comm)
-    )
-    differ = any(isinstance(x, tuple) for x in (costs.f, costs.b, costs.w, costs.comm))
+    values = costs.f, costs.b, costs.w, costs.comm
+    f, b, w, message = (fmean(x) if isinstance(x, tuple) else x for x in values)
+    differ = any(isinstance(x, tuple) for x in values)
     beside = {"message": message, "overhead": costs.overhead}
+    # A dict as an ordered set: --comm-share gives all three passes one share, which is said once.
     links = dict.fromkeys(getattr(costs, name) for name in SHARES)
     parts = ["mean " * differ + f"F:B:W = {short(f)}:{short(b)}:{short(w)}"]
     parts += [f"{name} {short(x)}" for name, x in beside.items() if x]
@@ -153,6 +153,7 @@ def study(
 
     Raises: ScheduleError for an unknown name.
     """
+    # A value that is given twice would be two points at one place of the figure.
     places = list(product(dict.fromkeys(ranks), dict.fromkeys(microbatches), dict.fromkeys(costs)))
     points = []
     for n, (p, m, cost) in enumerate(places):
@@ -160,32 +161,25 @@ def study(
         def report(share: float, doing: str, n: int = n) -> None:
             progress((n + share) / len(places), doing)
 
-        points.append(
-            Comparison(
-                p,
-                m,
-                cost,
-                tuple(
-                    compare(
-                        p,
-                        m,
-                        cost,
-                        memory,
-                        names=names,
-                        effort=effort,
-                        progress=report,
-                        slices=slices,
-                        parts=parts,
-                    )
-                ),
-            )
+        rows = compare(
+            p,
+            m,
+            cost,
+            memory,
+            names=names,
+            effort=effort,
+            progress=report,
+            slices=slices,
+            parts=parts,
         )
+        points.append(Comparison(p, m, cost, tuple(rows)))
     return points
 
 
 def to_csv(points: Sequence[Comparison]) -> str:
     """Return a CSV line for each schedule at each point; a refused one has the reason."""
     text = io.StringIO()
+    # Columns are the fields of Row, so a new field is in the file without a change here.
     numbers = [field.name for field in fields(Row)]
     writer = csv.DictWriter(
         text, ["ranks", "microbatches", "costs", *numbers, "bubble_share", "refused"], restval=""
@@ -208,8 +202,16 @@ def to_csv(points: Sequence[Comparison]) -> str:
 def draw(
     points: Sequence[Comparison], files: Files, memory: float | None = None
 ) -> dict[Path, bytes]:
-    """Return the files with the figure of a study: bars for one point, lines for several."""
-    limit = "" if memory is None else f" Memory {short(memory)} at most."
+    """Return the files with the figure of a study: bars for one point, lines for several.
+
+    Lines are in two rows of panels, with a column for each further combination. Over m and p:
+
+        bubble  | lines over m, p = 4 | lines over m, p = 8 |
+        peak    | lines over m, p = 4 | lines over m, p = 8 |
+    """
+    limit = ""
+    if memory is not None:
+        limit = f" Memory {short(memory)} at most."
     if len(points) == 1:
         point = points[0]
         about = (
@@ -217,9 +219,9 @@ def draw(
             "and the most activation of one in microbatches of 1/p of "
             f"the model, at {point.text('ranks', 'microbatches', 'costs')}.{limit}"
         )
-        return files.draw(
-            0.9 + 0.12 * len(point.measured), about, lambda figure: _bars(figure, point, memory)
-        )
+        # Inches: axes and legend take 0.9, each bar 0.12.
+        height = 0.9 + 0.12 * len(point.measured)
+        return files.draw(height, about, lambda figure: _bars(figure, point, memory))
     varied = [name for name in _AXES if len({getattr(point, name) for point in points}) > 1]
     same = points[0].text(*(name for name in _AXES if name not in varied))
     about = (
@@ -228,6 +230,7 @@ def draw(
     )
     labels = list(dict.fromkeys(row.label for point in points for row in point.measured))
     letters = max((len(name(label)) for label in labels), default=1)
+    # Panels take 2.9 inches. An inch of width has 14 letters of the legend, a row of it is 0.12.
     height = 2.9 + 0.12 * len(labels) * (letters + 5) / files.width / 14
 
     def paint(figure: Figure) -> None:
@@ -258,29 +261,34 @@ def _lines(
         upper = axes[0][column]
         lower = axes[1][column]
         upper.set_title(title)
+        # Values stand at equal distances: 4, 8, 16 and 64 microbatches would crowd on the left.
         ticks = list(range(len(of)))
         for label in labels:
-            rows = [
-                next((r for r in point.measured if r.label == label and r.fits), None)
-                for point in of
-            ]
+            bubbles: list[float | None] = []
+            peaks: list[float | None] = []
+            for point in of:
+                row = _fitting(point, label)
+                # A point without this schedule leaves a gap in its line.
+                bubbles.append(None if row is None else 100 * row.bubble_share)
+                peaks.append(None if row is None else row.peak)
             look = _look(label, labels)
-            upper.plot(
-                ticks,
-                [None if r is None else 100 * r.bubble_share for r in rows],
-                label=name(label),
-                **look,
-            )
-            lower.plot(ticks, [None if r is None else r.peak for r in rows], **look)
+            upper.plot(ticks, bubbles, label=name(label), **look)
+            lower.plot(ticks, peaks, **look)
         names, unit = _ticks([getattr(point, first) for point in of], _AXES[first])
         lower.set_xticks(ticks, names)
         lower.set_xlabel(unit)
-    for row in axes:
-        row[0].set_ylim(bottom=0)
+    for panels_of in axes:
+        panels_of[0].set_ylim(bottom=0)
     axes[0][0].set_ylabel("bubble, % of the period")
     axes[1][0].set_ylabel("peak activation")
     first_panel: Axes = axes[0][0]
     return first_panel
+
+
+def _fitting(point: Comparison, label: str) -> Row | None:
+    """Return a schedule's row at a point; None if there is none, or it exceeds the memory."""
+    rows = (row for row in point.measured if row.label == label and row.fits)
+    return next(rows, None)
 
 
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
@@ -289,16 +297,18 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
     Costs that differ only in the message time are labelled by it.
     """
     costs = [x for x in values if isinstance(x, Costs)]
-    if len({replace(x, comm=0.0) for x in costs}) == 1 and not any(
-        isinstance(x.comm, tuple) for x in costs
-    ):
-        return [
-            f"{x.comm:g}" for x in costs
-        ], f"a message, where {told(replace(costs[0], comm=0.0))}"
-    return [
-        told(x).replace("F:B:W = ", "").replace(" ", "\n") if isinstance(x, Costs) else str(x)
-        for x in values
-    ], unit
+    without = {replace(x, comm=0.0) for x in costs}
+    one_message = not any(isinstance(x.comm, tuple) for x in costs)
+    if len(without) == 1 and one_message:
+        return [f"{x.comm:g}" for x in costs], f"a message, where {told(*without)}"
+    ticks = []
+    for x in values:
+        if isinstance(x, Costs):
+            # The axis says F:B:W already. A line for each part keeps ticks narrow.
+            ticks.append(told(x).replace("F:B:W = ", "").replace(" ", "\n"))
+        else:
+            ticks.append(str(x))
+    return ticks, unit
 
 
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
@@ -309,19 +319,25 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     plain_name, _, variant = label.partition(" ")
     known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
     number = known.index(plain_name if plain_name in known else label)
-    dashed = "--" if variant in ("v=4", "period") else "-"
+    line = "-"
+    if variant in ("v=4", "period"):
+        line = "--"
+    # Numbers of colours and marks have no common divisor, so that equal pairs are far from each
+    # other.
     return {
         "color": _COLOURS[number % len(_COLOURS)],
         "marker": _MARKS[number % len(_MARKS)],
-        "linestyle": dashed,
+        "linestyle": line,
     }
 
 
 def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
     """Draw bars of computing and waiting time, next to the peak, with the shortest step on top."""
+    # matplotlib counts bars from below, so the last row is the top one.
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})
     places = range(len(rows))
+    # Above the bar of the whole makespan, whose rest is then idle time.
     left.barh(
         places,
         [r.makespan * (1 - r.idle) for r in rows],
@@ -331,29 +347,24 @@ def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
     )
     left.barh(places, [r.makespan for r in rows], color="#c9d8ea", label="idle")
     left.set_yticks(places, [name(r.label) for r in rows])
+    # naive takes p times as long and would leave the others a few pixels, so its bar is cut off.
     worth = [
         r.makespan for r in rows if r.label not in SCHEDULES or not SCHEDULES[r.label].dominated
     ]
-    left.set_xlim(
-        0, 1.15 * max(worth, default=1.0)
-    )  # naive takes p times as long and would hide the others
+    left.set_xlim(0, 1.15 * max(worth, default=1.0))
     left.set_xlabel("makespan")
     left.set_ylim(-0.6, len(rows) - 0.4)
     figure.legend(loc="outside lower left", ncols=2)
     for at, row in enumerate(rows):
-        inside = row.makespan > left.get_xlim()[1]
-        x = left.get_xlim()[1] if inside else row.makespan
-        left.text(
-            x,
-            at,
-            f" {short(row.makespan)} ",
-            va="center",
-            ha="right" if inside else "left",
-            fontsize=5,
-        )
-    right.barh(
-        places, [r.peak for r in rows], color=["#8c7bb5" if r.fits else "#ddd" for r in rows]
-    )
+        x = row.makespan
+        side = "left"
+        # The number of a bar that is cut off stands inside it.
+        if x > left.get_xlim()[1]:
+            x = left.get_xlim()[1]
+            side = "right"
+        left.text(x, at, f" {short(row.makespan)} ", va="center", ha=side, fontsize=5)
+    shades = ["#8c7bb5" if r.fits else "#ddd" for r in rows]
+    right.barh(places, [r.peak for r in rows], color=shades)
     right.set_xlabel("peak activation")
     right.tick_params(left=False)
     if memory is not None:

@@ -11,7 +11,7 @@ from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.lanes import communicates, communication
-from megapipe.schedule.views.scene import Scene, is_dark, scene_of, short
+from megapipe.schedule.views.scene import Scene, is_dark, rgb, scene_of, short
 
 _MOST_PER_PASS = 4
 """Most columns of the shortest pass, so that a small schedule stays narrow."""
@@ -27,7 +27,10 @@ def to_terminal(
     A cell has its pass and microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped
     pair. Passes of a rank's later chunks (in DualPipe of the other direction) are in lower case.
     Idle time is dots, or blank in colour. If a pass has three columns, a pass of a whole stage has
-    one even if it takes no time.
+    one even if it takes no time. 1F1B on two ranks:
+
+        rank 0 |F0  F1  ......BW0   F2  BW1   ....BW2   |
+        rank 1 |....F0  BW0   F1  BW1   F2  BW2   ......|
 
     Raises: ScheduleError if the schedule cannot proceed.
     """
@@ -35,31 +38,32 @@ def to_terminal(
     time = scene.time
     margin = len(f"rank {len(schedule.ranks) - 1}")
     columns = _columns(time, width - margin - 3)
-    scale = columns / time.makespan if time.makespan else 0.0
-    roomy = (
-        scale
-        * min(
-            (time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage),
-            default=0,
-        )
-        >= 3
-    )
-    pen = _Pen(scene.chunk, scene.fill if colour else {})
+    scale = 0.0
+    if time.makespan:
+        scale = columns / time.makespan
+    lengths = [time.end[x] - time.start[x] for x in time.start if not x.kind.traits.per_stage]
+    roomy = scale * min(lengths, default=0) >= 3
+    fill = scene.fill if colour else {}
+    pen = _Pen(scene.chunk, fill)
     lines = []
-    for track in (track for track in scene.tracks if not track.within):
+    for track in scene.tracks:
+        # Arithmetic and communication within a pass are finer than a column.
+        if track.within:
+            continue
         text = ""
         at = 0
         for step in track.steps:
             first = round(step[0].start * scale)
             last = round(step[0].end * scale)
+            # G, U, A and V often take no time by the costs, but a reader looks for them. They take
+            # a column of the passes next to them where these have some to spare.
             if step[0].item.kind.traits.per_stage and (roomy or track.lane != Lane.COMPUTE.value):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
+            # A copy that is shorter than a column is shown if there is room.
             elif track.lane != Lane.COMPUTE.value and step[0].end > step[0].start and at < columns:
                 first = min(first, columns - 1)
-                last = max(
-                    last, first + (at <= first)
-                )  # shorter than a column: shown if there is room
+                last = max(last, first + (at <= first))
             first = max(first, at)
             last = min(max(last, at), columns)
             text += pen.idle * (first - at) + pen.step([box.item for box in step], last - first)
@@ -72,8 +76,10 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
     """Return a schedule's numbers in five lines, and one more if passes have communication."""
     timeline = simulate(schedule, costs)
     row = measure(schedule, costs)
-    limit = "" if memory is None else f" of {short(memory)}"
-    return [
+    limit = ""
+    if memory is not None:
+        limit = f" of {short(memory)}"
+    lines = [
         f"{schedule.name}: makespan {short(row.makespan)}, period {short(row.period)}, "
         f"bubble {short(row.bubble)} ({row.bubble_share:.1%} of the period)",
         f"activation: peak {short(row.peak)}{limit}; by rank {' '.join(map(short, timeline.peak))}",
@@ -81,16 +87,23 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
         f"communication: {sum(timeline.sent)} tensors; "
         f"sent by rank {' '.join(map(str, timeline.sent))}",
         f"parameters: {short(row.parameters)} device share(s) per rank",
-        *([str(communication(schedule, costs))] if communicates(costs) else []),
     ]
+    if communicates(costs):
+        lines.append(str(communication(schedule, costs)))
+    return lines
 
 
 def _columns(time: Timeline, most: int) -> int:
     """Return the columns of the picture: whole ones for the shortest pass if there is room."""
     lengths = [time.end[item] - time.start[item] for item in time.start]
     shortest = min((length for length in lengths if length > 0), default=0.0)
-    each = min(_MOST_PER_PASS, int(most * shortest / time.makespan + 1e-9)) if shortest else 0
-    return min(most, round(each * time.makespan / shortest)) if each else max(1, most)
+    each = 0
+    if shortest:
+        each = min(_MOST_PER_PASS, int(most * shortest / time.makespan + 1e-9))
+    # Too narrow for a column of the shortest pass: all columns, and short passes share them.
+    if not each:
+        return max(1, most)
+    return min(most, round(each * time.makespan / shortest))
 
 
 @dataclass(frozen=True)
@@ -112,23 +125,40 @@ class _Pen:
         """Return a step in `columns` columns. A pair is its forward, an ampersand, its backward."""
         if len(step) == 1:
             return self.cell(step[0], columns)
+        # The ampersand is a column of the forward's half, so that a pair keeps its width.
         half = (columns + 1) // 2
         return self.cell(step[0], half, "&"[:half]) + self.cell(step[1], columns - half)
 
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
-        kind = item.kind.value.lower() if self.chunk[item.stage] else item.kind.value
-        names = [f"{kind}{item.of}", *([item.of] if self.fill else [kind, kind[0]]), ""]
+        """Return the longest of several names that fits: F12, then 12 in colour or F without."""
+        kind: str = item.kind.value
+        if self.chunk[item.stage]:
+            kind = kind.lower()
+        # The colour says the kind already, so the microbatch is worth more there.
+        shorter = [kind, kind[0]]
+        if self.fill:
+            shorter = [item.of]
         room = columns - len(link)
-        return self.tint(next(name for name in names if len(name) <= room).ljust(room) + link, item)
+        names = (f"{kind}{item.of}", *shorter, "")
+        name = next(name for name in names if len(name) <= room)
+        return self.tint(name.ljust(room) + link, item)
 
     def tint(self, text: str, item: Pass) -> str:
+        """Return the text on the colour of the pass, in the 256 colours of ECMA-48 terminals."""
         if not self.fill or not text:
             return text
         background = self.fill[item.kind, item.stage]
-        levels = [int(background[i : i + 2], 16) for i in (1, 3, 5)]
-        red, green, blue = (min(range(6), key=lambda n: abs(_CUBE[n] - level)) for level in levels)
-        letters = 231 if is_dark(background) else 16
+        # Not 24-bit colour: tmux and older terminals drop it.
+        red, green, blue = map(_nearest, rgb(background))
+        letters = 16
+        if is_dark(background):
+            letters = 231
         return f"\033[38;5;{letters};48;5;{16 + 36 * red + 6 * green + blue}m{text}\033[0m"
+
+
+def _nearest(level: int) -> int:
+    """Return the index in _CUBE of the level nearest to this one."""
+    return min(range(6), key=lambda n: abs(_CUBE[n] - level))
 
 
 def _key(scene: Scene, pen: _Pen) -> str:
@@ -137,8 +167,8 @@ def _key(scene: Scene, pen: _Pen) -> str:
     ]
     words.append("blank: idle" if pen.fill else ". idle")
     if max(pen.chunk):
-        chains = scene.schedule.placement.num_chains
-        words.append(
-            "lower case: the other direction" if chains > 1 else "lower case: later chunks"
-        )
+        chunk = "later chunks"
+        if scene.schedule.placement.num_chains > 1:
+            chunk = "the other direction"
+        words.append(f"lower case: {chunk}")
     return "; ".join(words)

@@ -41,34 +41,42 @@ def draw(
     figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str
 ) -> dict[Path, bytes]:
     """Return the files with a figure: a panel for each pipeline, all on one time axis."""
+    # 0.45 inches of a panel are its margins, 0.25 the axis of time.
     height = sum(len(lines) for lines, _ in figures) * _ROW + 0.45 * len(figures) + 0.25
 
     def paint(figure: Figure) -> None:
+        # One axis of time, so that pipelines can be compared by eye.
         panels = figure.subplots(len(figures), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (lines, placement) in zip(panels, figures, strict=True):
             _passes(axes, lines, placement, files.width)
         panels[-1].set_xlabel(unit)
+        # Bars of no length, which only the legend shows.
         there = {box.item.kind for lines, _ in figures for line in lines for box in line.boxes}
         kinds = [kind for kind in Kind if kind in there]
-        colour = shades(figures[0][1])
-        for kind in kinds:
-            panels[0].barh(
-                [0], [0], color=colour[kind, 0], label=f"{kind.value} {kind.traits.meaning}"
-            )
-        if said := lighter(figures[0][1]):
-            panels[0].barh(
-                [0], [0], color=colour[kinds[0], figures[0][1].stages_on(0)[-1]], label=said
-            )
-        has_lanes = any(kind.traits.lane is not Lane.COMPUTE for kind in kinds)
-        panels[0].barh(
-            [0], [0], color=_IDLE, label="idle: between passes a bubble" if has_lanes else "bubble"
-        )
+        placement = figures[0][1]
+        colour = shades(placement)
+        legend = [(colour[kind, 0], f"{kind.value} {kind.traits.meaning}") for kind in kinds]
+        if text := lighter(placement):
+            last = placement.stages_on(0)[-1]
+            legend.append((colour[kinds[0], last], text))
+        # Streams of copies and collectives are idle most of the time, which is no bubble.
+        idle = "bubble"
+        if any(kind.traits.lane is not Lane.COMPUTE for kind in kinds):
+            idle = "idle: between passes a bubble"
+        legend.append((_IDLE, idle))
+        for shade, label in legend:
+            panels[0].barh([0], [0], color=shade, label=label)
         fitted_legend(figure, panels[0])
 
     return files.draw(height, about, paint)
 
 
 def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: float) -> None:
+    """Draw the boxes of one pipeline, a line for each track.
+
+    Args:
+        width: inches of the figure, which say whether a number fits a box.
+    """
     colour = shades(placement)
     ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0
     places = list[float]()
@@ -77,21 +85,26 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
         y -= 1.0 + 0.35 * (line.apart and bool(places))
         places.append(y + 0.45)
         axes.broken_barh([(0, ends)], (y, 0.9), facecolors=_IDLE)
+        # (bottom, height, colour) -> (start, length) of boxes. matplotlib draws all boxes of one
+        # call in a fraction of the time that a call for each takes.
         of: dict[tuple[float, float, str], list[tuple[float, float]]] = defaultdict(list)
-        for n, parts, box in (
-            (n, len(step), box) for step in line.steps for n, box in enumerate(step)
-        ):
-            where = (
-                y + 0.9 * (parts - 1 - n) / parts,
-                0.9 / parts,
-                colour[box.item.kind, box.item.stage],
-            )
-            of[where].append((box.start, box.end - box.start))
-            letters = box.item.of
-            inches = (box.end - box.start) / ends * (width - 0.7)
-            size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # size of a letter in points
-            if parts == 1 and size >= 3.2:
-                ink = "white" if is_dark(where[2]) else "#222"
+        for step in line.steps:
+            parts = len(step)
+            for n, box in enumerate(step):
+                shade = colour[box.item.kind, box.item.stage]
+                length = box.end - box.start
+                # The passes of a pair are above each other, the forward on top.
+                bottom = y + 0.9 * (parts - 1 - n) / parts
+                of[bottom, 0.9 / parts, shade].append((box.start, length))
+                letters = box.item.of
+                inches = length / ends * (width - 0.7)
+                size = min(4.5, 4.5 * inches / (0.04 * len(letters)))  # size of a letter in points
+                # Below 3.2 points nobody reads a number, and half a line has no room for one.
+                if parts > 1 or size < 3.2:
+                    continue
+                ink = "#222"
+                if is_dark(shade):
+                    ink = "white"
                 middle = (box.start + box.end) / 2
                 axes.text(
                     middle, y + 0.43, letters, ha="center", va="center", fontsize=size, color=ink
@@ -112,15 +125,18 @@ def draw_memory(
     """Draw the memory that each rank holds over time, all to one scale."""
     scene = scene_of(schedule, costs)
     time = scene.time
+    limit = ""
+    if memory is not None:
+        limit = f" of {short(memory)}"
     about = (
         f"Activation held by each rank under {schedule.name}: {len(schedule.ranks)} ranks, "
-        f"{schedule.num_microbatches} microbatches, most {short(max(time.peak))}"
-        f"{'' if memory is None else f' of {short(memory)}'}."
+        f"{schedule.num_microbatches} microbatches, most {short(max(time.peak))}{limit}."
     )
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
         for rank, at in enumerate(scene.curves):
+            # A rank holds nothing before its first pass and after its last.
             axes.plot(
                 [0.0, *at, time.makespan],
                 [0.0, *at.values(), 0.0],
