@@ -26,6 +26,7 @@ def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict
     """Return the files with the figure of a simulated schedule."""
     scene = scene_of(schedule, costs)
     time = scene.time
+    # Arithmetic and communication within passes are too fine for a column of a paper.
     lines = [track for track in scene.tracks if not track.within]
     about = (
         f"{schedule.name} on {len(schedule.ranks)} ranks, "
