@@ -30,7 +30,7 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     A rank holds at most one microbatch more of activations.
 
     Raises: ScheduleError for a table that has such passes, passes of whole stages or slices, or a
-        rank without a stage in each chain.
+    rank without a stage in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
     of_stages = any(kind.traits.per_stage for kind in schedule.kinds)
