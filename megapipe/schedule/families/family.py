@@ -16,6 +16,7 @@ from megapipe.schedule.passes import Pass, Placement, Schedule
 PerStage = float | tuple[float, ...]
 """One value for every device share, or a tuple with the value of each stage of the chain."""
 
+# The types of a family's answers; `Family` says what each of them is for.
 Problems = Callable[[Schedule, Mapping[Pass, int]], Iterator[str]]
 Needs = Callable[[Schedule], Mapping[tuple[Pass, Made], tuple[Pass, ...]]]
 Instead = Callable[[Schedule], Mapping[Pass, str]]
@@ -23,6 +24,8 @@ Renamed = Callable[[Schedule], Mapping[Pass, Pass | None]]
 OfSlice = Callable[[Mapping[str, Any], float, float], Mapping[str, Any]]
 
 
+# `Costs` inherits the fields of all families, and the clock asks the families. So neither can be
+# imported here, and two protocols say what a family uses.
 class Prices(Protocol):
     """The part of `Costs` that a family uses."""
 
@@ -43,6 +46,7 @@ class Times(Protocol):
 Whole = Callable[[Schedule, Prices, Times, int], Iterator[tuple[float, float, int]]]
 
 
+# The answers of a family that adds nothing.
 def _nothing(*_: Any) -> Any:
     return ()
 

@@ -22,6 +22,7 @@ class OffloadCosts:
             holds its keys, for later slices.
     """
 
+    # R has no field: it takes as long as F.
     o: PerStage = 0.0
     l: PerStage = 0.0
     mem_o: PerStage | None = None

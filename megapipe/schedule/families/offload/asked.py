@@ -25,6 +25,7 @@ class Offload:
         other: tables that "fits" may choose instead of the given one.
     """
 
+    # The default takes no time: it offloads only activations that return before their backward.
     when: str = "all"
     any_order: bool = False
     chunks: int | None = None

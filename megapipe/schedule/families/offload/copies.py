@@ -45,12 +45,14 @@ def with_offload(
     Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
     """
     _refuse(schedule, {Kind.O, Kind.L}, chosen)
+    # All places follow from the clock without copies: copies in time leave it as it is.
     clock = run_clock(schedule, costs)
     if chosen is None:
         by_share = longest(schedule, clock, share)
         wanted = frozenset(x for x in by_share if stages is None or x[0] in stages)
     else:
         wanted = frozenset(chosen)
+    # A rank without a switch of its own group shares its copies with nobody.
     groups = [tuple(group) for group in switches]
     grouped = {rank for group in groups for rank in group}
     alone = [(rank,) for rank in range(len(schedule.ranks)) if rank not in grouped]
@@ -74,6 +76,8 @@ def with_recompute(
     else:
         wanted = frozenset(chosen)
 
+    # Directly before the backward: what R makes is held for the shortest time, and the rank may
+    # wait for the gradient there anyway.
     def again(step: Step) -> list[Step]:
         back = (x for x in step if x.kind.is_backward and (x.stage, schedule.number(x)) in wanted)
         return [(x._replace(kind=Kind.R),) for x in back]
@@ -121,6 +125,7 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
             number = schedule.number(item)
             if item.kind.is_forward:
                 begun[stage, number] = clock.end[rank][i]
+            # B ends the life as BW does: W needs only mem_w, which nothing copies.
             elif item.kind.is_backward:
                 life = clock.start[rank][i] - begun[stage, number]
                 own = held.setdefault(stage, [])
@@ -147,7 +152,9 @@ def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None
     unknown = sorted(set(chosen or ()) - {(x.stage, schedule.number(x)) for x in forwards})
     if unknown:
         stage, number = unknown[0]
-        what = "microbatch" if not schedule.cuts else "slice"
+        what = "microbatch"
+        if schedule.cuts:
+            what = "slice"
         raise ScheduleError(f"{schedule.name} has no {what} {number} on stage {stage}.")
 
 
@@ -212,11 +219,16 @@ def _put_copies(
         return of_part[schedule.part(copy.of)][kind][copy.of.stage]
 
     copies = _copies(ranks, schedule, clock, wanted)
+
+    # Out, in the order of the forwards: each copy starts when its forward has ended and the stream
+    # is free.
     there: dict[_Copy, float] = {}  # when a copy is on the host
     free = 0.0
     for copy in sorted(copies, key=lambda copy: copy.ready):
         free = max(free, copy.ready) + duration(Kind.O, copy)
         there[copy] = free
+
+    # Back, as late as possible, so that the memory stays free for longest.
     back: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
     places = {rank: _Places(schedule.ranks[rank], clock.end[rank]) for rank in ranks}
     latest = inf  # when the next copy back must start
@@ -224,10 +236,12 @@ def _put_copies(
     # the last in the row has the last copy.
     for copy in sorted(copies, key=lambda copy: (-copy.due, copy.rank, -copy.used)):
         begin = min(latest, copy.due) - duration(Kind.L, copy)
+        # It would be late, and its backward would wait. It stays on the device.
         if begin < there[copy] * (1 - 1e-9) and not fixed:
             del there[copy]
             continue
         latest = begin
+        # Between its forward and its backward, whatever the times say.
         at = max(min(places[copy.rank].before(begin), copy.used - 1), copy.out)
         back[copy.rank].setdefault(at, []).insert(0, copy.step(Kind.L))
     out: dict[int, dict[int, list[Step]]] = {rank: {} for rank in ranks}
@@ -252,4 +266,6 @@ class _Places:
     def before(self, time: float) -> int:
         """Return the last step that ends by then, -1 for none. A copy after it is rather early."""
         at = bisect_right(self._ends, time)
-        return self._steps[at - 1] if at else -1
+        if at == 0:
+            return -1
+        return self._steps[at - 1]

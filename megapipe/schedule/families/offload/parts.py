@@ -25,8 +25,13 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
     if moved["mem_o"] is None:
         moved["mem_o"] = costs["mem_b"]
     keys = moved["mem_k"]
-    if not (any(keys) if isinstance(keys, tuple) else keys):
+    if not isinstance(keys, tuple):
+        keys = (keys,)
+    # Without keys a slice moves its share of everything, for each stage or for all.
+    if not any(keys):
         return {name: times(length, moved[name]) for name in _FIELDS[:-1]}
+
+    # With keys the fields of a stage depend on each other, so they are needed stage by stage.
     counts = {len(x) for x in moved.values() if isinstance(x, tuple)}
     if not counts:
         parts = _of_stage([*moved.values()], length, document)
@@ -36,10 +41,12 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
         raise ScheduleError(
             f"Costs name {plain[0]} of all stages together, and others of each. Name each's."
         )
-    columns = (x if isinstance(x, tuple) else (0.0,) * max(counts) for x in moved.values())
-    rows = zip(*columns, strict=True)
-    found = zip(*(_of_stage(row, length, document) for row in rows), strict=True)
-    return dict(zip(_FIELDS, found, strict=False))
+    # One value for all stages is 0 here.
+    columns = []
+    for x in moved.values():
+        columns.append(x if isinstance(x, tuple) else (0.0,) * max(counts))
+    rows = [_of_stage(row, length, document) for row in zip(*columns, strict=True)]
+    return dict(zip(_FIELDS, zip(*rows, strict=True), strict=False))
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:
@@ -48,6 +55,11 @@ def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[f
     # Keys are copied first, all keys of a document with its last slice.
     moves = min(keys, copied)
     size = (copied - moves) * length + moves * document
-    part = size / copied if copied else length
-    stays = held if document else held + keys
+    part = length
+    if copied:
+        part = size / copied
+    # After a recomputed forward later slices still read the keys, unless the document ends here.
+    stays = held
+    if not document:
+        stays += keys
     return out * part, back * part, size, stays * length

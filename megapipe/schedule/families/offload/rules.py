@@ -25,6 +25,7 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
                 yield f"rank {rank_of[item.stage]}, step {step}, {item}: {problem}"
     for lane in schedule.shared:
         yield from _shared_problems(schedule, lane, seen)
+    # A rank in two shared streams of one direction would have two orders for the same copies.
     for i, lane in enumerate(schedule.shared):
         for before in schedule.shared[:i]:
             both = sorted(set(lane.ranks) & set(before.ranks))
@@ -51,13 +52,16 @@ def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
 
 def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
     """Yield where O, L or R comes before the pass that it needs, or after its user."""
+    # The order of one microbatch in its row is F O L B or F R B.
     kind = item.kind
     at = seen[item]
     kinds = Kind.F, Kind.O, Kind.B, Kind.BW
     f, out, b, bw = (item._replace(kind=other) for other in kinds)
     used = b if b in seen else bw
     if kind is not Kind.L and f in seen and at <= seen[f]:
-        does = "copies" if kind is Kind.O else "repeats"
+        does = "repeats"
+        if kind is Kind.O:
+            does = "copies"
         yield f"stands before {f} at step {seen[f]}, which makes what it {does}"
     if kind is Kind.L and at <= seen[out]:
         yield f"stands before {out} at step {seen[out]}, whose copy it brings back"
@@ -65,7 +69,9 @@ def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
     if kind is Kind.O and late:
         yield f"frees what {used} at step {seen[used]} has used already"
     if kind is not Kind.O and late:
-        gone = f"{out} at step {seen[out]} has freed" if kind is Kind.L else f"{f} has not kept"
+        gone = f"{f} has not kept"
+        if kind is Kind.L:
+            gone = f"{out} at step {seen[out]} has freed"
         yield f"comes too late: {used} at step {seen[used]} uses what {gone}"
 
 
@@ -86,6 +92,8 @@ def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int])
         look = ", ".join(map(str, wrong[:3]))
         yield f"{where}: its order must name each of their passes once; look at {look}"
         return
+    # An order that a rank's own row contradicts would deadlock: the copy that the stream runs next
+    # waits for a pass after the copy that the row posts next.
     last: dict[int, Pass] = {}
     for item in lane.order:
         rank = rank_of[item.stage]
@@ -112,5 +120,6 @@ def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
 def inputs(schedule: Schedule) -> Mapping[Pass, str]:
     """Return the forwards that hold only their input, mem_r, because they are recomputed."""
     again = computed_again(schedule)
+    # Without recomputation, as in most tables, no pass is looked at.
     forwards = (x for x in schedule.passes() if again and x.kind.is_forward)
     return dict.fromkeys((x for x in forwards if (x.stage, schedule.number(x)) in again), "r")

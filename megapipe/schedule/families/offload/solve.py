@@ -72,9 +72,11 @@ def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
     """Return the catalogue's tables of these numbers with one copy of the weights and no pairs."""
     found = []
     for name, entry in PATTERNS.items():
+        # Two copies of the weights take the memory that is to be saved.
         if entry.copies == 1 and not entry.pairs:
+            # A schedule without a number of chunks of its own takes the fewest.
+            chunks = None if entry.chunks else 2
             try:
-                chunks = None if entry.chunks else 2
                 found.append(make(name, entry, ranks, microbatches, chunks=chunks, costs=costs))
             except ScheduleError:
                 continue
@@ -99,6 +101,8 @@ def searched(
         place: the placement; None for the best of loops and V.
         effort: of each of six searches, as in `search.auto`.
     """
+    # A search under the real costs would leave no order that holds more than the memory, and these
+    # are the ones worth offloading.
     for part, limit in _MOVED_LATER:
         counted = replace(costs, mem_b=times(part, costs.mem_b))
         rooms = tuple(limit * x for x in by_rank(memory, ranks))
@@ -209,7 +213,12 @@ def solve(
             "Allow more, or take a schedule of more stages for each rank, such as v-min."
         )
     if tries is None:
-        tries = FEW_TRIES if library() is None else TRIES
+        tries = TRIES
+        if library() is None:
+            tries = FEW_TRIES
+
+    # The three best tables, each with its best candidate: after single changes another table may
+    # be the best.
     first: dict[int, _Answer] = {}
     for one in sorted(found, key=lambda one: one.rank):
         first.setdefault(id(one.table), one)
@@ -227,10 +236,12 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
     They use one verb for all places, or one verb first for the places that do not fit.
     """
+    # Holding everything takes least time, so nothing else is of interest if it fits.
     yield table.held
     if table.held.weight.fits or table.held.weight.makespan > most:
         return
     yield table.answer(dict.fromkeys(table.every, Verb.RECOMPUTE))
+    # Copies that fit between forward and backward. A stream may still be too busy for all of them.
     offloaded = table.answer(
         {x: Verb.OFFLOAD for x in table.every if table.pays(table.held.weight, x)}
     )
@@ -245,6 +256,7 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
 def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
     """Yield the table with as many choices as it needs to fit, if some are enough within `most`."""
+    # A place changes at most twice: from hold to offload, then to recompute.
     now = start
     table = start.table
     for _ in range(2 * len(table.every)):
@@ -275,6 +287,7 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
     for place in table.on[rank]:
         x = table.number[place]
         choice = now.choices.get(place, Verb.HOLD)
+        # Held at that moment, and not moved as far as it can be.
         if weight.made[x] > at or weight.used[x] <= at or choice is Verb.RECOMPUTE:
             continue
         life = weight.used[x] - weight.done[x]
@@ -282,6 +295,7 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
             candidates.append((True, life, place, Verb.OFFLOAD))
         elif Verb.RECOMPUTE in verbs:
             candidates.append((False, life, place, Verb.RECOMPUTE))
+    # Copies first, because they take no compute time; then the longest lives.
     count = -(-len(table.on[rank]) // _FEW)
     return [x[2:] for x in sorted(candidates, reverse=True)[:count]]
 
@@ -290,6 +304,7 @@ def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
     """Return the candidate after single changes that make it faster, or need fewer passes."""
     best = start
     table = start.table
+    # No choice is faster than holding everything.
     floor = table.held.weight.makespan * HAIR
     for _ in range(tries):
         if best.weight.makespan <= floor:
@@ -300,6 +315,7 @@ def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
         again = [place for place in moved if choices[place] is Verb.RECOMPUTE]
         place = dice.choice(again if again and dice.random() < 0.7 else moved)
         choices[place] = dice.choice([verb for verb in Verb if verb is not choices[place]])
+        # A single change often exceeds the memory, where a second one makes room for it.
         if dice.random() < 0.5:
             choices[dice.choice(table.every)] = dice.choice(list(Verb))
         tried = table.answer({x: verb for x, verb in choices.items() if verb is not Verb.HOLD})

@@ -1,7 +1,8 @@
 """Time and memory of a table with offload and recomputation, without building that table.
 
 With a C compiler `weigh.c` computes them, bitwise equal to the clock. Without one the table is
-built and simulated.
+built and simulated. The solver asks for thousands of choices, and building each table would take
+most of its time.
 """
 
 from __future__ import annotations
@@ -75,20 +76,22 @@ Weigh = Callable[[Choices], Weight]
 
 def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
     """Return the limit of each rank."""
-    return memory if isinstance(memory, tuple) else (memory,) * ranks
+    if isinstance(memory, tuple):
+        return memory
+    return (memory,) * ranks
 
 
 def places(plain: Schedule) -> list[Place]:
     """Return all places, in order. Each of DualPipe's two copies has its own microbatches."""
     place = plain.placement
     per = len(plain.slices)
-    count = plain.all_microbatches * per
-    return [
-        (stage, number)
-        for stage in range(place.num_stages)
-        for number in range(count)
-        if plain.chain_of(number // per) == stage // place.chain
-    ]
+    found = []
+    for stage in range(place.num_stages):
+        for number in range(plain.all_microbatches * per):
+            # With all microbatches on all stages, DualPipe's tables ended in a KeyError.
+            if plain.chain_of(number // per) == stage // place.chain:
+                found.append((stage, number))
+    return found
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
@@ -101,6 +104,7 @@ def forward_of(plain: Schedule, place: Place) -> Pass:
 
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
     """Return the table with the passes of these choices."""
+    # R before O and L: it takes compute time, and copies are put where the clock leaves them time.
     table = plain
     for verb, transform in ((Verb.RECOMPUTE, with_recompute), (Verb.OFFLOAD, with_offload)):
         chosen = [place for place, choice in choices.items() if choice is verb]
@@ -113,6 +117,7 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     """Return a function from choices to time and memory of the table with them."""
     code = library()
     limits = by_rank(memory, len(plain.ranks))
+    # The C code knows F, B, W and BW in steps of one pass. Other tables go by the clock.
     paired = any(len(step) > 1 for step in plain.steps())
     if code is None or not plain.kinds <= set(_KINDS[:4]) or paired:
         return partial(_simulated, plain, costs, limits)
@@ -120,6 +125,7 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
 
 
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
+    """Return time and memory of the table with these choices, by building and simulating it."""
     time = simulate(applied(plain, choices, costs), costs)
     forwards = [forward_of(plain, place) for place in places(plain)]
     over = []
@@ -138,10 +144,13 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
 def _user(time: Timeline, f: Pass) -> Pass:
     """Return the backward of a forward, B or BW."""
     b = f._replace(kind=Kind.B)
-    return b if b in time.start else f._replace(kind=Kind.BW)
+    if b in time.start:
+        return b
+    return f._replace(kind=Kind.BW)
 
 
 class _Moved(ctypes.Structure):
+    # The same fields in the same order as in weigh.c.
     _fields_ = (
         *((name, ctypes.c_int) for name in ("ranks", "places")),
         *((name, Ints) for name in ("row", "next", "prev", "earlier", "later", "last")),
@@ -169,7 +178,10 @@ class _Places:
         found = []
         for f in self.forwards:
             to = step(f.stage)
-            found.append(-1 if to is None else self.number[to, self.plain.number(f)])
+            place = -1
+            if to is not None:
+                place = self.number[to, self.plain.number(f)]
+            found.append(place)
         return found
 
     def lags(self, to: Sequence[int]) -> list[float]:
@@ -188,8 +200,11 @@ class _Places:
         """Return the place of the slice `by` slices later in its document, -1 without one."""
         found = []
         for x, f in enumerate(self.forwards):
-            document = self.plain.document(f) if self.plain.cuts else ()
-            found.append(x + by if (f.slice or 0) + by in document else -1)
+            there = -1
+            # Slices of a microbatch are consecutive places.
+            if self.plain.cuts and (f.slice or 0) + by in self.plain.document(f):
+                there = x + by
+            found.append(there)
         return found
 
     def last_slices(self) -> list[int]:
@@ -224,7 +239,9 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
 
     def of_keys(starts: bool) -> Sequence[float]:
         """Return the change of the gradients of keys at start or end of each backward."""
-        return [abs(gradients(f, starts)) if gradients else 0.0 for f in of.forwards]
+        if gradients is None:
+            return [0.0] * n
+        return [abs(gradients(f, starts)) for f in of.forwards]
 
     after = of.near(place.next)
     before = of.near(place.prev)
@@ -238,11 +255,13 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
         *map(doubles, (of_keys(True), of_keys(False))),
         doubles([limit * HAIR for limit in limits]),
     )
+    # Kind and place in one number, as the C code reads them.
     passes = [item for row in plain.ranks for (item,) in row]
     order = ints([_KINDS.index(x.kind) * n + of.number[x.stage, plain.number(x)] for x in passes])
     # The C code writes made, done and used of each place, then peak and over of each rank.
     seen = doubles([0.0] * (3 * n + 2 * ranks))
     code.weigh.restype = ctypes.c_double
+    # Verbs have numbers in the order of `Verb`; hold is 0, what a new array has.
     numbers = {verb: number for number, verb in enumerate(Verb)}
 
     def weigh(choices: Choices) -> Weight:

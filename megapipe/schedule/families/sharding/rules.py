@@ -11,6 +11,7 @@ from megapipe.schedule.families.sharding.runs import (
     Run,
     Sum,
     adds_gradients,
+    gather_for,
     reads_weights,
     runs,
     sums,
@@ -30,9 +31,11 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
     """
     if schedule.kinds.isdisjoint(SHARDS):
         return
+    # With RS alone (ZeRO-2) every rank keeps its weights, and nothing has to be gathered.
     gathered = not schedule.kinds.isdisjoint(GATHERS)
     yield from _excluded(schedule, seen, gathered=gathered)
     for rank, row in enumerate(schedule.ranks):
+        # A run and a sum are within one row.
         found: list[tuple[Pass, str]] = []
         for run in runs(schedule, rank):
             found += _of_run(run, seen)
@@ -49,9 +52,10 @@ def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -
     Reducing or gathering once a step would do nothing, and V would need weights that are dropped.
     """
     place = schedule.placement
-    own = "weights that are shares" if gathered else "gradients that are shares"
+    own = "gradients that are shares"
     excluded = {Kind.G, Kind.V}
     if gathered:
+        own = "weights that are shares"
         excluded.add(Kind.A)
     for kind in sorted(excluded & schedule.kinds):
         item = next((x for x in seen if x.kind is kind), None)
@@ -63,18 +67,24 @@ def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -
 def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
     """Yield the mistake of a gather, which is named by the first pass of its run."""
     gather, passes = run
+    # The pass that the number of the gather means. A run of AB may begin with R, B or BW.
     if gather.kind is Kind.AF:
         named = gather._replace(kind=Kind.F)
     else:
         backs = [gather._replace(kind=kind) for kind in (Kind.R, Kind.B, Kind.BW)]
         named = next((x for x in backs if x in passes), backs[-1])
     if not passes:
-        early = f"; {named} stands before it at step {seen[named]}" if named in seen else ""
+        early = ""
+        if named in seen:
+            early = f"; {named} stands before it at step {seen[named]}"
         yield gather, f"nothing reads the weights before they are dropped{early}"
         return
-    first = _gather_for(passes[0])
+    # A gather has the number of its run's first pass, so no two runs have the same name.
+    first = gather_for(passes[0])
     if named not in passes:
-        there = f"at step {seen[named]}, " if named in seen else ""
+        there = ""
+        if named in seen:
+            there = f"at step {seen[named]}, "
         begins = f"which begins with {passes[0]}; this is {first}"
         yield gather, f"{named}, {there}is not in its run, {begins}"
     elif seen[passes[0]] < seen[named]:
@@ -89,6 +99,7 @@ def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
     named = next((x for x in makers if x in seen), None)
     if named is None:
         return  # its gradient is missing, which another rule reports
+    # A gradient that comes after its sum would be lost: the full gradient is dropped there.
     if seen[named] > seen[reduce]:
         yield reduce, f"stands before {named} at step {seen[named]}, whose gradient it sums"
     elif named not in passes:
@@ -106,6 +117,7 @@ def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]
     These are each stage's first pass that reads weights before any gather, and the last pass whose
     gradient nothing sums.
     """
+    # Each stage is reported once: what follows an ungathered read has the same cause.
     there: set[int] = set()
     reported: set[int] = set()
     left: dict[int, Pass] = {}
@@ -116,14 +128,10 @@ def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]
             left.pop(item.stage, None)
         if gathered and reads_weights(item.kind) and item.stage not in there | reported:
             reported.add(item.stage)
-            missing = f"{_gather_for(item)} is missing before it"
+            missing = f"{gather_for(item)} is missing before it"
             yield item, f"reads weights that nothing has gathered; {missing}"
         if adds_gradients(item.kind):
             left[item.stage] = item
+    # Gradients after a stage's last reduction.
     for item in left.values():
         yield item, f"nothing sums its gradient; {item._replace(kind=Kind.RS)} is missing after it"
-
-
-def _gather_for(first: Pass) -> Pass:
-    """Return the gather of a run that begins with this pass."""
-    return first._replace(kind=Kind.AF if first.kind.is_forward else Kind.AB)

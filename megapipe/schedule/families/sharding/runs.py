@@ -40,7 +40,9 @@ class Run(NamedTuple):
     @property
     def dropped(self) -> Pass:
         """Return the pass after whose step the full weights are dropped."""
-        return self.passes[-1] if self.passes else self.gather
+        if not self.passes:
+            return self.gather
+        return self.passes[-1]
 
 
 class Sum(NamedTuple):
@@ -57,6 +59,13 @@ class Sum(NamedTuple):
     passes: tuple[Pass, ...]
 
 
+def gather_for(first: Pass) -> Pass:
+    """Return the gather of a run that begins with this pass."""
+    kind = Kind.AF if first.kind.is_forward else Kind.AB
+    return first._replace(kind=kind)
+
+
+# Asked of the rows of `kinds`, so that a new kind that reads weights needs no change here.
 def reads_weights(kind: Kind) -> bool:
     """Return whether such a pass needs the weights of its stage."""
     return any(need.made is Made.WEIGHTS for need in kind.traits.needs)
@@ -71,6 +80,7 @@ GATHERS = frozenset(kind for kind in Kind if Made.WEIGHTS in kind.traits.makes)
 REDUCES = frozenset(kind for kind in Kind if Made.SCATTERED in kind.traits.makes)
 SHARDS = GATHERS | REDUCES
 """Passes that gather weights and reduce gradients for runs of a stage's passes."""
+# Sets, because these are asked for every pass of a table.
 _READS = frozenset(kind for kind in Kind if reads_weights(kind))
 _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
@@ -78,6 +88,7 @@ _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 def runs(schedule: Schedule, rank: int) -> list[Run]:
     """Return the runs of a rank's stages, in the order of their gathers."""
     found: list[tuple[Pass, list[Pass]]] = []
+    # The users in the latest run of each stage.
     now: dict[int, list[Pass]] = {}
     for item in (x for step in schedule.ranks[rank] for x in step):
         if item.kind in GATHERS:
@@ -97,6 +108,7 @@ def sums(schedule: Schedule, rank: int) -> list[Sum]:
         if item.kind in REDUCES:
             passes = tuple(now.pop(item.stage, ()))
             found.append(Sum(item, begin.pop(item.stage, item), passes))
+        # B adds to gradients of norms and biases, which are not deferred to W.
         elif item.kind in _ADDS or item.kind.is_backward:
             begin.setdefault(item.stage, item)
         if item.kind in _ADDS:
@@ -121,11 +133,14 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
         own = {one.begin: one for one in sums(schedule, rank)}
         for one in own.values():
             found[one.reduce, Made.WEIGHT_GRADIENT] = one.passes
+        # Without the wait for earlier reductions full gradients would pile up on a slow link, and
+        # `whole_at_most` could not bound them.
         begun: list[Pass] = []
         for item in (x for step in row for x in step):
             if item.kind in REDUCES:
                 begun.append(item)
             elif item in own:
+                # The latest reduction may still run, unless it has this stage's one buffer.
                 last = [x for x in begun[-1:] if x.stage == item.stage]
                 found[item, Made.SCATTERED] = (*begun[-2:-1], *last)
     return found
@@ -168,12 +183,14 @@ def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
     stage, because both wait for the reduction.
     """
     at = {item: i for i, step in enumerate(schedule.ranks[rank]) for item in step}
+    # Weights are dropped by their last user, whether the next gather comes at once or later.
     for run in runs(schedule, rank):
         yield Life(Kind.AF, run.gather.stage, at[run.gather], at[run.dropped])
     own = sums(schedule, rank)
     for n, one in enumerate(own):
         stage = one.reduce.stage
         later = own[n + 1 :]
+        # The rank finds that a reduction has ended only where it waits for it.
         waits = [at[x.reduce] for x in later[:1]]
         waits += [at[x.begin] for x in later if x.reduce.stage == stage]
         yield Life(Kind.RS, stage, at[one.begin], at[one.reduce], min(waits, default=-1))

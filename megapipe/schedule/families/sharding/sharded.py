@@ -1,10 +1,10 @@
 """Tables with sharded weights and gradients, and the choice of how long a stage stays gathered.
 
-The full stages on a rank are like a cache, and the row says every future use. So the stage evicted
-is the one needed last (Belady 1966), which makes the fewest gathers. Breadth-first tables use a
-stage for longest at a time, and gather it twice a step (Lamy-Poirier 2023, sec. 3). Depth-first
-tables gather it for every microbatch. A place that is kept free for the next stage hides the gather
-under the passes of the stage before. The clock decides which choice is best.
+A rank has places for the full weights of some of its stages; `cache` says which stages have them.
+Breadth-first tables use a stage for longest at a time, and gather it twice a step (Lamy-Poirier
+2023, sec. 3). Depth-first tables gather it for every microbatch. A place that is kept free for the
+next stage hides the gather under the passes of the stage before. The clock decides which choice is
+best.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import inf
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, adds_gradients, reads_weights
+from megapipe.schedule.families.sharding.cache import Stay, stays
+from megapipe.schedule.families.sharding.runs import (
+    GATHERS,
+    REDUCES,
+    adds_gradients,
+    gather_for,
+    reads_weights,
+)
 from megapipe.schedule.families.sharding.whole import borrowers
 from megapipe.schedule.kinds import Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step
@@ -49,21 +56,6 @@ class Living(NamedTuple):
     ahead: bool = False
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """A run of a stage.
-
-    Attributes:
-        first, last: the steps of its first and last use.
-        room: the step after which there is a place for it; -1 for the start of the row.
-    """
-
-    stage: int
-    first: int
-    last: int
-    room: int
-
-
 def with_sharded_weights(
     schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()
 ) -> Schedule:
@@ -79,8 +71,10 @@ def with_sharded_weights(
     _refuse(schedule)
     clock = run_clock(schedule, costs)
     most = max(len(schedule.placement.stages_on(rank)) for rank in range(len(schedule.ranks)))
-    each = [living] * len(schedule.ranks) if isinstance(living, Living) else [*living]
-    each = each or [Living(most, most)] * len(schedule.ranks)
+    if isinstance(living, Living):
+        each = [living] * len(schedule.ranks)
+    else:
+        each = [*living] or [Living(most, most)] * len(schedule.ranks)
     rows = [_row(schedule, rank, clock, costs, one) for rank, one in enumerate(each)]
     return replace(schedule, ranks=tuple(rows))
 
@@ -113,23 +107,30 @@ def sharded_within(
     played = [_Played(way, with_sharded_weights(schedule, costs, way), costs) for way in ways]
     best = min(one.time.makespan for one in played)
     played.sort(key=lambda one: one.worth(best))
-    room = [
-        next((x.way for x in played if x.time.peak[r] <= limit * _HAIR), None)
-        for r, limit in enumerate(limits)
-    ]
-    each = [way for way in room if way]
-    if len(each) == len(room):
+
+    # Memory differs between ranks. The best choice for all ranks may be refused by one of them,
+    # where a table with the best choice of each rank fits.
+    each = []
+    for rank, limit in enumerate(limits):
+        for one in played:
+            if one.time.peak[rank] <= limit * _HAIR:
+                each.append(one.way)
+                break
+    if len(each) == len(limits):
         played.append(_Played(each[0], with_sharded_weights(schedule, costs, each), costs))
     fitting = [one for one in played if one.fits(limits)]
+
+    # A limit may leave so little for weights that their gathers show. Offload or recomputation of
+    # activations makes room, and may cost less time than these gathers.
     if moved is not None and played[0] not in fitting:
         for way, table in _moved_tables(schedule, costs, ways, min(limits), moved):
             one = _Played(way, table, costs)
             if one.fits(limits):
                 fitting.append(one)
     if not fitting:
-        over = [
-            max((held - limits[r], r) for r, held in enumerate(one.time.peak)) for one in played
-        ]
+        over = []
+        for one in played:
+            over.append(max((held - limits[r], r) for r, held in enumerate(one.time.peak)))
         need, rank = min(over)
         raise ScheduleError(
             f"{schedule.name}: rank {rank} needs {need + limits[rank]:g} for activations, gathered "
@@ -147,13 +148,15 @@ def _moved_tables(
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[Living, Schedule]]:
     """Yield each choice with a table whose offload or recomputation leaves memory for it."""
+    # Choices with equal room share a table, because `moved` is a solver.
     tables: dict[float, Schedule | None] = {}
     for way in ways:
         room = limit - max(whole_at_most(schedule, costs, way))
         if room not in tables:
             tables[room] = None
-            with suppress(ScheduleError):
-                tables[room] = moved(room) if room > 0 else None
+            if room > 0:
+                with suppress(ScheduleError):
+                    tables[room] = moved(room)
         table = tables[room]
         if table is not None:
             yield way, with_sharded_weights(table, costs, way)
@@ -172,10 +175,14 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     for rank, row in enumerate(schedule.ranks):
         own = place.stages_on(rank)
         borrow = borrowers(costs, place, own)
-        first = {stage for stage in own if place.is_first(stage)} if borrow else set()
-        used = (len({x.stage for x in step if reads_weights(x.kind)}) for step in row)
-        pairs = max(used, default=0)
-        count = max(way.weights, pairs) if way.weights else 0
+        first: set[int] = set()
+        if borrow:
+            first = {stage for stage in own if place.is_first(stage)}
+        # A pair of two stages needs the weights of both at once, even with a place for one.
+        count = way.weights
+        if count:
+            for step in row:
+                count = max(count, len({x.stage for x in step if reads_weights(x.kind)}))
         of_weights = _largest(own, weights, count, first, borrow)
         largest = sorted((gradients[s] for s in own), reverse=True)[: way.gradients + 1]
         found.append(of_weights + sum(largest))
@@ -198,6 +205,7 @@ def _largest(
 
     if not (count and borrow):
         return most(own, count)
+    # Either no stage that borrows is among them, or the first stage's weights are there as well.
     return max(most({*own} - borrow, count), most(first, 1) + most({*own} - first, count))
 
 
@@ -217,7 +225,10 @@ class _Played:
     def worth(self, best: float) -> tuple[float, int, bool, float, float]:
         """Return a value to minimise, given the time of the fastest table."""
         sums = sum(x.kind in REDUCES for x in self.table.passes())
-        slow = self.time.makespan if self.time.makespan > best * _AS_FAST else best
+        # All times within a hundredth are worth the same, so that the other criteria decide.
+        slow = best
+        if self.time.makespan > best * _AS_FAST:
+            slow = self.time.makespan
         moves = not self.table.kinds.isdisjoint((Kind.O, Kind.R))
         return slow, sums, moves, max(self.time.peak), self.time.makespan
 
@@ -236,7 +247,10 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
     if sum(map(len, schedule.ranks)) > _MANY:
         counts = sorted({1, min(2, most), most})
         sums = sorted({1, most})
-    for weights, gradients, ahead in product(counts if gathers else [0], sums, (False, True)):
+    if not gathers:
+        counts = [0]
+    for weights, gradients, ahead in product(counts, sums, (False, True)):
+        # One place cannot be kept for the next stage, and with a place for each none has to be.
         if not ahead or 1 < weights < most:
             yield Living(weights, gradients, ahead)
 
@@ -258,30 +272,38 @@ def _row(
     duration = costs.durations(schedule.placement)
     start = clock.start[rank]
     end = clock.end[rank]
-    reads = [{x.stage for x in step if reads_weights(x.kind)} for step in row]
-    adds = [{x.stage for x in step if adds_gradients(x.kind)} for step in row]
+    reads = []
+    adds = []
+    for step in row:
+        reads.append({x.stage for x in step if reads_weights(x.kind)})
+        adds.append({x.stage for x in step if adds_gradients(x.kind)})
+
+    # Each reduction follows the last gradient of its interval. `after` has the passes to insert
+    # after each step, -1 for the start of the row.
     after: dict[int, list[Pass]] = {}
     sums = []
-    for whole in sorted(_lives(adds, living.gradients, ahead=False), key=lambda whole: whole.last):
-        *_, last = (x for x in row[whole.last] if x.stage == whole.stage and adds_gradients(x.kind))
-        after.setdefault(whole.last, []).append(last._replace(kind=Kind.RS))
-        sums.append((end[whole.last], duration[Kind.RS][whole.stage]))
+    for stay in sorted(stays(adds, living.gradients), key=lambda stay: stay.last):
+        *_, last = (x for x in row[stay.last] if x.stage == stay.stage and adds_gradients(x.kind))
+        after.setdefault(stay.last, []).append(last._replace(kind=Kind.RS))
+        sums.append((end[stay.last], duration[Kind.RS][stay.stage]))
+
+    # Gathers start when the compute pass before them has ended, so their places follow from the
+    # ends of compute passes.
     computes = [i for i, step in enumerate(row) if step[0].kind.traits.lane is Lane.COMPUTE]
     ends = [(end[i] * (1 - 1e-9), i) for i in computes]
-    gathered: list[_Whole] = []
+    gathered: list[Stay] = []
     if living.weights:
-        gathered = _lives(reads, living.weights, ahead=living.ahead)
+        gathered = stays(reads, living.weights, ahead=living.ahead)
     back = inf
     # From the last gather to the first: each ends when its run or the next gather begins.
-    in_order = sorted(gathered, key=lambda whole: whole.first)
-    for whole in reversed(in_order):
-        back = _begin(min(back, start[whole.first]), duration[Kind.AF][whole.stage], sums)
+    in_order = sorted(gathered, key=lambda stay: stay.first)
+    for stay in reversed(in_order):
+        back = _begin(min(back, start[stay.first]), duration[Kind.AF][stay.stage], sums)
         at = bisect_right(ends, (back, len(row))) - 1
         early = ends[at][1] if at >= 0 else -1
-        at = min(max(early, whole.room), whole.first - 1)
-        users = (x for x in row[whole.first] if x.stage == whole.stage and reads_weights(x.kind))
-        first = next(users)
-        gather = first._replace(kind=Kind.AF if first.kind.is_forward else Kind.AB)
+        at = min(max(early, stay.room), stay.first - 1)
+        users = (x for x in row[stay.first] if x.stage == stay.stage and reads_weights(x.kind))
+        gather = gather_for(next(users))
         # Before reductions that end the same step, and before gathers for later uses.
         after.setdefault(at, []).insert(0, gather)
     steps: list[Step] = [(item,) for item in after.get(-1, ())]
@@ -298,62 +320,8 @@ def _begin(due: float, takes: float, sums: Sequence[tuple[float, float]]) -> flo
         takes: its duration.
         sums: (earliest start, duration) of the reductions on the same stream.
     """
+    # A gather that would overlap a reduction ends before that begins.
     for ready, length in reversed(sums):
         if ready < due and due - takes < ready + length:
             due = min(due, ready)
     return due - takes
-
-
-def _lives(uses: Sequence[set[int]], places: int, *, ahead: bool) -> list[_Whole]:
-    """Return the runs of a row.
-
-    Args:
-        uses: the stages that each step of the row uses.
-        places: stages that may be gathered at a time.
-        ahead: keep the stages of the step before, so that the next gather need not wait for them.
-    """
-    coming: dict[int, list[int]] = {}
-    for i in reversed(range(len(uses))):
-        for stage in uses[i]:
-            coming.setdefault(stage, []).append(i)
-    runs: list[_Whole] = []
-    whole: dict[int, _Whole] = {}
-    free = [-1] * places
-    recent: set[int] = set()
-    for i, used in enumerate(uses):
-        for stage in sorted(used):
-            coming[stage].pop()
-            if stage in whole:
-                whole[stage] = replace(whole[stage], last=i)
-                continue
-            while len(whole) >= places:
-                gone = _farthest(whole, coming, used, recent if ahead else set())
-                if gone < 0:
-                    break
-                runs.append(whole.pop(gone))
-                if len(whole) + len(free) < places:
-                    free.append(runs[-1].last)
-            # The place that has been free longest. A step with more stages than places has none.
-            room = free.pop(free.index(min(free))) if free else i - 1
-            whole[stage] = _Whole(stage, i, i, room)
-        for stage in [stage for stage in whole if not coming[stage]]:
-            runs.append(whole.pop(stage))
-            if len(whole) + len(free) < places:
-                free.append(runs[-1].last)
-        recent = used or recent
-    return runs
-
-
-def _farthest(
-    whole: dict[int, _Whole], coming: dict[int, list[int]], used: set[int], recent: set[int]
-) -> int:
-    """Return the stage to evict: the one whose next use is farthest; -1 if all are in use.
-
-    Args:
-        coming: the steps of each stage's future uses, the next one last.
-        used: stages that this step uses.
-        recent: stages not to evict while there is another one.
-    """
-    candidates = [stage for stage in whole if stage not in used]
-    candidates = [stage for stage in candidates if stage not in recent] or candidates
-    return max(candidates, key=lambda stage: coming[stage][-1], default=-1)

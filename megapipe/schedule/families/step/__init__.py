@@ -23,6 +23,7 @@ class StepCosts:
         v: validating the update.
     """
 
+    # By default the clock knows the passes of microbatches alone.
     g: PerStage = 0.0
     u: PerStage = 0.0
     a: PerStage = 0.0

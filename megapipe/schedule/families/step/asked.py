@@ -34,21 +34,28 @@ class StepPasses:
         Args:
             barrier: updates wait for the gradients of all ranks, so that none is validated later.
         """
-        gathers = costs.a if isinstance(costs.a, tuple) else (costs.a,)
-        return cls(reduce=True, gather=any(gathers), update=True, validate=not barrier)
+        gathers = bool(costs.a)
+        if isinstance(costs.a, tuple):
+            gathers = any(costs.a)
+        return cls(reduce=True, gather=gathers, update=True, validate=not barrier)
 
     def around(self, table: Schedule, costs: Costs) -> Schedule:
         """Return the table with these passes, as far as it lacks them.
 
         An update that is validated does not wait for other ranks.
         """
+        # Reductions first: updates run in the order in which gradients are reduced.
         if self.reduce and Kind.G not in table.kinds:
             table = with_reduction(table, costs)
         gather = self.gather and Kind.A not in table.kinds
         if self.update or self.validate:
-            when: Gather = "ahead" if gather else "none"
+            when: Gather = "none"
+            if gather:
+                when = "ahead"
             return with_optimizer(table, barrier=not self.validate, gather=when)
-        return with_gather(table) if gather else table
+        if gather:
+            return with_gather(table)
+        return table
 
 
 NO_STEP = StepPasses()

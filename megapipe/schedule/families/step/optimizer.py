@@ -22,6 +22,12 @@ def with_optimizer(
 ) -> Schedule:
     """Return a table of one step with the update of every stage.
 
+    A row with gather="ahead", with a barrier and without one. The cut is after the forwards that
+    all ranks can repeat:
+
+        A A | F F F F B W F B W ... G G | U U
+        A A | F F F F | V V | B W F B W ... G G | U U
+
     Args:
         schedule: as `with_reduction` returns it.
         barrier: every update waits for the gradients of all ranks, because it needs their norm.
@@ -36,6 +42,8 @@ def with_optimizer(
     if gather != "none":
         added.add(Kind.A)
     refuse_twice(schedule, added)
+    # Only forwards that can run again come before V: after a wrong update they are repeated with
+    # the right weights.
     gathers = _gathers(schedule)
     cuts = closed_prefix(schedule)
     rows = []
@@ -45,13 +53,16 @@ def with_optimizer(
         reduced = [x.stage for step in row for x in step if x.kind is Kind.G] or list(own)
         front = gathers[rank] if gather == "ahead" else []
         back = [Pass(Kind.U, stage, 0) for stage in reduced]
+        # A with number 1 belongs to the next step, whose forwards need the weights.
         if gather == "after":
             back = []
             for item in gathers[rank]:
                 back += [Pass(Kind.U, item.stage, 0), item._replace(microbatch=1)]
         # V comes as late as possible. The other ranks' sums of the previous step have then most
-        # likely arrived.
-        check = [] if barrier else [Pass(Kind.V, stage, 0) for stage in own]
+        # likely arrived (Qi et al. 2023, sec. 4).
+        check = []
+        if not barrier:
+            check = [Pass(Kind.V, stage, 0) for stage in own]
         rows.append((*_steps(front), *row[:cut], *_steps(check), *row[cut:], *_steps(back)))
     return replace(schedule, ranks=tuple(rows))
 
@@ -68,8 +79,11 @@ def _gathers(schedule: Schedule) -> list[list[Pass]]:
     Replicas on different ranks come in the same order.
     """
     place = schedule.placement
-    stages = (sorted(place.stages_on(rank), key=place.position) for rank in range(place.num_ranks))
-    return [[Pass(Kind.A, stage, 0) for stage in own] for own in stages]
+    gathers = []
+    for rank in range(place.num_ranks):
+        own = sorted(place.stages_on(rank), key=place.position)
+        gathers.append([Pass(Kind.A, stage, 0) for stage in own])
+    return gathers
 
 
 def _steps(passes: list[Pass]) -> tuple[Step, ...]:

@@ -28,12 +28,17 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     refuse_twice(schedule, {Kind.G})
     place = schedule.placement
     time = simulate(schedule, costs)
+
+    # When the last weight gradient of each stage is there. A stage of a chain without microbatches
+    # has none, and its replicas decide.
     done = [0.0] * place.num_stages
     for item, end in time.end.items():
         if item.kind.is_gradient_of_weights:
             done[item.stage] = max(done[item.stage], end)
     # One collective sums all replicas, so it starts when the last of them is done.
-    ready = [max(done[twin] for twin in place.replicas(s)) for s in range(place.num_stages)]
+    ready = []
+    for stage in range(place.num_stages):
+        ready.append(max(done[twin] for twin in place.replicas(stage)))
     # One order on all ranks: with different orders two ranks that share several stages deadlock.
     order = sorted(range(place.num_stages), key=lambda s: (ready[s], place.position(s)))
     rows = []
@@ -45,6 +50,7 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
         at = -1  # a chain may have no microbatch
         for stage in order:
             if place.rank_of[stage] == rank:
+                # No earlier than the G before it, to keep the order, nor than the stage's last W.
                 until = ready[stage]
                 before = [i for i, (x, *_) in enumerate(row) if time.start[x] < until]
                 at = max(at, last.get(stage, at), *before)
@@ -75,5 +81,6 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """Return by how much data-parallel communication makes the step longer."""
+    # The difference of two simulations, because a collective may delay passes of other ranks.
     without = schedule.without({kind for kind in schedule.kinds if kind.traits.lane is Lane.DP})
     return simulate(schedule, costs).makespan - simulate(without, costs).makespan

@@ -42,6 +42,8 @@ def _missing(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
     place = schedule.placement
     if not place.vocabulary:
         return
+    # Needs of C, T and EW apply only if the table has them. Without this rule a table could leave
+    # them out, and head and embedding would get no gradient.
     for microbatch, piece in product(range(schedule.all_microbatches), schedule.slices):
         first = schedule.chain_of(microbatch) * place.chain
         for stage, kind in product(range(first, first + place.chain), Kind):

@@ -40,6 +40,8 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             "microbatches alone."
         )
     refuse_apart(schedule.name, place)
+    # B of the last stage waits for S and C of all ranks. Until then every rank runs one forward
+    # more, so a microbatch of each of its stages is held in addition.
     held = costs.memory(place).b
     room = []
     for rank, peak in enumerate(simulate(schedule, costs).peak):
@@ -53,6 +55,7 @@ def refuse_apart(name: str, place: Placement) -> None:
 
     Raises: ScheduleError that names the flag to leave out.
     """
+    # A share runs as a pass of one of the rank's stages in the chain.
     firsts = range(0, place.num_stages, place.chain)
     if place.vocabulary and any(len(place.shares(first)) < place.num_ranks for first in firsts):
         raise ScheduleError(
@@ -66,6 +69,7 @@ def all_shared(schedule: Schedule) -> Iterator[Pass]:
     place = schedule.placement
     at = {kind: kind.traits.at for kind in Kind if kind.traits.at}
     for microbatch in range(schedule.num_microbatches):
+        # Two copies of the model have two copies of the vocabulary.
         first = schedule.chain_of(microbatch) * place.chain
         for kind, where in at.items():
             for stage in place.meant(first, where):

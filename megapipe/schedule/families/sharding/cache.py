@@ -1,0 +1,97 @@
+"""The full stages of a rank as a cache of a few places, whose future uses are all known.
+
+The row says every use ahead. So the stage that leaves is the one whose next use is farthest (Belady
+1966), which makes the fewest gathers.
+
+Three stages of one rank with places for two. Breadth-first runs 2 microbatches forward, then
+backward, and gathers four times. Stage 1 is still there for its backwards:
+
+    stage used   0 0   1 1   2 2   2 2   1 1   0 0
+    place 1      0 0         2 2   2 2         0 0
+    place 2            1 1   1 1   1 1   1 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Stay:
+    """An interval in which a stage has a place.
+
+    Attributes:
+        first, last: the steps of its first and last use.
+        room: the step after which there is a place for it; -1 for the start of the row.
+    """
+
+    stage: int
+    first: int
+    last: int
+    room: int
+
+
+def stays(uses: Sequence[set[int]], places: int, *, ahead: bool = False) -> list[Stay]:
+    """Return the intervals in which stages have a place, one for each run of a stage.
+
+    Args:
+        uses: the stages that each step of the row uses.
+        places: stages that may be gathered at a time.
+        ahead: keep the stages of the step before, so that the next gather need not wait for them.
+    """
+    # The steps of each stage's future uses, the next one last.
+    coming: dict[int, list[int]] = {}
+    for i in reversed(range(len(uses))):
+        for stage in uses[i]:
+            coming.setdefault(stage, []).append(i)
+    found: list[Stay] = []
+    there: dict[int, Stay] = {}
+    # The steps after which places have become free.
+    free = [-1] * places
+    recent: set[int] = set()
+    for i, used in enumerate(uses):
+        kept: set[int] = set()
+        if ahead:
+            kept = recent
+        for stage in sorted(used):
+            coming[stage].pop()
+            if stage in there:
+                there[stage] = replace(there[stage], last=i)
+                continue
+            while len(there) >= places:
+                gone = _farthest(there, coming, used, kept)
+                if gone < 0:
+                    break
+                found.append(there.pop(gone))
+                # Not after a step that used more stages than there are places.
+                if len(there) + len(free) < places:
+                    free.append(found[-1].last)
+            # The place that has been free longest. A step with more stages than places has none.
+            room = i - 1
+            if free:
+                room = min(free)
+                free.remove(room)
+            there[stage] = Stay(stage, i, i, room)
+        # A stage without a further use leaves at once.
+        for stage in [stage for stage in there if not coming[stage]]:
+            found.append(there.pop(stage))
+            if len(there) + len(free) < places:
+                free.append(found[-1].last)
+        recent = used or recent
+    return found
+
+
+def _farthest(
+    there: dict[int, Stay], coming: dict[int, list[int]], used: set[int], recent: set[int]
+) -> int:
+    """Return the stage to evict: the one whose next use is farthest; -1 if all are in use.
+
+    Args:
+        coming: the steps of each stage's future uses, the next one last.
+        used: stages that this step uses.
+        recent: stages not to evict while there is another one.
+    """
+    candidates = [stage for stage in there if stage not in used]
+    candidates = [stage for stage in candidates if stage not in recent] or candidates
+    return max(candidates, key=lambda stage: coming[stage][-1], default=-1)
