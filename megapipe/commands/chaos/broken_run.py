@@ -24,6 +24,8 @@ from megapipe.checkpoint.save_load import STATE
 from megapipe.errors import CheckpointError
 
 MARK = "MEGAPIPE_CHAOS"
+"""The environment variable by which the processes of a launch are found."""
+# The number of an iteration, and all that it prints from the loss to the norms.
 _ITERATION = re.compile(
     r" iteration +(\d+)/ *\d+ \|.*? learning rate: \S+ \|(.*?)\| number of skipped"
 )
@@ -61,16 +63,20 @@ class Launched:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # In a session of its own: Ctrl-C reaches this program alone.
             start_new_session=True,
         )
+        # A full pipe would stop the run, so a thread reads it all the time.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
+        """Copy the output to the log, and note iterations, saves and reported faults."""
         assert self.process.stdout is not None
         with self.log.open("w") as log:
             for line in self.process.stdout:
                 log.write(line)
+                # The user may watch the log while the run goes on.
                 log.flush()
                 if match := _ITERATION.search(line):
                     self.iterations.append((int(match[1]), time.monotonic()))
@@ -89,6 +95,7 @@ class Launched:
     def wait(self) -> int:
         """Wait until the command has ended. Return its exit status."""
         code = self.process.wait()
+        # The last lines may still be in the pipe. A rank that was orphaned keeps the pipe open.
         self._reader.join(60)
         return code
 
@@ -98,16 +105,21 @@ class Launched:
         return self.wait()
 
     def orphans(self, limit_s: float) -> list[int]:
-        """Return processes that still live `limit_s` seconds after the command has ended."""
+        """Wait up to `limit_s` seconds until all processes of an ended command have ended.
+
+        Returns: the ids of the processes that still live. Empty if the command itself goes on.
+        """
         until = time.monotonic() + limit_s
         while time.monotonic() < until:
             if self.process.poll() is None or not self.pids():
                 return []
             time.sleep(0.1)
-        return [] if self.process.poll() is None else self.pids()
+        if self.process.poll() is None:
+            return []
+        return self.pids()
 
     def pids(self) -> list[int]:
-        """Return the processes that the command started and that have not ended."""
+        """Return the ids of the processes that the command started and that have not ended."""
         mark = f"{MARK}={self._mark}"
         found = []
         for entry in Path("/proc").iterdir():
@@ -116,7 +128,7 @@ class Launched:
         return found
 
     def ranks(self) -> list[int]:
-        """Return the ranks and their checkpoint writers; the launcher is not among them."""
+        """Return the process ids of the ranks and of their checkpoint writers."""
         found = sorted(pid for pid in self.pids() if _rank_of(pid) is not None)
         # A command without a launcher is its only rank, and has no RANK.
         if not found and self.process.poll() is None:
@@ -140,6 +152,9 @@ class Launched:
         """Send a signal to a drawn rank, or to the launcher.
 
         Args:
+            draw: chooses the rank.
+            number: the signal.
+            launcher: hit the launcher, if there is one.
             where: the moment, for the text that is returned.
         Returns: a text that says the signal and its target; empty if the process has ended.
         """
@@ -149,7 +164,9 @@ class Launched:
         alone = ranks == [self.process.pid]
         # The rank is drawn even for the launcher, so that one seed draws the same faults.
         pid = ranks[draw.randrange(len(ranks))]
-        who = "the launcher" if launcher and not alone else _name(pid)
+        who = _name(pid)
+        if launcher and not alone:
+            who = "the launcher"
         try:
             os.kill(self.process.pid if launcher else pid, number)
         except ProcessLookupError:
@@ -157,11 +174,15 @@ class Launched:
         return f"{number.name} to {who} {where}".rstrip()
 
     def sees(self, what: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until `what` is true. Return False if the command ends or `limit_s` passes first."""
+        """Wait until `what()` is true, and return True.
+
+        Return False if the command ends first, or `limit_s` seconds pass.
+        """
         until = time.monotonic() + limit_s
         while time.monotonic() < until and self.process.poll() is None:
             if what():
                 return True
+            # Some moments are short: small checkpoints are written within milliseconds.
             time.sleep(0.002)
         return False
 
@@ -195,7 +216,9 @@ class Fault:
     def now(self) -> None:
         """Record that the fault happens now, in the present iteration."""
         self.at = time.monotonic()
-        self.iteration = self.run.iterations[-1][0] if self.run.iterations else self.run.resumed
+        self.iteration = self.run.resumed
+        if self.run.iterations:
+            self.iteration, _ = self.run.iterations[-1]
 
     def watch(self, *, ends: bool) -> None:
         """Wait until the run has reported the fault or ended.
@@ -204,12 +227,15 @@ class Fault:
             ends: the fault must end the run. If False, do not wait.
         """
         self.run.sees(lambda: bool(self._reported()) or not ends, 600)
-        reported = self._reported()
-        if reported or ends:
-            self.noticed_s = (reported[0] if reported else time.monotonic()) - self.at
+        if reported := self._reported():
+            self.noticed_s = reported[0] - self.at
+        # A run that ends without a word has noticed the fault too.
+        elif ends:
+            self.noticed_s = time.monotonic() - self.at
 
     def look(self, run: Launched) -> None:
         """Record when training has continued in `run`, the same launch or a later one."""
+        # Iterations before that moment may come from ranks that the fault has not reached yet.
         noticed = self.at + (self.noticed_s or 0)
         after = [(n, at) for n, at in run.iterations if at > noticed]
         if self.healed_s is not None or not after:
@@ -224,6 +250,7 @@ class Fault:
             self.lost = max(0, reached + 1 - first)
 
     def _reported(self) -> list[float]:
+        """Return the times after this fault at which the run reported any fault."""
         return [at for at in self.run.trouble if at > self.at]
 
 
@@ -234,22 +261,30 @@ def _rank_of(pid: int) -> str | None:
 
 
 def _name(pid: int) -> str:
+    """Return the name of a process for the log: a rank, or the checkpoint writer of one."""
     rank = _rank_of(pid) or "0"
-    is_writer = "megapipe.checkpoint.writer" in _words(pid, "cmdline")
-    return f"the writer of rank {rank}" if is_writer else f"rank {rank}"
+    if "megapipe.checkpoint.writer" in _words(pid, "cmdline"):
+        return f"the writer of rank {rank}"
+    return f"rank {rank}"
 
 
 def _words(pid: int, file: str) -> list[str]:
+    """Return the words of /proc/PID/FILE; none if the process has ended.
+
+    Args:
+        file: environ or cmdline, whose words are separated by zero bytes.
+    """
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
     except OSError:
-        return []  # it has ended
+        return []
 
 
 def newest_sound(root: Path) -> Path | None:
     """Return the newest checkpoint whose files match its manifest; None if there is none."""
     for iteration in reversed(commit.iterations_in(root)):
         folder = commit.folder_of(root, iteration)
+        # The last faults may have damaged the newest ones.
         with suppress(CheckpointError, OSError):
             files = commit.read_manifest(folder)
             commit.verify(folder, files, files)
@@ -260,10 +295,14 @@ def newest_sound(root: Path) -> Path | None:
 def difference(a: Path, b: Path) -> tuple[int, list[str]]:
     """Compare two checkpoints of one layout bit by bit.
 
-    Returns: the number of tensors, and the names of all that differ.
+    Args:
+        a, b: the folders of the checkpoints.
+    Returns: the number of tensors of `a`, and the names of all tensors that differ. The name of the
+        state's file is among them if the two states differ.
     """
     tensors = _tensors(a)
     others = _tensors(b)
+    # A tensor that only one of them has.
     differing = {name for _, name in tensors.keys() ^ others.keys()}
     for key in tensors.keys() & others.keys():
         # As bytes: torch.equal takes 0.0 and -0.0 for equal, and no NaN for equal to itself.
@@ -275,6 +314,7 @@ def difference(a: Path, b: Path) -> tuple[int, list[str]]:
 
 
 def _tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the tensors of a checkpoint, by the name of their file and their own name."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -284,10 +324,13 @@ def _tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def _state(folder: Path) -> object:
+    """Return the state of the run in a checkpoint: counters and random states."""
+    # The rest of the file is the configuration, which names the folder of the run.
     return json.loads((folder / STATE).read_text())["state"]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as a vector of uint8."""
     return x.contiguous().flatten().view(torch.uint8)
 
 

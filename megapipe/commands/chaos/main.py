@@ -34,6 +34,7 @@ from megapipe.data.files import folder_problems
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse, place_of_dashes
 
+# Errors show this line to paste.
 _EXAMPLE = "megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
 KINDS = ("kill", "stop", "delay", "disk", "damage")
 GIVE_UP = 3
@@ -93,6 +94,7 @@ class Chaos:
         Raises: ConfigError if it does not recover, hangs, or leaves processes.
         """
         until = time.monotonic() + 60 * self.options.minutes
+        # Launches in a row that came to nothing, without a fault to blame.
         in_vain = 0
         while time.monotonic() < until:
             faults_before = len(self.faults)
@@ -105,7 +107,9 @@ class Chaos:
                         f"see {run.log}"
                     )
             finally:
+                # Ranks of this launch must not train next to the ranks of the next one.
                 code = run.end()
+            # The training is complete, and there is nothing left to break.
             if code == 0:
                 return
             if run.iterations or len(self.faults) > faults_before:
@@ -133,6 +137,7 @@ class Chaos:
                 run.trains(self.draw.uniform(0, 10), until)
                 self.inject("kill", run)
                 at_start = False
+            # The run must have recovered from the last fault before the next one.
             seen = len(run.iterations)
             hangs_at = time.monotonic() + HANGS_S
             while run.poll() is None and len(run.iterations) == seen:
@@ -143,6 +148,8 @@ class Chaos:
                 time.sleep(0.02)
             for fault in self.faults:
                 fault.look(run)
+            # Random times from fault to fault, independent of each other, hit every moment of a
+            # step and a save.
             if run.trains(self.draw.expovariate(1 / self.options.every), until):
                 self.inject(self.draw.choice(self.kinds), run)
 
@@ -174,6 +181,7 @@ class Chaos:
         return run.hit(self.draw, signal.SIGSTOP)
 
     def delay(self, run: Launched) -> str:
+        # A delay must cost nothing, so it is shorter than the usual timeouts.
         seconds = self.draw.uniform(0.1, 2.0)
         text: str = run.hit(self.draw, signal.SIGSTOP)
         time.sleep(seconds)
@@ -192,6 +200,7 @@ class Chaos:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         run.sees(lambda: run.saves > saves or run.failed_saves > 0, 60 + 5 * self.options.every)
+        # The disk has room again. The ranks may have failed and ended in the meantime.
         for pid in run.ranks():
             with suppress(ProcessLookupError, PermissionError):
                 resource.prlimit(
@@ -201,8 +210,9 @@ class Chaos:
 
     def damage(self, run: Launched) -> str:
         sound = newest_sound(self.save)
+        # Without a second checkpoint the run could only start from the beginning.
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:
-            return ""  # without a second checkpoint the run could only start from the beginning
+            return ""
         path = self.draw.choice(sorted(p for p in sound.iterdir() if p.is_file()))
         how = self.draw.choice((_flip, _cut, _unlink))
         # --save-keep-last may have removed the checkpoint in the meantime.
@@ -213,16 +223,19 @@ class Chaos:
 
 
 def _flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def _unlink(path: Path) -> None:
+    """Remove a file."""
     path.unlink()
 
 
 def _cut(path: Path) -> None:
+    """Cut a file to half its length."""
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -233,7 +246,11 @@ def with_folder(command: Sequence[str], folder: Path) -> list[str]:
 
 
 def report(chaos: Chaos, minutes: float) -> None:
-    """Print a table of the faults: how many, how soon they were noticed, and their cost."""
+    """Print a table of the faults: how many, how soon they were noticed, and their cost.
+
+    Args:
+        minutes: the time in which they were injected.
+    """
     print(f"\n{len(chaos.faults)} faults and {chaos.launches} launches in {minutes:.1f} minutes")
     print("kind      faults  noticed within s  trains again within s  iterations trained again")
     for kind in chaos.kinds:
@@ -259,6 +276,7 @@ def compare(chaos: Chaos) -> bool:
     iteration = int(sound.name.removeprefix("iter_"))
     unbroken = chaos.root / "unbroken"
     print(f"comparing {sound} with a run that nobody breaks", flush=True)
+    # It ends at the iteration of that checkpoint, and saves its own then.
     command = [*with_folder(chaos.command, unbroken), "--exit-interval", str(iteration)]
     run = Launched(command, chaos.root / "unbroken.log")
     if run.wait() != 0:
@@ -304,6 +322,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(problems)
     root = Path(options.folder or mkdtemp(prefix="chaos-"))
     root.mkdir(parents=True, exist_ok=True)
+    # The run would continue from these checkpoints, whose flags may be others.
     if (root / "broken").exists():
         raise ConfigError(
             f"--folder {root} already holds a run. "

@@ -31,7 +31,10 @@ complete -o default -F _megapipe megapipe"""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the script."""
+    """Print the script for the shell that `argv` names.
+
+    Raises: ConfigError for another word, or none.
+    """
     if {"--help", "-h"} & {*argv}:
         say(_ABOUT)
     elif len(argv) != 1 or argv[0] not in SHELLS:

@@ -31,6 +31,10 @@ class Flags:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Write the corpus and print its size.
+
+    Raises: ConfigError for wrong flags, DataError if the interpreter has no source files.
+    """
     flags = parse(Flags, argv)
     if flags.output is None:
         raise ConfigError("--output is missing: --output data/stdlib.jsonl")
@@ -44,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
     count = 0
     with complete_file(output) as file:
         for path, text in sources(root):
+            # Characters beyond ASCII stand as they are, as they do in most corpora.
             line = json.dumps({"text": text, "path": path}, ensure_ascii=False)
             file.write(f"{line}\n".encode())
             count += 1
@@ -68,6 +73,7 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
         # A few test modules are in other encodings on purpose.
         except UnicodeDecodeError:
             continue
+        # An empty module, such as many __init__.py, would be a document without tokens.
         if text:
             yield name, text
 

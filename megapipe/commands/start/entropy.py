@@ -31,6 +31,7 @@ class Flags:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Print the entropy. Raises: ConfigError, DataError if there are no validation tokens."""
     flags = parse(Flags, argv)
     if flags.data_path is None:
         raise ConfigError("--data-path is missing: --data-path data/stdlib_text_document")
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
             f"--split {flags.split} leaves no validation tokens in {flags.data_path}. "
             "Give validation a larger part: --split 80,10,10"
         )
+    # Documents stand one after another, so their tokens are one range of the file.
     first = dataset.start(begin)
     tokens = dataset.tokens[first : first + count]
     nats = entropy(np.bincount(tokens))
@@ -51,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
 
 def entropy(counts: NDArray[np.int64]) -> float:
     """Return -sum p ln p in nats, where p = counts / sum(counts)."""
+    # 0 ln 0 counts as 0, but numpy makes it NaN.
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 

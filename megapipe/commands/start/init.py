@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> None:
     if problems := list(folder_problems({"init": argv[0]})):
         raise ConfigError(problems)
     folder = Path(argv[0])
+    # Python leaves compiled files next to a file that was imported.
     names = sorted(
         str(path.relative_to(FILES))
         for path in FILES.rglob("*")
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             f"{folder} already has {', '.join(there)}. Name a new folder: megapipe init {other}"
         )
+    # In a clone these files are links, and the files that they lead to are copied.
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(FILES / name, folder / name)

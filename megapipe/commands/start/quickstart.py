@@ -58,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         "--tensorboard-dir": folder / "tensorboard",
         "--save": folder / "checkpoints",
     }
-    run = flags_of_run(files, split_among(Flags, argv)[1])
+    _, theirs = split_among(Flags, argv)
+    run = flags_of_run(files, theirs)
     # Wrong flags are reported before the minutes of work.
     config = parse(Config, run)
     saved = str(config.checkpoint.save)
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     say("== 1/5 Corpus: the source text of the Python standard library")
     corpus.main(["--output", str(text), "--reuse"])
     say(f"== 2/5 Tokenizer: a SentencePiece model of {flags.ids} ids")
+    # --reuse keeps the files of an earlier call, if their flags were the same.
     made = ["--input", str(text), "--reuse"]
     tokenizer.main([*made, "--output", str(model), "--vocab-size", str(flags.ids)])
     say("== 3/5 Tokens: Megatron's .bin/.idx")
@@ -98,21 +100,31 @@ def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
     ours = [word for flag, path in files.items() for word in (flag, str(path))]
     run = [*RUN.split(), *ours, *theirs]
     found = parse(Config, run).checkpoint
-    return run if found.load else [*run, "--load", str(found.save)]
+    if found.load:
+        return run
+    return [*run, "--load", str(found.save)]
 
 
 def _device(ranks: int) -> list[str]:
-    """Return the flag that trains on the CPU where there are GPUs, but fewer than ranks."""
+    """Return the flag that trains on the CPU if there are GPUs, but fewer than ranks; else none."""
+    # The import takes a second.
     import torch
 
-    return ["--distributed-backend", "gloo"] if 0 < torch.cuda.device_count() < ranks else []
+    # Without any GPU a run takes the CPU by itself.
+    if 0 < torch.cuda.device_count() < ranks:
+        return ["--distributed-backend", "gloo"]
+    return []
 
 
 def train(flags: Sequence[str], log: Path) -> int:
     """Run `megapipe pretrain`. Print its output and append it to `log`. Return its exit status."""
+    # All ranks share the cores of this machine. A value of the user's own wins.
     env = {"OMP_NUM_THREADS": "1"} | os.environ
     # The training's own output is a pipe, so it cannot see that a terminal reads it in the end.
-    short = ["--log-format", "short"] if sys.stdout.isatty() else []
+    short = []
+    if sys.stdout.isatty():
+        short = ["--log-format", "short"]
+    # -u: each line is passed on when it is printed.
     command = [sys.executable, "-u", "-m", "megapipe", "pretrain", *short, *flags]
     with (
         log.open("a", encoding="utf-8") as file,
@@ -127,6 +139,7 @@ def train(flags: Sequence[str], log: Path) -> int:
         return started.wait()
 
 
+# The last lines of the command.
 _NEXT = """
 Log lines       {folder}/log.txt
 TensorBoard     {folder}/tensorboard        tensorboard --logdir {folder}/tensorboard
