@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What every training has: 1F1B on one rank, with the parts of a modern GPT.
 SHAPE = (
     "--pipeline-schedule 1f1b --group-query-attention --num-query-groups 2 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -15,6 +16,7 @@ SHAPE = (
     "--train-iters 6 --lr 1e-3 --lr-decay-style constant --mock-data "
     "--tokenizer-type NullTokenizer --eval-iters 0 --distributed-timeout-minutes 2 "
 )
+# A device must have enough work to be measured; a CPU must end within seconds.
 SIZES = {
     "cuda": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 "
     "--max-position-embeddings 512 --vocab-size 4095",
@@ -22,6 +24,7 @@ SIZES = {
     "cpu": "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
     "--max-position-embeddings 16 --vocab-size 127 --split 1,0,99",
 }
+# Models of known sizes, whose memory and speed are compared with predictions and other programs.
 GPT2_124M = (
     "--bf16 --num-layers 12 --hidden-size 768 --num-attention-heads 12 --num-query-groups 12 "
     "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50303 --micro-batch-size 8 "
@@ -38,19 +41,24 @@ LARGE_LAYER = (
 )
 GPT3_350M = f"{LARGE} --hidden-size 1024 --micro-batch-size 8"
 GPT3_1_3B = f"{LARGE} --hidden-size 2048 --micro-batch-size 4"
+# Scripts. {device} and {nanogpt} are the flags of megapipe gpu-check.
 KERNEL = "megapipe/commands/gpu/kernels.py --device {device} --only"
 MEASURE = "megapipe/commands/gpu/measures.py --device {device} --only"
 NANOGPT = (
     "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 "
     "--nanogpt {nanogpt}"
 )
+# Precision and layers.
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 TE = "--transformer-impl transformer_engine"
+# With it, trainings of the same numbers in another order are bitwise equal.
 EXACT = "--deterministic-mode"
 DROPOUT = f"{EXACT} --attention-dropout 0.1 --hidden-dropout 0.1"
 V = f"{EXACT} --pipeline-schedule dualpipe-v --recompute-granularity full"
+# Two cases share this folder: one saves, and the next loads.
 SAVED = "{folder}/saved"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
+# Several ranks. NCCL posts messages one by one, in batches, or around a ring.
 BATCHED = "--no-overlap-p2p-communication"
 PP2 = f"{EXACT} --pipeline-model-parallel-size 2"
 DEEP = f"{EXACT} --num-layers 16 --global-batch-size 32"
@@ -62,6 +70,7 @@ WIDE = (
 OVERLAPS = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 2"
 )
+# Tensor and data parallelism, experts, and passes that are of a schedule's own.
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO_FP8 = f"{FP8} tensorwise {EXACT} --use-distributed-optimizer"
 GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
@@ -108,6 +117,7 @@ class Case:
 GPU = ("cuda",)
 # The tolerances of 1e-4 and of memory are expectations, not yet confirmed on a GPU.
 CASES = (
+    # Operations and measures that need no training.
     Case("kernel: weight gradient deferred to W", script=f"{KERNEL} weight_grad"),
     Case("kernel: fused loss", script=f"{KERNEL} fused_loss"),
     Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
@@ -117,6 +127,7 @@ CASES = (
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
     Case("CUDA graphs: bits and time", script=f"{MEASURE} graphs", devices=GPU),
     Case("one layer a stage: the device waits for the host", script=f"{MEASURE} host"),
+    # Each precision against the next wider one. Small models lose little by rounding.
     Case("float32"),
     Case("float32 on the CPU", "--distributed-backend gloo", "float32", 1e-4, devices=GPU),
     Case("bf16", "--bf16", "float32", 2e-2),
@@ -138,6 +149,7 @@ CASES = (
         devices=GPU,
     ),
     Case("FP8, blockwise", f"{FP8} blockwise", "bf16", 2e-2, devices=GPU),
+    # One rank: the order of passes, graphs, recomputation and a restart change no bit.
     Case("deterministic", EXACT, "float32", 1e-4),
     Case("deterministic, again", EXACT, "deterministic"),
     Case("zb-h1: B and W separate", f"{EXACT} --pipeline-schedule zb-h1", "deterministic"),
@@ -153,6 +165,7 @@ CASES = (
         f"{V} --load {SAVED} --ckpt-step 3",
         "dualpipe-v, full recompute, saves",
     ),
+    # Masks of dropout are drawn by layer and token, so recomputation draws them again.
     Case("dropout", DROPOUT, "float32", 0.1),
     Case(
         "dropout, zb-h1, full recompute",
@@ -168,6 +181,7 @@ CASES = (
         devices=GPU,
     ),
     Case("compiled layers", "--compile", "float32", 1e-4, devices=GPU, seconds=240),
+    # Memory by the plan, and speed, of models that fill a device.
     Case("124M bf16: memory", GPT2_124M, memory=0.25, devices=GPU),
     Case(
         "124M bf16, fused loss: memory",
@@ -201,6 +215,7 @@ CASES = (
         seconds=240,
     ),
     Case("1.3B FP8, tensorwise", f"{GPT3_1_3B} {FP8} tensorwise", "1.3B bf16", 2e-2, devices=GPU),
+    # Other programs and libraries.
     Case(
         "124M against nanoGPT",
         script=f"{NANOGPT} --size 124m",
@@ -234,6 +249,7 @@ CASES = (
         needs="transformer_engine",
         devices=GPU,
     ),
+    # Pipelines: the way of a message changes no bit.
     Case("pp 2: plain messages", PP2, "deterministic", ranks=2),
     Case("pp 2: batched messages", f"{PP2} {BATCHED}", "deterministic", ranks=2),
     Case("pp 2: ring", f"{PP2} --use-ring-exchange-p2p", "deterministic", ranks=2),
@@ -245,6 +261,7 @@ CASES = (
         devices=GPU,
     ),
     Case("pp 2: zb-v", f"{PP2} --pipeline-schedule zb-v --num-layers 4", ranks=2),
+    # Sums over ranks have another order, so these are equal up to rounding.
     Case("tp 2, sequence parallel", TP2, "float32", 1e-4, ranks=2),
     Case("tp 2: 1.3B", f"{GPT3_1_3B} {TP2}", "1.3B bf16", 1e-2, ranks=2, devices=GPU),
     Case(
@@ -264,6 +281,7 @@ CASES = (
         ranks=2,
         devices=GPU,
     ),
+    # Eight ranks, whose pipelines need a deeper model.
     Case("16 layers", DEEP),
     Case("pp 8: 1f1b", f"{PP8} 1f1b", "16 layers", ranks=8),
     Case("pp 8: zb-v", f"{PP8} zb-v", "16 layers", ranks=8),

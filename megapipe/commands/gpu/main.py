@@ -116,6 +116,7 @@ def main(argv: Sequence[str]) -> None:
     rows = [asdict(o) for o in outcomes]
     (folder / "report.json").write_text(json.dumps({"machine": machine, "cases": rows}, indent=1))
     write_complete(folder / "report.md", f"{machine}\n\n{markdown(outcomes)}\n")
+    # A case without a verdict, for lack of time or of a reference, counts as failed.
     failed = sum(o.result != "pass" for o in outcomes)
     print(f"{len(outcomes) - failed} of {len(outcomes)} pass; {folder / 'report.md'}")
     raise SystemExit(failed > 0)
@@ -135,9 +136,12 @@ def chosen(flags: Flags) -> list[Case]:
 
 
 def _can_run(case: Case, flags: Flags) -> bool:
+    """Return whether this machine, its packages and the flags allow the case."""
     ranks = flags.ranks
-    if ranks is None:
-        ranks = torch.cuda.device_count() if flags.device == "cuda" else 2
+    if ranks is None and flags.device == "cuda":
+        ranks = torch.cuda.device_count()
+    elif ranks is None:
+        ranks = 2
     if flags.device not in case.devices or case.ranks > ranks:
         return False
     if case.needs is None:
@@ -151,10 +155,12 @@ def _can_run(case: Case, flags: Flags) -> bool:
 
 
 def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]:
+    """Run the cases one after another, as long as --minutes last, and print a line for each."""
     until = time.monotonic() + 60 * flags.minutes
     outcomes: dict[str, Outcome] = {}
     width = max((len(case.name) for case in cases), default=0)
     for case in cases:
+        # The result of a case that is not started.
         began = time.monotonic()
         result = "no time left"
         figure = f"--minutes {flags.minutes:g} were over"
@@ -172,6 +178,7 @@ def _run(
 ) -> tuple[str, str, Steps]:
     """Run a case in a process of its own. Return its result, figure and steps."""
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
+    # Lines of an earlier call would be read as this one's steps.
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     log = place / "output.txt"
@@ -180,12 +187,16 @@ def _run(
     # two cores, the case of every schedule took 180 s instead of 3.
     threads = {"OMP_NUM_THREADS": "1"} if flags.device == "cpu" else {}
     problem = _process(_command(case, flags, folder, file), log, limit, threads)
+    # A script judges itself, and its last line is its figure.
     if case.script:
         last = log.read_text().strip().splitlines()[-1]
         if problem:
             return "FAIL", f"{last}; {problem}", {}
         return "pass", last, {}
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines: list[str] = []
+    # A training that fails at its start writes no file.
+    if file.exists():
+        lines = file.read_text().splitlines()
     steps = {step["iteration"]: step for step in map(_step, lines)}
     if problem or not steps:
         return "FAIL", problem or "no steps", steps
@@ -211,6 +222,12 @@ def _step(line: str) -> dict[str, Any]:
 
 
 def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
+    """Return the command of a case.
+
+    Args:
+        folder: replaces {folder} in the flags of the case.
+        file: the file of --metrics-file, for a training.
+    """
     if case.script:
         known = {"device": flags.device, "nanogpt": str(Path(flags.nanogpt or "").resolve())}
         return [sys.executable, *(part.format_map(known) for part in case.script.split())]
@@ -259,7 +276,10 @@ def _process(
                 process.wait()
     if code == 0:
         return ""
-    why = f"over its time limit of {limit:.0f} s" if code is None else f"exit status {code}"
+    why = f"exit status {code}"
+    if code is None:
+        why = f"over its time limit of {limit:.0f} s"
+    # A traceback ends with the error. Of several ranks the last one that failed is shown.
     lines = log.read_text().splitlines()
     errors = [line.strip() for line in lines if "Error" in line or "error:" in line]
     if errors:
@@ -273,6 +293,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
     Args:
         before: the outcomes of earlier cases, by name; the reference is among them.
     """
+    # Mistakes of any training come first.
     losses = [step["loss"] for step in steps.values()]
     if not all(map(math.isfinite, losses)):
         return "FAIL", "a loss is not finite"
@@ -280,6 +301,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
         return "FAIL", "a step was skipped"
     if (mfu := _median(steps, "mfu")) is not None and mfu < case.mfu:
         return "FAIL", f"{mfu:.1%} of the device's peak, at least {case.mfu:.0%}"
+    # Then each case has one criterion: memory, a falling loss, or a reference.
     if case.memory is not None:
         last = [*steps.values()][-1]
         ratio = last["peak"] / last["predicted_peak"]
@@ -289,6 +311,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
         figure = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}"
         return _result(losses[-1] < losses[0]), figure
     like = before[case.like].steps
+    # A resumed training has only the last steps.
     both = sorted(steps.keys() & like.keys())
     if not both:
         return "no reference", f"'{case.like}' has no steps"
@@ -302,10 +325,12 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
 
 
 def _result(passed: bool) -> str:
+    """Return the word of the table."""
     return "pass" if passed else "FAIL"
 
 
 def _median(steps: Steps, name: str) -> float | None:
+    """Return the median over the steps that have this number; None if no step has it."""
     found = [step[name] for step in steps.values() if name in step]
     return statistics.median(found) if found else None
 
@@ -329,12 +354,14 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the table of all cases."""
     lines = ["| case | result | figure | seconds |", "|---|---|---|---:|"]
     for one in outcomes:
+        # A bar would end the cell.
         figure = one.figure.replace("|", "/")
         lines.append(f"| {one.case} | {one.result} | {figure} | {one.seconds:.1f} |")
     return "\n".join(lines)
 
 
 def _machine(device: str) -> str:
+    """Return the versions of Python, torch and CUDA, and the names of the GPUs, in a line."""
     parts = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if device == "cuda":
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

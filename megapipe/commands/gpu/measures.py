@@ -64,14 +64,18 @@ TINY = Size(64, 4, 32, 128)
 
 def ceilings(device: torch.device) -> Found:
     """Measure the rates of a layer's three bf16 products and of copying, which no step exceeds."""
-    is_gpu = device.type == "cuda"
-    h = 2048 if is_gpu else 64
-    rows = 4096 if is_gpu else 128
+    h = 64
+    rows = 128
+    if device.type == "cuda":
+        h = 2048
+        rows = 4096
     rates = []
+    # The product of k x n weights takes 2 k n FLOP for each row.
     for k, n in ((h, 3 * h), (h, 4 * h), (4 * h, h)):
         x = torch.randn(rows, k, device=device).bfloat16()
         w = torch.randn(k, n, device=device).bfloat16()
         rates.append(2 * rows * k * n / seconds(partial(torch.mm, x, w), device) / 1e12)
+    # A copy reads and writes each byte. On a GPU it is too large for the cache.
     source = torch.zeros(rows * h * 16, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e9
@@ -83,9 +87,11 @@ def ceilings(device: torch.device) -> Found:
 def split(device: torch.device) -> Found:
     """Compare B and W as two passes with both in one, for two layers in bf16: at most 3% slower."""
     size = GPU if device.type == "cuda" else TINY
+    # A stage in the middle of a pipeline.
     span = LayerSpan(0, 2, embedding=False, loss=False)
     module = _stage(_model(size, layers=2), span, device).bfloat16()
     layers: Any = module
+    # W adds into these buffers, as in a run.
     for parameter in module.parameters():
         main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         setattr(parameter, "main_grad", main_grad)  # noqa: B010
@@ -121,10 +127,13 @@ def split(device: torch.device) -> Found:
 def schedules(device: torch.device) -> Found:
     """Train two steps in bf16 under each schedule of one rank: all bitwise equal to 1F1B."""
     be_deterministic()
-    is_gpu = device.type == "cuda"
-    size = Size(256, 4, 256, 1024) if is_gpu else TINY
-    layers = 8 if is_gpu else 4
+    size = TINY
+    layers = 4
+    if device.type == "cuda":
+        size = Size(256, 4, 256, 1024)
+        layers = 8
     names = [name for name in SCHEDULES if _runs_alone(name)]
+    # False sorts before True: 1F1B, the reference, comes first.
     names.sort(key=lambda name: name != PLAIN)
     found = {}
     for name in names:
@@ -136,6 +145,7 @@ def schedules(device: torch.device) -> Found:
 
 
 def _numbers(result: StepResult) -> tuple[float, float]:
+    """Return the loss and the gradient norm of a step, which are compared bit by bit."""
     return result.losses["lm loss"], result.grad_norm
 
 
@@ -150,6 +160,7 @@ def graphs(device: torch.device) -> Found:
     size = Size(512, 8, 256, 1024)
     said: list[str] = []
     by_graphs = Graphs(partial(graph_pool, device), 1, said.append)
+    # Two equal models: one launches each kernel, the other one replays graphs.
     launches = training("zb-h1", size, 8, device)
     replays = training("zb-h1", size, 8, device, by_graphs)
     expected = [_numbers(launches()) for _ in range(4)]
@@ -168,13 +179,17 @@ def host(device: torch.device) -> Found:
     embedding nor loss, which is the least work per call. The time comes from torch's trace.
     """
     is_cpu = device.type == "cpu"
-    sizes = SIZES["cpu"] if is_cpu else LARGE_LAYER
-    backend = "gloo" if is_cpu else "auto"
+    sizes = LARGE_LAYER
+    backend = "auto"
+    if is_cpu:
+        sizes = SIZES["cpu"]
+        backend = "gloo"
     flags = f"{SHAPE} {sizes} --num-layers 4 --pipeline-model-parallel-size 4 "
     flags += "--pipeline-schedule zb-h1 --bf16 "
     flags += f"--global-batch-size 16 --distributed-backend {backend}"
     config, plan = prepared(flags.split(), 4)
     training = rank_alone(config, plan, 1, answers_of(config, plan, range(4)))
+    # The first steps allocate and compile.
     for _ in range(3):
         training.driver.whole()
     synchronize(device)
@@ -185,7 +200,9 @@ def host(device: torch.device) -> Found:
         file = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
+    # A trace has microseconds: the start of an event and its duration.
     kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _OF_DEVICE)
+    # A CPU has no kernels. On a GPU an empty trace is a failure.
     if not kernels:
         return Found(f"{len(events)} events, no kernels", is_cpu)
     idle = idle_share(kernels)
@@ -234,6 +251,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 def _timed(device: torch.device) -> Iterator[list[float]]:
     """Append the seconds that the block takes to the list; a GPU measures with its own clock."""
     taken: list[float] = []
+    # A GPU works on after the host has returned, so its own events are the clock.
     if device.type == "cuda":
         event = partial(torch.cuda.Event, enable_timing=True)
         begin = event()
@@ -273,6 +291,7 @@ def training(
     )
     mesh = ProcessMesh.create(config.parallel, device)
     table = build(schedule, 1, microbatches)
+    # On one rank all stages of the schedule stand next to each other.
     spans = partition(layers, table.placement)
     stages = table.placement.stages_on(0)
     modules: list[nn.Module] = [_stage(model, spans[s], device).bfloat16() for s in stages]
@@ -280,12 +299,14 @@ def training(
     optimizer = Optimizer(modules, config.optimizer, mesh)
     if by is not None:
         pipeline.engine.wrap = by
+    # Every call trains on the same tokens, so equal models have equal losses.
     draw = torch.Generator().manual_seed(1)
     data = torch.randint(0, size.vocab, (microbatches, 2, size.seq + 1), generator=draw)
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))
 
 
 def _runs_alone(name: str) -> bool:
+    """Return whether a schedule of the catalogue can have one rank."""
     try:
         build(name, 1, 4)
     except ScheduleError:
@@ -294,6 +315,7 @@ def _runs_alone(name: str) -> bool:
 
 
 def _model(size: Size, layers: int) -> ModelConfig:
+    """Return the configuration of a GPT of these sizes without dropout."""
     return ModelConfig(
         num_layers=layers,
         hidden_size=size.hidden,
@@ -307,6 +329,7 @@ def _model(size: Size, layers: int) -> ModelConfig:
 
 
 def _stage(model: ModelConfig, span: LayerSpan, device: torch.device) -> nn.Module:
+    """Return the module of a range of layers, with initial weights, on the device."""
     module = gpt_provider(model, span, Axis(device=device)).to(device)
     initialize(module, 1, Axis(device=device))
     return module
