@@ -20,8 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
 
+from megapipe.commands.plan.forecast import forecast
 from megapipe.commands.plan.held_bytes import parts_of
-from megapipe.commands.plan.rehearse import forecast, prepared, world_ranks
+from megapipe.commands.plan.rehearse import prepared, world_ranks
 from megapipe.commands.plan.rehearsed_rank import (
     Alone,
     Answers,

@@ -57,7 +57,7 @@ def weight_grad(device: torch.device) -> Found:
     for microbatch in range(2):
         x = torch.randn(40, 3, 96, generator=draw).bfloat16()
         dy = torch.randn(40, 3, 64, generator=draw).bfloat16()
-        # The forward keeps what W needs, and the backward leaves W out.
+        # The forward notes the owner, and the backward leaves its products to the owner's W.
         with owner.capturing():
             out = layer(x.to(device).requires_grad_())
         with owner.deferring(microbatch):

@@ -91,6 +91,7 @@ class Held:
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
         """Count a tensor that a graph saves. Parameters are not counted: they live anyway."""
+        # Views share a storage, so the storage is counted, and not the tensor.
         storage = tensor.untyped_storage()
         if storage._cdata in self.parameters:
             return tensor
@@ -101,10 +102,18 @@ class Held:
 
     def unpack(self, saved: Tensor | Kept) -> Tensor:
         """Return the tensor that `pack` was given."""
-        return saved.tensor if isinstance(saved, Kept) else saved
+        if isinstance(saved, Kept):
+            return saved.tensor
+        return saved
 
     def add(self, key: int, size: int, uses: int) -> None:
-        """Count one use more or less of a storage: `uses` is 1 or -1, `size` its bytes."""
+        """Count one use more or less of a storage.
+
+        Args:
+            key: the address of the storage.
+            size: its bytes.
+            uses: 1 for a tensor that is saved, -1 for one that is freed.
+        """
         before = self.uses[key] > 0
         self.uses[key] += uses
         self.bytes += size * ((self.uses[key] > 0) - before)
@@ -125,5 +134,6 @@ class Kept:
         self.size = tensor.untyped_storage().nbytes()
         held.add(key, self.size, 1)
 
+    # Autograd drops a saved tensor when its backward has used it, and nothing else tells us.
     def __del__(self) -> None:
         self.held.add(self.key, self.size, -1)

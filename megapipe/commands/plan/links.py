@@ -57,13 +57,16 @@ class Device:
             extent: devices from the first to the last rank, which may be far from each other.
             calls: the number of collectives.
         """
+        # Without anything to send there is no call either.
         if not sent:
             return 0.0
         return sent / self.speed(extent) + calls * self.latency
 
     def speed(self, extent: int) -> float:
         """Return the bytes per second that a device sends to another, `extent` devices away."""
-        return self.inside if extent <= self.node else self.outside
+        if extent <= self.node:
+            return self.inside
+        return self.outside
 
 
 NOTHING = Device(inside=inf, outside=inf, latency=0.0)
@@ -86,6 +89,7 @@ def load_device(path: str) -> Device:
             'such as {"flops": 4e14, "node": 8}.'
         )
     for name, value in given.items():
+        # bool is an int in Python. The range keeps products of two numbers finite.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         may_be_zero = name in ("latency", "overhead")
         if not is_number or not (1e-30 <= value <= 1e30 or (value == 0 and may_be_zero)):
@@ -107,6 +111,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     """
     forward, backward = _of_layer(costs, plan, config, device)
     layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
+    # Collectives inside a layer make each of a stage's layers slower. A depth has one layer.
     computed_f = costs.f
     computed_b = costs.b
     assert isinstance(computed_f, tuple)
@@ -115,13 +120,18 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     b = tuple(x + n * backward for x, n in zip(computed_b, layers, strict=True))
     if "sharding" in plan.own:
         costs = _with_shards(costs, plan, config, device)
+    # One rank sends nothing to itself.
+    comm = 0.0
+    if len(plan.schedule.ranks) > 1:
+        comm = _message(plan, config, device)
     return replace(
         costs,
         f=f,
         b=b,
+        # Attention keeps its seconds, and is a smaller part of a longer pass.
         attention_f=_rescaled(costs.attention_f, computed_f, f),
         attention_b=_rescaled(costs.attention_b, computed_b, b),
-        comm=_message(plan, config, device) if len(plan.schedule.ranks) > 1 else 0.0,
+        comm=comm,
     )
 
 
@@ -139,12 +149,17 @@ def _of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> tuple
         # Without sequence parallelism both directions have two all-reduces.
         if not model.sequence_parallel:
             b = f
+        # Full recomputation runs the forward's collectives once more in the backward.
         again = f * (model.recompute_granularity == "full")
+        # Four collectives of a forward: two around attention and two around the MLP. The backward
+        # gathers inputs of two of them once more, for W.
         forward = device.seconds(f, t, 4)
         backward = device.seconds(b + again, t, 6)
+        # --tp-comm-overlap hides a part in the products of the layer.
         if config.overlaps_tp:
             forward = _not_hidden(forward, _mean_of_layer(costs.f, plan), model, t)
             backward = _not_hidden(backward, _mean_of_layer(costs.b, plan), model, t)
+    # Keys and values go to the other context ranks, and in the backward their gradients too.
     if c > 1:
         f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
         forward += device.seconds(f, t * c)
@@ -165,14 +180,19 @@ def _stage_extent(config: Config) -> int:
     par = config.parallel
     extent = par.context_parallel_size * par.tensor_model_parallel_size
     # In Megatron's order of ranks, data parallel comes before pipeline parallel.
-    return extent if par.use_tp_pp_dp_mapping else extent * config.data_parallel_size
+    if not par.use_tp_pp_dp_mapping:
+        extent *= config.data_parallel_size
+    return extent
 
 
 def _message(plan: Plan, config: Config, device: Device) -> float:
     """Return the seconds of a message between two stages."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
-    split = config.parallel.tensor_model_parallel_size if model.sequence_parallel else 1
+    # With sequence parallelism each tensor-parallel rank sends its own part of the sequence.
+    split = 1
+    if model.sequence_parallel:
+        split = config.parallel.tensor_model_parallel_size
     size = tokens / config.parallel.context_parallel_size / split
     size = size * model.hidden * config.precision.element_bytes
     # Slices may differ in length; a message has the mean.
@@ -185,6 +205,7 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
     n = config.weight_replicas
     extent = replicas(plan, config)
 
+    # In a ring of n ranks each rank sends all shards but one.
     def seconds(size: float) -> float:
         return device.seconds((n - 1) / n * size, extent)
 
@@ -195,14 +216,20 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
 
 
 def _per_stage(sizes: PerStage) -> tuple[float, ...]:
-    return sizes if isinstance(sizes, tuple) else (sizes,)
+    """Return the sizes of the stages as a tuple; one number is the size of a single stage."""
+    if isinstance(sizes, tuple):
+        return sizes
+    return (sizes,)
 
 
 def _mean_of_layer(times: PerStage, plan: Plan) -> float:
     """Return the mean seconds of a layer's pass, with its part of embedding and head."""
     stages = plan.schedule.placement.chain
-    whole = sum(times[:stages]) if isinstance(times, tuple) else times * stages
-    return whole / sum(plan.counts)
+    layers = sum(plan.counts)
+    if not isinstance(times, tuple):
+        return times * stages / layers
+    # With two copies of the model the times of the first copy are enough.
+    return sum(times[:stages]) / layers
 
 
 def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) -> float:
@@ -211,19 +238,32 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
     With --tp-comm-overlap a product is computed in pieces, while the collective of another piece
     runs. The first or last piece has nothing to hide with.
     """
-    pieces = ranks if model.sequence_parallel else PIECES
-    last = 0.0 if model.sequence_parallel else sent / PIECES
+    if model.sequence_parallel:
+        # A piece for each rank; the first one is this rank's own and needs no communication.
+        pieces = ranks
+        last = 0.0
+    else:
+        # The all-reduce of the last piece begins when all products are over.
+        pieces = PIECES
+        last = sent / PIECES
     return last + max(0.0, sent - last - (1 - 1 / pieces) * computed)
 
 
 def replicas(plan: Plan, config: Config) -> int:
     """Return the devices from the first to the last rank that has the same weights."""
-    ranks = plan.schedule.placement.num_ranks
-    return config.world_size if config.parallel.use_tp_pp_dp_mapping else config.world_size // ranks
+    # With this order of ranks, pipeline comes before data parallel.
+    if config.parallel.use_tp_pp_dp_mapping:
+        return config.world_size
+    return config.world_size // plan.schedule.placement.num_ranks
 
 
 def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -> PerStage:
-    """Return a share of the old times as a share of the new, longer times."""
+    """Return a share of the old times as a share of the new, longer times.
+
+    Args:
+        share: a part of the pass of each stage, or one part for all. The latter stays as it is.
+        old, new: the seconds of the pass on each stage.
+    """
     if not isinstance(share, tuple):
         return share
     times = zip(share, old, new, strict=True)
@@ -249,13 +289,17 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
     same = config.expert_replicas
     sent = 0.0
     twins = 0.0
+    # The slowest rank counts, as all ranks end the step together.
     for rank in range(place.num_ranks):
         works = [plan.works[stage] for stage in place.stages_on(rank)]
+        # Experts are split over expert-parallel ranks, other weights over tensor parallelism.
         experts = sum(work.experts for work in works) / plan.expert_ranks
         dense = sum(work.parameters - work.experts for work in works) / tp
+        # FP8 weights are gathered with fewer bytes.
         lighter = sum(work.lighter for work in works) * bool(element) * (n - 1) / n
         numbers = dense * (n - 1) / n + experts * (same - 1) / same
         sent = max(sent, (gradient + element) * numbers - lighter)
+        # The two copies of a stage are on mirrored ranks, which sum in float32.
         if place.num_chains > 1:
             twins = max(twins, 4 * (dense + experts))
     reduced = device.seconds(sent, replicas(plan, config), 2)

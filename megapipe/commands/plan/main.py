@@ -78,6 +78,7 @@ class Flags:
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan, and write the files that the flags name."""
+    # The parser would call these unknown, and not say what to write.
     given = {token.partition("=")[0] for token in argv}
     if problems := [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]:
         raise ConfigError(problems)
@@ -93,6 +94,7 @@ def main(argv: Sequence[str]) -> None:
         tell(*_search(config, flags), flags.json)
         return
     config, plan = _plan(config, flags)
+    # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     text = [
         start_block(config),
@@ -104,6 +106,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.parts:
         text += ["", parts_table(parts(config))]
     tell("\n".join(line for line in text if line), numbers(plan), flags.json)
+    # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
         save_costs(plan.costs, flags.save_costs)
     if flags.save_schedule:
@@ -131,7 +134,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
 
 
 def numbers(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON: its stages, the peak of each rank, and the step."""
+    """Return the plan as JSON: its stages, the peak of each rank in bytes, and the step in FLOP."""
     place = plan.schedule.placement
     timeline = plan.timeline
     stages = [
@@ -159,10 +162,17 @@ def numbers(plan: Plan) -> dict[str, Any]:
 
 
 def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
-    """Return the report of the search, and its best plans as JSON."""
-    device = load_device(flags.device) if flags.device else Device()
+    """Search for the best plans. Return the report as text, and the best plans as JSON.
+
+    Raises: ConfigError with every problem of the flags.
+    """
+    device = Device()
+    if flags.device:
+        device = load_device(flags.device)
     slices = config.parallel.pipeline_slices
-    asked = [] if slices is None else ask(lambda: number_of(config))
+    asked: list[str] = []
+    if slices is not None:
+        asked = ask(lambda: number_of(config))
     # The search chooses the layout, so the user's is put aside before the checks.
     config = replace(config.with_fields(micro_batch_size=1), parallel=ParallelConfig())
     problems = [*flag_problems(config), *asked]
@@ -177,11 +187,13 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     problems += _wrong(flags)
     if problems or devices is None:
         raise ConfigError(problems)
+    # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
     config = replace(config, model=inline(config.model))
     memory = flags.memory_gib * GIB
     found = search(config, devices, memory, device, size, Progress())
+    # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
         try_slices(found, slices, memory, device)
     first = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s"
@@ -199,7 +211,10 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
-    """Return the plan, and the configuration with its vocabulary and number of processes."""
+    """Return the configuration with its vocabulary and number of processes, and its plan.
+
+    Raises: ConfigError with every problem of the flags.
+    """
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
     if flags.costs is not None:

@@ -17,6 +17,7 @@ from megapipe.config.layers import layer_config
 from megapipe.plan import Work, pieces_of
 from megapipe.plan.context import MIB, expert_bytes
 
+# "Of a token" leaves out experts that a token does not reach.
 _HEADER = (
     "part",
     "layers",
@@ -60,11 +61,14 @@ class Layer(NamedTuple):
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
     """Yield the parts of a layer, given the configuration of that layer."""
+    # One layer like this one, without what only belongs to the rest of the model.
     bare = replace(
         model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None
     )
     if not model.no_attention:
-        name = "latent attention" if model.multi_latent_attention else "attention"
+        name = "attention"
+        if model.multi_latent_attention:
+            name = "latent attention"
         yield Layer(name, replace(bare, no_mlp=True))
     if model.no_mlp:
         return
@@ -72,6 +76,7 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
     if not model.has_experts:
         yield Layer("MLP", mlp)
         return
+    # The shared expert cannot stand alone. It is the difference to a layer without it.
     routed = replace(mlp, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
     yield Layer("router and experts", routed)
     if model.moe_shared_expert_intermediate_size:
@@ -84,6 +89,7 @@ def parts(config: Config) -> list[Part]:
     tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes
     forward, backward, _ = expert_bytes(model, config.parallel, tokens, element_bytes=element)
+    # Each layer of experts sends tokens to other ranks, in both directions.
     sent = forward + backward
 
     # Most layers are equal, and each count builds a model.
@@ -104,7 +110,10 @@ def parts(config: Config) -> list[Part]:
         bytes_of_layer = sent if name == "router and experts" else 0.0
         middle.append(Part(name, len(works), sum(works, Work()), bytes_of_layer * len(works)))
     whole = pieces_of(config, model)
-    sent_of_depth = sent if layer_config(model, model.layers).has_experts else 0.0
+    # A depth of multi-token prediction is a layer like the last ones.
+    sent_of_depth = 0.0
+    if layer_config(model, model.layers).has_experts:
+        sent_of_depth = sent
     depths = [
         Part(f"predicts {depth + 1} further", 0, work, sent_of_depth)
         for depth, work in enumerate(whole.depths)
@@ -120,10 +129,12 @@ def parts(config: Config) -> list[Part]:
 def parts_table(found: list[Part]) -> str:
     """Return the table: a line for each part, and one for all of them."""
     work = sum((part.work for part in found), Work())
+    # "All" counts no layers: a layer has several parts.
     whole = Part("all", 0, work, sum(part.sent for part in found))
     rows = [_HEADER, *(_cells(part, whole) for part in [*found, whole])]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
+    # Names are aligned at the left, numbers at the right.
     for row in rows:
         name, *rest = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join([name.strip().ljust(widths[0]), *rest]))
@@ -131,6 +142,7 @@ def parts_table(found: list[Part]) -> str:
 
 
 def _cells(part: Part, whole: Part) -> tuple[str, ...]:
+    """Return the line of a part. whole: the sum of all parts, for the share of the work."""
     work = part.work
     return (
         part.name,

@@ -89,6 +89,7 @@ class Alone(Axis):
         # Gradients are too small by a factor. That costs nothing.
         return Pending(x)
 
+    # In an all-gather and a reduce-scatter, this rank's part stands for the parts of all.
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
         # Only the dispatcher of experts gathers such a row: its counts for each expert.
         if x.dtype == torch.int64 and x.ndim == 2 and len(x) == 1:
@@ -102,12 +103,16 @@ class Alone(Axis):
     def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
         return Pending(x.clone() if into is None else into.copy_(x))
 
+    # A new tensor, as the real collective would return.
     def all_to_all(self, x: Tensor) -> Tensor:
         return x.clone()
 
     def start_all_to_all(self, x: Tensor, rows: Sequence[Sequence[int]]) -> Pending:
         arriving = sum(row[self.rank] for row in rows)
-        given = x if len(x) else x.new_zeros(1, *x.shape[1:])
+        given = x
+        # A rank without rows of its own may receive some.
+        if not len(x):
+            given = x.new_zeros(1, *x.shape[1:])
         # This rank's own rows, repeated until there are as many as would arrive.
         repeats = max(1, -(-arriving // len(given)))
         return Pending(torch.cat([given] * repeats)[:arriving].clone())
@@ -116,6 +121,7 @@ class Alone(Axis):
         return x
 
     def gather_json(self, value: Any) -> list[Any]:
+        # Through JSON, as a real gather would send it: tuples become lists.
         mine = json.loads(json.dumps(value))
         # The question is known by this rank's own answer to it.
         for row in self.answers:
@@ -146,6 +152,7 @@ def mesh_of(
     config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()
 ) -> ProcessMesh:
     """Return the mesh of a rank of the run, without the other ranks. rank: in the world."""
+    # The process groups are left out, as there are no other ranks to join them.
     mesh = build_mesh(
         Grids.of(config.parallel, config.world_size),
         rank,
@@ -157,6 +164,7 @@ def mesh_of(
     for name in axis_names():
         kind = _World if name == "world" else Alone
         alone[name] = kind(**vars(getattr(mesh, name)))
+    # The tensor-parallel axis leads to the axes of experts, which must be replaced there too.
     expert_axes = {name: alone[name] for name in mesh.tp.expert_axes}
     changed: dict[str, Any] = dict(alone)
     changed["tp"] = replace(alone["tp"], expert_axes=expert_axes)
@@ -174,11 +182,13 @@ def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
 
 
 def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
+    """Return what a rank answers to each question. rank: in the world."""
     mesh = mesh_of(config, plan, rank, torch.device("cpu"))
     mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
     place = plan.schedule.placement
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
     provider = stage_provider(_provider(config), own)
+    # On the meta device modules have shapes and no storage.
     with room(mesh, plan), torch.device("meta"):
         modules = [_typed(config, provider(config.model, span, mesh.tp)) for span in own]
     # The functions of a run that ask the pipeline, each up to its question.
@@ -190,7 +200,7 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 
 
 def _answer(question: Callable[[], object]) -> Any:
-    """Return what a function would share with the pipeline."""
+    """Return what a function shares with the pipeline. The function is not run to its end."""
     try:
         question()
     except _Asked as asked:
@@ -202,14 +212,19 @@ def _typed(config: Config, module: nn.Module) -> nn.Module:
     """Return the module with the type of its weights, as models.build.stage_module makes it."""
     if config.optimizer.freeze_all_layers:
         module = module.requires_grad_(False)
-    if not config.precision.half:
-        return module
-    return module.to(torch.bfloat16 if config.precision.bf16 else torch.float16)
+    if config.precision.bf16:
+        return module.to(torch.bfloat16)
+    if config.precision.fp16:
+        return module.to(torch.float16)
+    return module
 
 
 def _provider(config: Config) -> Any:
+    """Return the function that builds the model: --model-provider's, or the GPT's."""
     name = config.model.model_provider
-    return find_provider(name) if name else gpt_provider
+    if name:
+        return find_provider(name)
+    return gpt_provider
 
 
 @dataclass(frozen=True)
@@ -224,6 +239,7 @@ class _Noise:
     length: int
     vocab: int
 
+    # More samples than any run reads.
     def __len__(self) -> int:
         return 1 << 40
 
@@ -240,10 +256,15 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
 
 
 def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
-    """Return the measurements of timed steps. Another step is run for the memory."""
+    """Return the measurements of a rank. Further steps are run for the memory.
+
+    Args:
+        timed: the results of `timed_step`; none to measure the memory alone.
+    """
     outside = 0.0
     if timed:
         outside = median(took - (row[-1].end - row[0].begin) for row, _, took in timed)
+    # Counting the bytes makes steps slower, so these steps come after the timed ones.
     own = training.run.plan.schedule.placement.stages_on(training.run.mesh.pp.rank)
     steps = [passes for passes, _, _ in timed]
     copies = [copied for _, copied, _ in timed]
@@ -253,6 +274,7 @@ def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], fl
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
     """Return a run without other ranks, before its first step."""
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
+    # The lines of a run's start would be printed once for each rank.
     with (
         open(os.devnull, "w", encoding="utf-8") as quiet,
         contextlib.redirect_stdout(quiet),
@@ -266,6 +288,7 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
 def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
     """Return a run on random tokens, which neither loads nor saves nor logs."""
     vocab = (config.model.padded_vocab_size or 2) - 1
+    # Nothing is loaded, saved, logged or evaluated, and no worker reads ahead.
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
     config = config.with_fields(num_workers=0, eval_interval=None)
     # With a large loss scale, noise would overflow and the update be skipped.
@@ -292,11 +315,14 @@ class _There:
         """Return at once."""
 
     def is_completed(self) -> bool:
+        """Return True: nothing is under way."""
         return True
 
 
+# Each shape is drawn once, so that drawing takes no time of a pass.
 @cache
 def _noise(shape: torch.Size, device: torch.device) -> Tensor:
+    """Return small random numbers of a shape, the same at each call."""
     return torch.randn(shape, device=device) * 0.01
 
 
@@ -316,6 +342,7 @@ def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
     training.driver.whole()
     synchronize(training.run.mesh.device)
     took = time.perf_counter() - began
+    # The stopwatch knows the passes by the table, so it is read before the pairs return.
     ran = stages.stopwatch.ran(training.run.mesh.pp.rank)
     copies = stages.stopwatch.copied()
     if paired:

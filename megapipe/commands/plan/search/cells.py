@@ -13,8 +13,10 @@ from megapipe.config import Config, ModelConfig, ParallelConfig
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
 
+# A cell's recomputation of activations: of all, of some modules, or of none.
 Recompute = Literal["full", "selective"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
+# (tp, cp, pp, micro batch, ep, etp), as in the module's docstring.
 Layout = tuple[int, ...]
 UNITS = ("breadth-first", "hanayo")
 """Schedules of sharded weights on one pipeline rank.
@@ -24,6 +26,8 @@ other runs chunk after chunk for each microbatch, and holds the activations of o
 """
 UNITS_OF_RANKS = ("breadth-first", "interleaved")
 """The same on several pipeline ranks."""
+# Stages per rank to try: where a schedule leaves a choice, and with sharded weights. More stages
+# gather fewer weights at a time.
 _CHUNKS = (2, 4)
 _UNITS = (2, 4, 8, 16, 32)
 
@@ -45,10 +49,13 @@ def cell_of(
         shards: shard weights and gradients over data parallel too.
     """
     tp, cp, pp, micro, ep, etp = layout
+    # 1F1B stands for any schedule here; `schedules_of` replaces it.
+    # The default is tp, and a flag at its default need not be pasted.
+    own_etp = None if etp == tp else etp
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=None if etp == tp else etp,
+        expert_tensor_parallel_size=own_etp,
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         pipeline_schedule=PLAIN,
@@ -57,21 +64,23 @@ def cell_of(
         use_megatron_fsdp=shards,
     )
     model = config.model
-    partial = model.num_microbatches_with_partial_activation_checkpoints
     # A run refuses both of these fields without the recomputation that they are for.
     modules = ModelConfig.recompute_modules
     if recompute == "selective":
         modules = model.recompute_modules
+    partial = None
+    if recompute:
+        partial = model.num_microbatches_with_partial_activation_checkpoints
     # All-gather sends each token to all ranks of experts, all-to-all to the ranks of its top k.
-    dispatcher: Literal["alltoall", "allgather"] = (
-        "alltoall" if model.moe_router_topk < ep else "allgather"
-    )
+    dispatcher: Literal["alltoall", "allgather"] = "allgather"
+    if model.moe_router_topk < ep:
+        dispatcher = "alltoall"
     model = replace(
         model,
         recompute_granularity=recompute,
         recompute_activations=False,
         recompute_modules=modules,
-        num_microbatches_with_partial_activation_checkpoints=partial if recompute else None,
+        num_microbatches_with_partial_activation_checkpoints=partial,
         sequence_parallel=tp > 1,
         padded_vocab_size=model.padded_vocab(vocab),
         moe_token_dispatcher_type=dispatcher,
@@ -84,12 +93,14 @@ def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Return (ep, etp) for the experts of a stage on `ranks` ranks: split as an MLP, or whole."""
     if not config.model.has_experts:
         return [(1, tp)]
+    # Whole experts: each rank has some of them, and ep must divide their number.
     whole = [(ep, 1) for ep in divisors(config.model.experts) if ranks % ep == 0]
     return list(dict.fromkeys([(1, tp), *whole]))
 
 
 def is_refused(cell: Config, vocab: int) -> bool:
-    """Return whether a run refuses the cell."""
+    """Return whether a run refuses the cell. vocab: the size of the tokenizer."""
+    # A short batch has the same problems, and a small table is checked sooner.
     return any(vocabulary_problems(cell, vocab)) or bool(flag_problems(short(cell, 1)))
 
 
@@ -97,13 +108,18 @@ def schedules_of(cell: Config) -> list[Config]:
     """Return the cell under each schedule of the catalogue that may be the best for it."""
     if cell.parallel.use_megatron_fsdp:
         ranks = cell.parallel.pipeline_model_parallel_size
-        names = UNITS if ranks == 1 else UNITS_OF_RANKS
+        names = UNITS
+        if ranks > 1:
+            names = UNITS_OF_RANKS
         counts = [n for n in _UNITS if cell.model.layers % (ranks * n) == 0]
         return [under(cell, name, n) for name in names for n in counts]
+    # On one rank there is no bubble, and every schedule takes the same time.
     if cell.parallel.pipeline_model_parallel_size == 1:
         return [cell]
     found = []
     for name, entry in SCHEDULES.items():
+        # A searched table takes seconds, so zb-auto is tried for the best layouts alone. A
+        # dominated schedule is never better than another one of the catalogue.
         if entry.searched or entry.dominated:
             continue
         if entry.chunks:
@@ -133,15 +149,16 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 
 
 def short(config: Config, turns: int) -> Config:
-    """Return the configuration with about 2 p `turns` microbatches, but not more than it has.
+    """Return the configuration with about 2p x `turns` microbatches, but not more than it has.
 
-    The remainder by 2p stays, as some schedules need a multiple.
+    p is the number of pipeline ranks. The remainder by 2p stays, as some schedules need a multiple.
     """
     share = config.batch.micro_batch * config.data_parallel_size
     twice = 2 * config.parallel.pipeline_model_parallel_size
     count = config.num_microbatches
-    fewer = count if count <= twice * turns else twice * turns + count % twice
-    return config.with_batch(fewer * share)
+    if count > twice * turns:
+        count = twice * turns + count % twice
+    return config.with_batch(count * share)
 
 
 def layout_of(config: Config) -> Layout:

@@ -33,6 +33,7 @@ def report(found: Search, memory: float) -> str:
     Args:
         memory: bytes of a device.
     """
+    # Without any plan the reasons are the whole report.
     best = best_of(found)
     if not best:
         return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
@@ -40,6 +41,7 @@ def report(found: Search, memory: float) -> str:
     lines = []
     for n, x in enumerate(best, 1):
         lines.append(f"{n:2}. {_summary(x)}")
+        # The part of the step by which this plan loses most against the first.
         if n > 1:
             worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
             more = (x.parts[worst] - first.parts[worst]) / first.step
@@ -67,6 +69,7 @@ def _summary(x: Timed) -> str:
     text += f"recomputes {config.model.recompute_granularity or 'nothing'}"
     if not x.moves:
         return text
+    # O is a copy to the host, R a second forward.
     count = Counter(item.kind for item in x.plan.schedule.passes())
     moved = []
     if count[Kind.O]:
@@ -87,6 +90,7 @@ def _without(found: Search, first: Timed) -> str:
 
 
 def _lost(found: Search) -> str:
+    """Return how many plans are out for each reason, the most frequent first."""
     return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
 
 
@@ -96,6 +100,7 @@ def flags_of(config: Config) -> list[str]:
     They win if they are pasted after other flags, so some are given at their defaults too. A switch
     that is off has no flag, nor has a value of None.
     """
+    # The fields that a search sets, by their section. All others are the user's own flags.
     chosen = {
         "model": {"recompute_granularity", "sequence_parallel"},
         "parallel": {field.name for field in fields(config.parallel)},
@@ -111,6 +116,7 @@ def flags_of(config: Config) -> list[str]:
             continue
         value = config.value(flag.field)
         if value != flag.default or (value is not None and flag.field in always):
+            # A switch has no value, and a list has several.
             if flag.count == "many":
                 values = value
             elif flag.count == "none":

@@ -68,11 +68,13 @@ class Search:
 
     def limit(self, layout: Layout) -> float:
         """Return the seconds that a step of this layout must not exceed to be of interest."""
+        # The report has the ten best layouts, and of each layout the best plan.
         limit = inf
         if len(self.best) >= BEST:
             limit = sorted(x.step for x in self.best.values())[BEST - 1]
-        known = self.best.get(layout)
-        return min(limit, known.step) if known else limit
+        if known := self.best.get(layout):
+            limit = min(limit, known.step)
+        return limit
 
     def take(self, timed: Timed, memory: float) -> None:
         """Keep the plan if it fits in `memory` bytes and is the best of its layout."""
@@ -110,8 +112,10 @@ def search(
         progress: called with the part that is done and a text.
     """
     found = Search()
+    # The lowest bounds come first: a fast plan that is found early saves the simulation of others.
     candidates = sorted(_candidates(config, gpus, vocab, memory, device, found), key=itemgetter(0))
     for n, (bound, one, plan) in enumerate(candidates):
+        # About fifty reports in all.
         if n % (len(candidates) // 50 + 1) == 0:
             progress(n / len(candidates), f"{n} of {len(candidates)} plans")
         if bound > found.limit(layout_of(one)):
@@ -131,9 +135,11 @@ def search(
     # The best plans without offloading too, as an extrapolation may prefer the wrong one.
     held = sorted(plain.values(), key=lambda x: x.step)[:3]
     held += [plain[x.layout] for x in some if x.layout in plain]
+    # The same plan may be in both lists.
     for x in {id(x): x for x in (*some, *held)}.values():
         with suppress(ConfigError, ScheduleError):
             found.take_whole(_as_run(x, device, memory), memory)
+    # zb-auto takes seconds for a table, so it gets two of the best layouts whose tables are small.
     small = [x for x in found.first[:BEST] if x.layout[2] > 1 and _is_small(x)]
     for x in [x for x in small if "sharding" not in x.plan.own][:2]:
         _any_order(found, x, device, memory)
@@ -169,6 +175,7 @@ def _tight(
 
     Their activations are offloaded or recomputed.
     """
+    # The lowest bounds first, as above.
     found.tight.sort(key=itemgetter(0))
     for n, (least, config, plan) in enumerate(found.tight):
         if n % (len(found.tight) // 50 + 1) == 0:
@@ -197,6 +204,7 @@ def _as_run(x: Timed, device: Device, memory: float) -> Timed:
             made = timed(plan_of(config, pieces_of(config, config.model)), config, device)
         if made.peak <= memory:
             return made
+        # A step of a thousandth at least, so that the loop comes to an end.
         limit -= max(1.1 * (made.peak - memory), 1e-3 * memory)
 
 
@@ -222,6 +230,7 @@ def _moved_within(plan: Plan, config: Config) -> Plan:
 
 
 def _limited(config: Config, memory: float) -> Config:
+    """Return the configuration with `memory` bytes as the limit of a run."""
     return config.with_fields(memory_limit_gib=memory / GIB)
 
 
@@ -235,6 +244,7 @@ def _candidates(
     batch = config.global_batch_size
     for pp, cp, tp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)
+        # Tensor parallelism sends too much for the slow links between nodes.
         if tp > device.node or gpus % (tp * cp * pp) or pp > config.model.layers or batch % dp:
             continue
         for micro in (n for n in divisors(batch // dp) if n <= MICRO):
@@ -248,6 +258,7 @@ def _candidates(
                 layout = (tp, cp, pp, micro, ep, etp)
                 cell = cell_of(config, gpus, layout, recompute, vocab, shards=shards)
                 plan = plan_of(short(cell, 1), pieces_of(cell, cell.model))
+                # The state of all ranks together must fit, before any activation.
                 if sum(plan.state_bytes) > memory * pp:
                     found.lost["out of memory"] += len(schedules_of(cell))
                     continue
@@ -275,7 +286,10 @@ def _fill(config: Config, costs: Costs) -> float:
     forward, backward, weights = (
         sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple)
     )
-    waited = forward if entry.split else forward + backward + weights
+    waited = forward
+    # A schedule that separates B and W fills the wait for gradients with W.
+    if not entry.split:
+        waited += backward + weights
     return before / pp * waited
 
 
@@ -301,11 +315,13 @@ def screen(
     near = short(config, 1)
     far = short(config, 2)
     left = m - near.num_microbatches
+    # A lower bound of the time of the microbatches that are left out.
     rest = bound * left / m
     room = None
     if moves:
         room = Room(memory, found.limit(layout_of(config)) - rest)
     one = under(plan, config, near, device, room)
+    # A plan that holds too much is put aside, and tried again when fast plans are known.
     if one.peak > memory and not moves and is_movable(config):
         found.tight.append((one.step + rest, config, plan))
         return None
@@ -314,9 +330,11 @@ def screen(
     if one.passes + rest > found.limit(one.layout):
         found.lost[SLOWER] += 1
         return None
+    # Over the longer batch the plan must only fit; its time is not limited again.
     if moves:
         room = Room(memory)
     other = under(plan, config, far, device, room)
+    # Between two batches a step grows by the same time for each 2p microbatches.
     turns = left / (far.num_microbatches - near.num_microbatches)
     parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
     # Gradient sums and gathers that are visible do not grow with the batch.

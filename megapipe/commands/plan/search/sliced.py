@@ -30,8 +30,12 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
     Args:
         asked: the value of --pipeline-slices.
     """
-    counts = CHOICES[1:] if asked == AUTO else (int(asked),)
+    # The first choice is one slice, a whole microbatch.
+    counts: tuple[int, ...] = CHOICES[1:]
+    if asked != AUTO:
+        counts = (int(asked),)
     for x in found.first:
+        # One rank has no bubble to shorten. Tables with sharded weights are not cut.
         if x.layout[2] == 1 or "sharding" in x.plan.own:
             continue
         par = x.config.parallel
@@ -44,13 +48,16 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
 
 
 def _take(found: Search, config: Config, memory: float, device: Device) -> None:
+    """Simulate a plan in slices and take it, or count why it is out."""
     par = config.parallel
     chunks = par.num_virtual_stages_per_pipeline_rank or 1
     count = int(par.pipeline_slices or 1)
-    if par.pipeline_model_parallel_size * chunks * config.num_microbatches * count > CELLS:
+    forwards = par.pipeline_model_parallel_size * chunks * config.num_microbatches * count
+    if forwards > CELLS:
         found.lost["of too many slices to look at"] += 1
         return
     try:
-        found.take(timed(plan_of(config, pieces_of(config, config.model)), config, device), memory)
+        plan = plan_of(config, pieces_of(config, config.model))
+        found.take(timed(plan, config, device), memory)
     except (ConfigError, ScheduleError):
         found.lost["that cannot be cut so"] += 1

@@ -28,6 +28,7 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.simulate import Clock, memory_steps, run_clock
 
+# Names of two parts of a step.
 SUMS = "gradient sums"
 MOVED = "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
@@ -74,7 +75,10 @@ class Timed:
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return a table of the catalogue. Tests verify these tables, so the search does not."""
-    given = {} if chunks is None else {"chunks": chunks}
+    given = {}
+    # A generator with one number of chunks does not take the argument.
+    if chunks is not None:
+        given["chunks"] = chunks
     return SCHEDULES[name].generate(ranks, microbatches, **given)
 
 
@@ -105,7 +109,9 @@ def under(
     name = par.pipeline_schedule or PLAIN
     chunks = par.num_virtual_stages_per_pipeline_rank
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
+    # The layout's plan has 1F1B's table. Stages and their layers follow from the schedule.
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
+    # Depths of multi-token prediction get stages of their own at the end of the table.
     if depths := plan.pieces.depths:
         bare = replace(there, pieces=plan.pieces.without_depths)
         draft = Draft(config, bare, depths, there.counts)
@@ -127,6 +133,7 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
     """
     schedule = plan.schedule
     costs = plan.costs
+    # A run knows the plan's FLOPs, and no times of messages.
     if not room.as_run:
         costs = with_messages(in_seconds(plan, config, device), plan, config, device)
     living = [0.0] * len(schedule.ranks)
@@ -139,8 +146,11 @@ def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
     )
     place = schedule.placement
     held = costs.memory(place).b
-    if any(max(held[s] for s in place.stages_on(rank)) > most for rank, most in enumerate(rooms)):
-        raise ScheduleError("a rank has no room for one microbatch of a stage")
+    for rank, most in enumerate(rooms):
+        largest = max(held[stage] for stage in place.stages_on(rank))
+        # A pass needs the activations of its own microbatch, wherever the others are.
+        if largest > most:
+            raise ScheduleError("a rank has no room for one microbatch of a stage")
     recipe = Recipe(schedule.name, offload=Offload("fits", tries=0, most=room.most))
     return replace(plan, schedule=recipe.finish(schedule, Fixed(costs, rooms)).table)
 
@@ -153,13 +163,20 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
     sharded = "sharding" in plan.own
     # The same table without sharding, and without offloading too: what each of them costs is the
     # difference of two simulations.
-    schedule = whole.without(SHARDS) if sharded else whole
-    plain = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
+    schedule = whole
+    if sharded:
+        schedule = whole.without(SHARDS)
+    plain = schedule
+    if schedule.kinds & MOVES:
+        plain = schedule.without(MOVES)
     clock = run_clock(schedule, costs)
     makespan = _end(clock)
-    moves = 0.0 if plain is schedule else makespan - _end(run_clock(plain, costs))
+    moves = 0.0
+    if plain is not schedule:
+        moves = makespan - _end(run_clock(plain, costs))
     at_end = sums(plan, config, device)
     if sharded:
+        # A table without gathers gets them here, as a run would add them.
         if schedule.kinds == whole.kinds:
             recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
             schedule = recipe.finish(schedule, Fixed(costs)).table
@@ -180,31 +197,36 @@ def timed(plan: Plan, config: Config, device: Device) -> Timed:
         MOVED: moves,
         SUMS: at_end,
     }
+    # Weights, gradients and optimizer are there all the time.
     peak = max(map(add, held, plan.state_bytes))
     return Timed(config, plan, schedule.name, makespan + at_end, peak, parts)
 
 
 def _end(clock: Clock) -> float:
+    """Return the time at which the last pass of any rank ends."""
     return max(map(max, clock.end))
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
     """Return the seconds of a microbatch's work without recomputation."""
     model = replace(config.model, recompute_granularity=None)
-    pieces = plan.pieces if model == config.model else pieces_of(config, model)
+    pieces = plan.pieces
+    # Counting the work of a model takes time, which a plan without recomputation saves.
+    if model != config.model:
+        pieces = pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
 
 
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs of a plan in seconds, without communication."""
     costs = plan.costs
+    # Tensor-parallel ranks divide the work of a stage.
     rate = 1 / (config.parallel.tensor_model_parallel_size * device.flops)
     named = {name: getattr(costs, name) for name in "fbwol"}
-    scaled: dict[str, Any] = {
-        name: tuple(x * rate for x in column)
-        for name, column in named.items()
-        if isinstance(column, tuple)
-    }
+    scaled: dict[str, Any] = {}
+    for name, column in named.items():
+        if isinstance(column, tuple):
+            scaled[name] = tuple(x * rate for x in column)
     return replace(costs, **scaled, overhead=device.overhead)
 
 
