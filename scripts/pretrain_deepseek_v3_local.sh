@@ -3,7 +3,7 @@
 # shared expert, first layer dense, one token predicted further; 4 processes, pipeline parallel 2 x expert parallel 2, DualPipe-V with pairs, ZeRO-1. It
 # makes its text as scripts/quickstart.sh does, trains for about three minutes, samples, and tells what each part costs.
 # Before, three steps without pairs say how much of a pass is communication, from which the plan predicts what pairs leave.
-# RUN=folder puts everything elsewhere than runs/deepseek-v3; flags given here come last and win. docs/deepseek.md has its log.
+# RUN=folder puts everything elsewhere than runs/deepseek-v3; flags given here come last and win. docs/log/deepseek.md has its log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
