@@ -12,7 +12,7 @@ from itertools import permutations
 from math import inf
 
 from megapipe.partition.spans import nearly_even
-from megapipe.plan.work import Pieces
+from megapipe.plan.pieces import Pieces
 from megapipe.schedule import Costs, Schedule
 from megapipe.schedule.simulate import memory_steps, run_clock
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from megapipe.config import Config
 from megapipe.partition.layout import AUTO
 from megapipe.plan.auto import balanced
+from megapipe.plan.layers import Work
 from megapipe.plan.parts import own_parts
 from megapipe.plan.plan import Plan
 from megapipe.plan.split import counts_of, is_searched, schedule_name
 from megapipe.plan.state import GIB
-from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Placement, Schedule
 
 

@@ -33,11 +33,11 @@ from megapipe.plan.draft import Draft
 from megapipe.plan.layers import Gathers
 from megapipe.plan.part import NothingToDo
 from megapipe.plan.parts import PARTS, own_parts
+from megapipe.plan.pieces import Pieces, pieces
 from megapipe.plan.plan import Plan
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths
 from megapipe.plan.state import GIB, bytes_of_parameter, refuse_too_much, whole_parameter
-from megapipe.plan.work import Pieces, pieces
 from megapipe.schedule import Placement, Schedule
 from megapipe.schedule.ingredients import Refused
 from megapipe.schedule.recipe import Recipe

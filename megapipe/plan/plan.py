@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from megapipe.notebook import shown_by
 from megapipe.partition.spans import LayerSpan, spans
-from megapipe.plan.work import Pieces, Work
+from megapipe.plan.layers import Work
+from megapipe.plan.pieces import Pieces
 from megapipe.schedule import Costs, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.recipe import Recipe
 

@@ -14,7 +14,7 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.plan.work import pieces
+from megapipe.plan.pieces import pieces
 from megapipe.tensor_parallel.rng import initialize
 from megapipe.tensor_parallel.weight_grad import WeightGrads
 

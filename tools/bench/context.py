@@ -29,7 +29,7 @@ from megapipe.flags.parse import parse, run
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
-from megapipe.plan.work import pieces
+from megapipe.plan.pieces import pieces
 from megapipe.tensor_parallel.rng import Stream, initialize
 
 

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it befo
 
 from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
-from megapipe.plan.work import Pieces, Work
+from megapipe.plan.layers import Work
+from megapipe.plan.pieces import Pieces
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.transforms.merge import activation

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+from megapipe.plan.layers import Work
 from megapipe.plan.part import Part
 from megapipe.plan.plan import OfPlan, Plan, Stored
-from megapipe.plan.work import Work
 from megapipe.schedule import Costs, Kind, Schedule
 from megapipe.schedule.families.sharding.runs import GATHERS, REDUCES, SHARDS
 from megapipe.schedule.families.sharding.sharded import Living, whole_at_most

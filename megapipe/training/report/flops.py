@@ -13,7 +13,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     6 h E per layer. Scales of norms, which Megatron-LM counts in latents and depths, are not.
 
     Args:
-        model: the model; each layer counts with its overrides, see plan.work.pieces.
+        model: the model; each layer counts with its overrides, see plan.pieces.
         seq_length: tokens per sequence.
     """
     work = pieces(model, seq_length)

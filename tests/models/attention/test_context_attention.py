@@ -18,7 +18,7 @@ from megapipe.models.attention import blocks
 from megapipe.models.attention.layer import SelfAttention
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.context import context_bytes
-from megapipe.plan.work import pieces
+from megapipe.plan.pieces import pieces
 from megapipe.tensor_parallel.rng import Stream, initialize
 from tools.bench.context import layer_of
 

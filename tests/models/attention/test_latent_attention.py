@@ -13,7 +13,7 @@ from tiny import GPT2
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.models.attention.rope import Rotary, rotary_table
 from megapipe.pipeline_parallel.threads import run_threads
-from megapipe.plan.work import pieces
+from megapipe.plan.pieces import pieces
 
 from ..test_activation_memory import B, S, kept
 

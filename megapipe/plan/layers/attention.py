@@ -1,0 +1,203 @@
+"""The work of attention: its projections, its scores, and the tensors that it keeps.
+
+Attention runs in one of three ways, and each keeps something else:
+
+    kernel   torch's, over the whole sequence: keeps the operands.
+    blocks   of keys, with context parallelism or dropout: also a logarithm of each query.
+    windows  blocks of queries, each with the keys in its window: also outputs and masks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapipe.config import ModelConfig
+from megapipe.plan.layers.load import Load, norm_size
+from megapipe.plan.layers.work import Work
+
+SMALLEST_BLOCK = 128
+"""Fewest queries of a block of attention in windows. Smaller ones are not worth a kernel's call."""
+
+
+def attention_work(model: ModelConfig, load: Load) -> Work:
+    """Return the work of a layer's attention with its norm."""
+    if model.no_attention:
+        return Work()
+    if model.multi_latent_attention:
+        return _latent_work(model, load)
+    h = model.hidden
+    queries = model.heads * model.head_dim
+    qkv = queries + 2 * model.query_groups * model.head_dim
+    scores = 2 * load.scores(queries, model.window)
+    products = 2.0 * load.tokens * h * (qkv + queries)
+    # Backward has two products for each of forward's, and forward's once more if recomputed.
+    in_backward = 2 + model.recompute_attention
+    bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
+    norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
+    return Work(
+        products + scores,
+        products + in_backward * scores,
+        products,
+        **_saved(model, load),
+        kept=load.bytes(2 * h, qkv + queries),
+        parameters=h * (qkv + queries) + bias + norms,
+        **load.sliced(scores, in_backward, qkv - queries, model.window),
+    )
+
+
+def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
+    """Return the fields of Work for the tensors that attention keeps."""
+    h = model.hidden
+    queries = model.heads * model.head_dim
+    keys = model.query_groups * model.head_dim
+    grouped = model.heads > model.query_groups
+    by_blocks = _by_blocks(model, load)
+    logs = _logarithms(model, load) * by_blocks
+    windows = _windows(model, load, queries) * (not by_blocks)
+
+    # Queries of several groups lie separately in the product, and are copied out of it.
+    copies = queries * (grouped and model.query_groups > load.tp)
+    # Norms and rotations make new queries and keys, which attention keeps in place of the copies.
+    changed = model.qk_layernorm or model.position_embedding_type == "rope"
+    # Windows repeat the keys and values of a group for its heads. They keep the repeated ones and
+    # free the projected ones, unless a norm needs these or they are the operands themselves.
+    repeated = grouped and windows > 0
+    projected = not repeated or model.qk_layernorm or not (changed or copies)
+    operands = copies
+    if changed:
+        operands = queries + keys * (not repeated)
+
+    # The modules whose saved tensors a projection and the output are.
+    of_projection = "core_attn"
+    if model.qk_layernorm:
+        of_projection = "core_attn qkv_linear"
+    of_output = "attn_proj"
+    if by_blocks:
+        of_output = "attn_proj core_attn"
+    return load.saved(
+        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h, 0), "attn_norm"),
+        (load.bytes(h * (not model.recompute_norms), 0), "qkv_linear"),
+        (load.bytes(0, (queries + 2 * keys) * projected), of_projection),
+        (load.bytes(0, copies * model.qk_layernorm), "qkv_linear"),
+        (load.bytes(0, operands) + logs + windows, "core_attn"),
+        (load.bytes(0, queries), of_output),
+    )
+
+
+def _by_blocks(model: ModelConfig, load: Load) -> bool:
+    """Return whether attention goes by blocks of keys, and recomputes itself in backward."""
+    return load.meets or model.attention_dropout > 0
+
+
+def _logarithms(model: ModelConfig, load: Load) -> float:
+    """Return the bytes of a float32 for each query: the logarithm of its softmax's sum."""
+    return 4 * load.tokens * model.heads / load.tp
+
+
+def _windows(model: ModelConfig, load: Load, channels: int) -> float:
+    """Return the bytes that attention in windows keeps in addition, 0 if it has none.
+
+    Each block of queries keeps its output, a logarithm of each query in float32, and its mask,
+    which all sequences share.
+
+    Args:
+        channels: of all heads' queries.
+    """
+    window = model.window
+    if window is None or window >= load.seq - 1:
+        return 0.0
+    if model.recompute_attention or model.transformer_impl != "local":
+        return 0.0
+    keys = 0
+    pairs = 0
+    step = max(window, SMALLEST_BLOCK)
+    for begin in range(0, load.seq, step):
+        end = min(begin + step, load.seq)
+        in_window = end - max(0, begin - window)
+        keys += in_window
+        pairs += (end - begin) * in_window
+    repeated = 0.0
+    # Keys and values of a group are repeated for its heads, in each block that reads them.
+    if model.heads > model.query_groups and not model.multi_latent_attention:
+        repeated = 2 * channels * keys / load.seq
+    blocks = load.bytes(0, channels + repeated) + _logarithms(model, load)
+    return blocks + load.element * pairs
+
+
+def _latent_work(model: ModelConfig, load: Load) -> Work:
+    """Return the work of attention from latents (DeepSeek-V2)."""
+    h = model.hidden
+    q_rank = model.q_lora_rank or 0
+    kv_rank = model.kv_lora_rank
+    rotated = model.qk_pos_emb_head_dim
+    queries = model.heads * model.qk_dim
+    values = model.heads * model.v_head_dim
+    up_kv = model.heads * (model.qk_head_dim + model.v_head_dim)
+
+    # Projections down to the latents, up to the heads, and out of them. Without a latent of their
+    # own, queries go up from the hidden state.
+    down = h * (q_rank + kv_rank + rotated)
+    up = (q_rank or h) * queries + kv_rank * up_kv
+    out = values * h
+    # Ranks that have the same tokens all go down to the latents, each by itself.
+    products = 2.0 * load.tokens * (down * load.tp / load.shared + up + out)
+    scores = load.scores(queries + values, model.window)
+    repeated = 0.0
+    if model.recompute_attention:
+        repeated += scores
+    if model.recompute_mla_up_proj:
+        repeated += scores + 2.0 * load.tokens * up
+
+    of_latents = norm_size(model, q_rank + kv_rank) * model.qk_layernorm
+    norms = norm_size(model, h) + of_latents
+    # Queries, keys and values have one width in attention, the wider of both.
+    wide = model.heads * max(model.qk_dim, model.v_head_dim)
+    latents = 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm)
+    in_backward = 2 + model.recompute_attention + model.recompute_mla_up_proj
+    return Work(
+        products + scores,
+        products + 2 * scores + repeated,
+        products,
+        **_saved_with_latents(model, load, wide),
+        kept=load.bytes(2 * h + latents, queries + up_kv + values),
+        parameters=down + up + out + h * model.bias + norms,
+        **load.sliced(scores, in_backward, 2 * wide, model.window),
+    )
+
+
+def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, Any]:
+    """Return the fields of Work for the tensors that attention from latents keeps.
+
+    Args:
+        wide: channels of all heads' queries, keys or values in attention.
+    """
+    h = model.hidden
+    latents = (model.q_lora_rank or 0) + model.kv_lora_rank
+    again = model.recompute_mla_up_proj
+    padded = model.v_head_dim < model.qk_dim
+    # Padded values are copied; others stay a part of what was projected, keys included.
+    values = model.heads * (model.qk_head_dim + model.v_head_dim)
+    if padded:
+        values = wide
+
+    # A norm keeps its input, and the next product its output.
+    normed = latents * model.qk_layernorm
+    # Recomputed heads read the rotated part of the key, unless it is gathered again.
+    rotated = model.qk_pos_emb_head_dim * (not again or load.shared > 1)
+    before_heads = h * (not model.recompute_norms) + latents + normed + rotated
+
+    # Attention by blocks keeps its output too, and padded it is not what attn_proj keeps. So do
+    # torch's kernels on a GPU, for which this is too little.
+    by_blocks = _by_blocks(model, load) and not again
+    outputs = wide * (by_blocks and padded)
+    operands = (2 * wide + values) * (not again) + outputs
+    logs = _logarithms(model, load) * by_blocks
+    windows = _windows(model, load, wide) * (not by_blocks and not again)
+    return load.saved(
+        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h, 0), "attn_norm"),
+        (load.bytes(before_heads, 0), "qkv_linear"),
+        (load.bytes(0, operands) + logs + windows, "core_attn"),
+        (load.bytes(0, model.heads * model.v_head_dim), "attn_proj"),
+    )

@@ -1,0 +1,28 @@
+"""The work of a whole layer, with full recomputation if flags ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapipe.config import ModelConfig
+from megapipe.plan.layers.attention import attention_work
+from megapipe.plan.layers.load import Load
+from megapipe.plan.layers.mlp import mlp_work
+from megapipe.plan.layers.work import Work
+
+
+def layer_work(model: ModelConfig, load: Load) -> Work:
+    """Return the work of a layer with this configuration."""
+    work = attention_work(model, load) + mlp_work(model, load)
+    # By `block` the layers of a stage differ, and a plan that may move layers counts none of them.
+    if model.recompute_granularity != "full" or model.recompute_method == "block":
+        return work
+    # One input is kept for several layers. Slices keep the keys and values of all.
+    return replace(
+        work,
+        b=work.b + work.f,
+        held=load.bytes(model.hidden, 0) / (model.recompute_num_layers or 1),
+        copied=0.0,
+        scores_b=work.scores_b + work.scores_f,
+        kept_keys=work.keys,
+    )

@@ -1,0 +1,185 @@
+"""The work of a dense MLP, and of experts with their router under an even load.
+
+A row is one token at one of the experts that it chose. Bytes of rows are counted where they lie:
+at home, on the rank of the token, or here, on the rank of the expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megapipe.config import ModelConfig
+from megapipe.plan.layers.load import Load, norm_size
+from megapipe.plan.layers.work import Work
+
+NUMBER = 8
+"""Bytes of the number of a row or of an expert, an int64."""
+
+
+def mlp_work(model: ModelConfig, load: Load) -> Work:
+    """Return the work of a layer's MLP, dense or of experts, with its norm."""
+    if model.no_mlp:
+        return Work()
+    if model.has_experts:
+        return _experts(model, load)
+    h = model.hidden
+    ffn = model.ffn
+    matrices = _matrices(model)
+    products = 2.0 * load.tokens * h * ffn * matrices
+    again = model.recompute_mlp
+    normed = h * (not model.recompute_norms)
+    inside = _kept(model) * ffn * (not again)
+    rest = load.bytes(normed, inside, h * bool(model.hidden_dropout))
+    return Work(
+        products,
+        products * (1 + again),
+        products,
+        **load.saved((load.bytes(h, 0), "mlp_norm"), (rest, "")),
+        kept=load.bytes(2 * h, matrices * ffn),
+        parameters=_parameters(model, ffn) + norm_size(model, h),
+    )
+
+
+def _matrices(model: ModelConfig) -> int:
+    """Return the number of matrices of hidden x width in a feed-forward layer."""
+    return 3 if model.gated else 2
+
+
+def _parameters(model: ModelConfig, width: int) -> int:
+    """Return the parameters of a feed-forward layer, without a norm."""
+    matrices = _matrices(model)
+    bias = (matrices - 1) * width + model.hidden
+    return model.hidden * width * matrices + bias * model.bias
+
+
+def _kept(model: ModelConfig) -> int:
+    """Return the number of tensors of its width that a feed-forward layer keeps for backward.
+
+    They are the output of its first product, the input of its last, and some between.
+    """
+    if model.swiglu:
+        return 3
+    # A gate by a sigmoid is plain torch: the sigmoid and the gate times it are kept in addition.
+    return 5 if model.quick_geglu else 2
+
+
+class _Rows(NamedTuple):
+    """Rows of a microbatch.
+
+    Attributes:
+        home: rows of this rank's tokens.
+        here: rows that this rank's experts compute.
+        exchanged: rows come from other ranks by an all-to-all.
+        gathered: tokens of the batch that experts choose their rows from, without an exchange.
+    """
+
+    home: float
+    here: float
+    exchanged: bool
+    gathered: float
+
+
+def _experts(model: ModelConfig, load: Load) -> Work:
+    """Return the work of a layer's experts with their router and norm."""
+    h = model.hidden
+    experts = model.experts
+    choices = model.moe_router_topk
+    gate = model.moe_shared_expert_gate
+    shared = model.moe_shared_expert_intermediate_size or 0
+    matrices = _matrices(model)
+
+    # Without a capacity experts accept all rows, however unevenly a router deals them.
+    tokens = load.tokens / load.shared
+    accepted = float(load.tokens * choices)
+    if model.capacity_factor is not None:
+        capacity = math.ceil(tokens * choices / experts * model.capacity_factor)
+        full = experts * load.shared * min(tokens, capacity)
+        accepted = full if model.moe_pad_expert_input_to_capacity else min(accepted, full)
+    rows = _placed(model, load, accepted)
+
+    by_all_tokens = load.tokens * (experts + gate + shared * matrices)
+    products = 2.0 * h * (accepted * model.expert_ffn * matrices + by_all_tokens)
+    expert = _parameters(model, model.expert_ffn)
+    dense = h * (experts + gate) + experts * model.bias + norm_size(model, h)
+    if shared:
+        dense += _parameters(model, shared)
+
+    row = load.element * model.expert_ffn / load.etp
+    came = rows.here * load.element * h * rows.exchanged
+    of_router = _score(model) * tokens * experts
+    kept = load.bytes(2 * h, matrices * shared) + rows.here * row * matrices + 2 * came
+    return Work(
+        products,
+        products * (1 + model.recompute_moe),
+        products,
+        **load.saved(*_saved(model, load, rows)),
+        kept=kept + of_router,
+        parameters=experts * expert + dense,
+        unused=(experts - choices) * expert,
+        experts=experts * expert,
+    )
+
+
+def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
+    """Return where this many rows of all tensor-parallel ranks lie."""
+    tokens = load.tokens / load.shared
+    home = accepted / load.shared
+    # Tensor-parallel ranks with the same tokens send none: each computes its part of every expert.
+    if load.shared < load.tp:
+        return _Rows(home, home, False, tokens)
+    ranks = load.ep * load.etp
+    exchanged = ranks > 1 and model.moe_token_dispatcher_type != "allgather"
+    return _Rows(home, home * load.etp, exchanged, tokens * ranks)
+
+
+def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str]]:
+    """Return (bytes, the modules that save them) of the tensors that are kept until backward."""
+    h = model.hidden
+    again = model.recompute_moe
+    # Rows that were exchanged are copies: then no expert keeps the norm's output.
+    of_normed = "expert_fc1"
+    if again or rows.exchanged:
+        of_normed = ""
+    saved = [
+        (load.bytes(h, 0), "mlp_norm"),
+        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h * (not model.recompute_norms), 0), of_normed),
+    ]
+    if again:
+        return saved
+    came = rows.here * load.element * h * rows.exchanged
+    # Of a row the first product's output and the row's weight; the activation is computed again.
+    row = load.element * model.expert_ffn / load.etp
+    acts = rows.here * (row * (_matrices(model) - 1) + _score(model))
+    return [*saved, (_rest(model, load, rows), ""), (came, "expert_fc1"), (acts, "moe_act")]
+
+
+def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
+    """Return the bytes of the router, of the tables of rows, and of the shared expert."""
+    tokens = load.tokens / load.shared
+    choices = tokens * model.moe_router_topk
+    score = _score(model)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    of_shared = _kept(model) * shared * (not model.recompute_shared_experts)
+
+    # The router keeps the scores of all experts, or after its choice those of the chosen alone.
+    # Losses that balance the experts read all of them once more.
+    softmax = model.moe_router_score_function == "softmax"
+    all_scores = not softmax or model.moe_router_pre_softmax
+    router = score * tokens * model.experts * (all_scores + bool(model.balancing))
+    of_choice = NUMBER + score + (NUMBER + 2 * score) * (not all_scores)
+
+    # Tables say where each row goes. An exchange has them at home and at the expert.
+    numbers = rows.here * 3 * NUMBER + rows.gathered * model.moe_router_topk * NUMBER
+    if rows.exchanged:
+        numbers = rows.home * 3 * NUMBER + choices * NUMBER + rows.here * 2 * NUMBER
+    tables = numbers + rows.here * score + choices * of_choice
+    # The weights of rows lie with the experts' activations, and are not counted twice.
+    gate = model.hidden * model.moe_shared_expert_gate
+    return load.bytes(gate, of_shared) + router + tables - rows.here * score
+
+
+def _score(model: ModelConfig) -> int:
+    """Return the bytes of a router's score."""
+    return 8 if model.moe_router_dtype == "fp64" else 4

@@ -1,0 +1,89 @@
+"""The work of one microbatch on a piece of the model: time, bytes and parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import add
+
+from megapipe.plan.layers.load import Load
+
+
+@dataclass(frozen=True)
+class Work:
+    """One microbatch through a piece of the model. Works of several pieces add up.
+
+    Bytes are those of one rank. Parameters are counted over all ranks that share the piece.
+
+    Attributes:
+        f: forward, in FLOPs or any unit of time.
+        b: gradient of the input.
+        w: gradients of the weights.
+        held: bytes kept from F to B.
+        kept: the part of these, and of what B adds to them, that stays until W.
+        parameters: how many.
+        unused: parameters that a token makes no use of.
+        experts: parameters that the ranks of expert parallelism share.
+        scores_f: the part of `f` that is causal attention to all tokens before.
+        scores_b: the same part of `b`.
+        keys: bytes of keys and values.
+        kept_keys: bytes of the keys and values of slices that `held` does not count.
+        rounded: bytes of weights in eight bits, in addition to the parameters.
+        copied: the part of `held` that the chosen modules save.
+        lighter: bytes that gathered weights save where they are in eight bits.
+    """
+
+    f: float = 0.0
+    b: float = 0.0
+    w: float = 0.0
+    held: float = 0.0
+    kept: float = 0.0
+    parameters: int = 0
+    unused: int = 0
+    experts: int = 0
+    scores_f: float = 0.0
+    scores_b: float = 0.0
+    keys: float = 0.0
+    kept_keys: float = 0.0
+    rounded: float = 0.0
+    copied: float = 0.0
+    lighter: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*map(add, vars(self).values(), vars(other).values()))
+
+    def part(self, shares: int) -> Work:
+        """Return one of this many equal shares of an embedding and a head."""
+        return Work(
+            f=self.f / shares,
+            b=self.b / shares,
+            w=self.w / shares,
+            held=self.held / shares,
+            kept=self.kept / shares,
+            parameters=self.parameters // shares,
+        )
+
+    def in_fp8(self, load: Load) -> Work:
+        """Return this layer's work with weights quantised for the passes of a step."""
+        rounded = 0.0
+        lighter = 0.0
+        dense = (self.parameters - self.experts) / load.tp
+        experts = self.experts / (load.ep * load.etp)
+        for here, ranks in ((dense, load.gathers.dense), (experts, load.gathers.experts)):
+            # A byte for each of the two products, forward and input gradient, as they sum over
+            # different dimensions.
+            rounded += 2 * here
+            if ranks == 1:
+                continue
+            # Weights of one product are gathered anyway. They come in eight bits, in place of the
+            # full type.
+            instead = 1.0
+            if not load.gathers.drops:
+                instead = load.element * (1 - 1 / ranks)
+            rounded -= here * instead
+            lighter += (load.element - 1) * here
+        return replace(self, rounded=rounded, lighter=lighter)
+
+    @property
+    def time(self) -> float:
+        """The time of all three passes."""
+        return self.f + self.b + self.w

@@ -1,0 +1,356 @@
+"""The pieces of a model that a split deals to stages: embedding, layers, head, and depths.
+
+Their work is counted by formula. Time is FLOPs of matrix products, so that an embedding look-up
+and the softmax of the loss, which wait for memory, count as nothing. Measured costs can stand in
+for the counted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from megapipe.config import ModelConfig
+from megapipe.config.layers import layer_config
+from megapipe.partition.spans import LayerSpan
+from megapipe.plan.layers import NOT_GATHERED, Gathers, Load, Work, layer_work, norm_size
+from megapipe.schedule import Costs
+from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
+
+OVERHEAD = 0.02
+"""The cost of a pass in addition to its work, in forwards of 1/P of the model.
+
+It stands where nobody measured it. On emulated devices host time and launches take 0.3 to 0.5 ms
+of passes of 20 ms.
+"""
+
+
+class _Columns(NamedTuple):
+    """Fields of Work at each position of the chain, and then of each depth."""
+
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    held: tuple[float, ...]
+    kept: tuple[float, ...]
+    copied: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The work of a model's pieces, and what stages of them cost.
+
+    Attributes:
+        embedding, layers, head: the work of each piece. The head has the last norm and the loss.
+        kept: the pieces without recomputation, and at each position of the chain the fraction of
+            microbatches that do not recompute; None if all do the same.
+        overhead: time of every pass in addition to its work.
+        shares: ranks that share embedding and head, in passes of their own; 1: the stages at the
+            ends of the model have them.
+        depths: the work of each depth of multi-token prediction, with a head.
+        hidden: bytes of a microbatch's hidden states, on a rank of its own stage and on a rank
+            with a share of the vocabulary, which needs those of all tokens.
+        wide: bytes of a gradient of keys, which slices add up in float32, over the bytes of a key.
+        modules: modules whose activations may be copied to the host; () for all.
+    """
+
+    embedding: Work
+    layers: tuple[Work, ...]
+    head: Work
+    kept: tuple[Pieces, tuple[float, ...]] | None = None
+    overhead: float = 0.0
+    shares: int = 1
+    depths: tuple[Work, ...] = ()
+    hidden: tuple[float, float] = (0.0, 0.0)
+    wide: float = 1.0
+    modules: tuple[str, ...] = ()
+
+    @cached_property
+    def _sums(self) -> _Columns:
+        """The sum of each field over the first n layers, for n from 0."""
+        # A search judges thousands of splits: a stage's work is the difference of two sums.
+        sums = []
+        for name in _Columns._fields:
+            sizes = [getattr(layer, name) for layer in self.layers]
+            sums.append(tuple(accumulate(sizes, initial=0.0)))
+        return _Columns(*sums)
+
+    def stage(self, span: LayerSpan) -> Work:
+        """Return the work of a stage."""
+        if span.depth:
+            return self._depths_alone[span.depth - 1]
+        ends = Work()
+        if self.shares == 1:
+            if span.embedding:
+                ends = self.embedding
+            if span.loss:
+                ends += self.head
+        elif span.share is not None:
+            ends = self.share
+        return sum((self.layers[layer] for layer in span.layers), ends)
+
+    @property
+    def share(self) -> Work:
+        """One rank's part of a shared embedding and of the heads of model and depths."""
+        head = self.head
+        losses = 1 + len(self.depths)
+        here, of_all = self.hidden
+        # Each rank keeps the hidden states of all tokens, and its part of the logits.
+        logits = (head.held - 2 * here) / self.shares
+        held = (of_all + logits) * self.shares
+        heads = replace(
+            head, f=losses * head.f, b=losses * head.b, w=losses * head.w, held=losses * held
+        )
+        return (self.embedding + heads).part(self.shares)
+
+    @cached_property
+    def _depths_alone(self) -> tuple[Work, ...]:
+        """The work of each depth on its own rank, without a head that all ranks share."""
+        if self.shares == 1:
+            return self.depths
+        head = self.head
+        # The last norm before a shared head stays with the depth, and keeps its input.
+        held = head.held - self.hidden[0]
+        return tuple(
+            replace(
+                depth,
+                f=depth.f - head.f,
+                b=depth.b - head.b,
+                w=depth.w - head.w,
+                held=depth.held - held,
+                kept=depth.kept - head.kept,
+            )
+            for depth in self.depths
+        )
+
+    def costs(self, counts: Sequence[int]) -> Costs:
+        """Return the costs of the stages of a split, and then of the depths, in units of Work.
+
+        Args:
+            counts: layers at each position of the chain.
+        """
+        column = self._columns(counts)
+        if self.kept is not None:
+            # Means over microbatches with and without recomputation. A stage that holds its most
+            # has both kinds in these proportions.
+            whole, fractions = self.kept
+            other = whole.further(self.depths)._columns(counts)
+            column = column._replace(
+                b=_mixed(column.b, other.b, fractions),
+                held=_mixed(column.held, other.held, fractions),
+                copied=_mixed(column.copied, other.copied, fractions),
+            )
+        costs = Costs(
+            column.f,
+            column.b,
+            column.w,
+            mem_b=column.held,
+            mem_w=column.kept,
+            mem_o=column.copied if self.modules else None,
+            overhead=self.overhead,
+        )
+        if self.shares == 1:
+            return costs
+        share = self.share
+        mask = self.embedding.held / self.shares  # stays on the first stage
+        return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - mask)
+
+    def further(self, depths: tuple[Work, ...]) -> Pieces:
+        """Return the pieces with these depths, which microbatches of both kinds compute equally."""
+        kept = self.kept
+        if kept is not None:
+            whole, fractions = kept
+            kept = whole, (*fractions, *(0.0 for _ in depths))
+        return replace(self, depths=depths, kept=kept)
+
+    @property
+    def without_depths(self) -> Pieces:
+        """The pieces of the model's own chain: the inverse of `further`."""
+        kept = self.kept
+        if kept is not None:
+            whole, fractions = kept
+            kept = whole, fractions[: len(fractions) - len(self.depths)]
+        return replace(self, depths=(), kept=kept)
+
+    def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
+        """Return the costs of stages that run a microbatch in slices of its sequence.
+
+        Slices differ in attention, and keys stay for later slices. Both are added to the costs.
+
+        Args:
+            counts: layers at each position of the chain.
+        """
+        stages = []
+        for begin, end in pairwise(accumulate(counts, initial=0)):
+            stages.append(sum(self.layers[begin:end], Work()))
+        counted = self._columns(counts)
+        held = costs.mem_b
+        if not isinstance(held, tuple):
+            held = (held,) * len(stages)
+        scores_f = [stage.scores_f for stage in stages]
+        scores_b = [stage.scores_b for stage in stages]
+        return replace(
+            costs,
+            attention_f=_fractions(scores_f, counted.f),
+            attention_b=_fractions(scores_b, counted.b),
+            mem_b=tuple(x + stage.kept_keys for x, stage in zip(held, stages, strict=True)),
+            mem_k=tuple(stage.keys for stage in stages),
+            wide_k=self.wide,
+        )
+
+    def on(self, ranks: int) -> Pieces:
+        """Return the pieces with the overhead to expect on this many pipeline ranks."""
+        whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
+        return replace(self, overhead=OVERHEAD * whole / ranks)
+
+    def _columns(self, counts: Sequence[int]) -> _Columns:
+        """Return the work of each stage of a split, and then of each depth, field by field."""
+        ends = list(accumulate(counts, initial=0))
+        columns = []
+        for name, sums in zip(_Columns._fields, self._sums, strict=True):
+            column = [sums[end] - sums[begin] for begin, end in pairwise(ends)]
+            if self.shares == 1:
+                column[0] += getattr(self.embedding, name)
+                column[-1] += getattr(self.head, name)
+            elif name == "held":
+                # Both ends of a shared vocabulary keep something on their own stage: the dropout
+                # mask of the embedding, and the input of the last norm.
+                column[0] += self.embedding.held
+                column[-1] += self.hidden[0]
+            of_depths = [getattr(depth, name) for depth in self._depths_alone]
+            columns.append((*column, *of_depths))
+        return _Columns(*columns)
+
+
+def _mixed(
+    some: tuple[float, ...], others: tuple[float, ...], fractions: tuple[float, ...]
+) -> tuple[float, ...]:
+    """Return the mean of two kinds at each position. fractions: of the others."""
+    places = zip(some, others, fractions, strict=True)
+    return tuple(x + (y - x) * fraction for x, y, fraction in places)
+
+
+def _fractions(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, ...]:
+    """Return each part over its whole, 0 where there is nothing."""
+    pairs = zip(parts, wholes, strict=True)
+    # Rounding of the sums can make a part larger than its whole.
+    return tuple(min(1.0, part / whole) if whole else 0.0 for part, whole in pairs)
+
+
+def pieces(
+    model: ModelConfig,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    element_bytes: int = 4,
+    modules: tuple[str, ...] = (),
+    gathers: Gathers = NOT_GATHERED,
+) -> Pieces:
+    """Return the work of a GPT, layer by layer with its overrides.
+
+    FLOPs are those of all tensor-parallel ranks together, for the tokens of one context-parallel
+    rank. A multiplication and an addition count as two. Projections count by their real number of
+    heads, causal scores by half, and the head with the padded vocabulary (Narayanan et al. 2021,
+    appendix). An input gradient costs what the forward does and the scores once more, a weight
+    gradient the projections alone (Qi et al. 2023, table 1). Recomputation is added to the input
+    gradient.
+
+    Bytes are those of one rank: inputs of linear layers, norms and attention, and one byte for
+    each element that dropout may zero (Korthikanti et al. 2022, section 4.1, with attention that
+    keeps no scores). Full recomputation by `block` counts as none.
+
+    Args:
+        seq_length: tokens of a sequence.
+        micro_batch_size: sequences of a microbatch.
+        tp, cp: tensor- and context-parallel ranks.
+        ep: ranks that share the experts, under an even load.
+        etp: ranks that share each expert; None for `tp`.
+        element_bytes: bytes of an element of an activation.
+        modules: modules whose activations may be copied to the host; () for all.
+        gathers: ranks that gather weights in eight bits.
+    """
+    assert model.padded_vocab_size is not None
+    h = model.hidden
+    tokens = seq_length * micro_batch_size // cp
+    shared = tp if model.sequence_parallel else 1
+    # By all-to-all a rank has whole sequences of some heads; other ways bring keys in blocks.
+    meets = cp > 1 and "a2a" not in model.cp_comm_type
+    etp = etp or tp
+    load = Load(seq_length, tokens, tp, shared, element_bytes, meets, ep, etp, modules, gathers)
+    layers = _layers(model, load)
+    head = _head(model, load)
+    depth = _depth(model, load) + head
+    rows = model.padded_vocab_size
+    if model.position_embedding_type == "learned_absolute":
+        rows += model.max_position_embeddings or 0
+    masks = load.tokens * h / load.shared * bool(model.hidden_dropout)
+    return Pieces(
+        Work(held=masks, parameters=rows * h),
+        layers,
+        head,
+        depths=(depth,) * model.depths,
+        hidden=(load.bytes(h, 0), float(load.element * tokens * h)),
+        modules=modules,
+        wide=4 / element_bytes,
+    )
+
+
+def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
+    """Return the work of each layer, counted once for all that are equal."""
+    differ = model.per_layer_overrides is not None
+    if not (differ or model.has_experts or model.first_last_layers_bf16):
+        return (_layer(layer_config(model, 0), load),) * model.layers
+    configs = [layer_config(model, layer) for layer in range(model.layers)]
+    works = {config: _layer(config, load) for config in dict.fromkeys(configs)}
+    return tuple(works[config] for config in configs)
+
+
+def _layer(config: ModelConfig, load: Load) -> Work:
+    work = layer_work(config, load)
+    return work.in_fp8(load) if config.fp8_format else work
+
+
+def _depth(model: ModelConfig, load: Load) -> Work:
+    """Return the work of a depth of multi-token prediction, without its head.
+
+    A depth has a layer, and a projection that joins its two inputs after a norm of each.
+    """
+    h = model.hidden
+    product = 2.0 * load.tokens * 2 * h * h
+    # Its embedding and head are the model's weights and count there: they are subtracted here.
+    vocabulary = h * (model.padded_vocab_size or 0)
+    join = Work(
+        product,
+        product,
+        product,
+        held=load.bytes(4 * h, 0),
+        kept=load.bytes(3 * h, 0),
+        parameters=2 * h * h + 2 * norm_size(model, h) - vocabulary,
+    )
+    return join + layer_work(layer_config(model, model.layers), load)
+
+
+def _head(model: ModelConfig, load: Load) -> Work:
+    """Return the work of the output head with the norm before it and the loss."""
+    h = model.hidden
+    vocab = model.padded_vocab_size or 0
+    product = 2.0 * load.tokens * h * vocab
+    parameters = h * vocab + norm_size(model, h)
+    if not model.cross_entropy_loss_fusion:
+        # The softmax in float32 takes the place of the logits.
+        softmax = 4 * load.tokens * vocab / load.tp
+        held = load.bytes(2 * h, 0) + softmax
+        return Work(product, product, product, held, load.bytes(h, vocab), parameters)
+    if load.tokens * vocab / load.tp <= KEPT_ELEMENTS:
+        held = load.bytes(2 * h, vocab)
+        return Work(product, product, product, held, load.bytes(h, vocab), parameters)
+    # Logits of a large microbatch are made a second time in backward.
+    held = load.bytes(2 * h, 0)
+    return Work(product, product + product, product, held, load.bytes(h, 0), parameters)
