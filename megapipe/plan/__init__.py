@@ -1,4 +1,4 @@
-"""The plan of a run: which stages on which ranks with which layers, and what each is predicted to cost."""
+"""The plan of a run: the rank and the layers of each stage, and its predicted costs."""
 
 from megapipe.plan.layers import Work
 from megapipe.plan.make import balanced_by_cost, make_plan, pieces_of, plan_of, with_batch

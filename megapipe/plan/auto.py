@@ -1,7 +1,8 @@
-"""A split by cost: the layers of each stage such that the chosen schedule takes the least simulated time.
+"""A split by cost: the layers of each stage for which the schedule takes the least simulated time.
 
-Balancing stages is not enough, since a schedule hides work in one place and waits for it in another. So the clock
-itself judges every candidate; a balanced split is only where the search begins.
+Balanced stages are not enough, since a schedule hides work in one place and waits for it in
+another. So the clock itself judges every candidate; a balanced split is only where the search
+begins.
 """
 
 from __future__ import annotations
@@ -35,36 +36,46 @@ class Judge:
     limit: Callable[[Counts], Sequence[float]] | None = None
 
     def score(self, counts: Counts) -> Score:
-        """(bytes above the limit, makespan, unevenness): the less the better, in this order."""
+        """Return (bytes above the limit, makespan, unevenness). A smaller tuple is better."""
         costs = self.pieces.costs(counts)
         clock = run_clock(self.schedule, costs)
         excess = 0.0
         if self.limit is not None:
             curves = memory_steps(self.schedule, costs, clock)
-            peaks = [max((held for _, held, _ in curve), default=0.0) for curve in curves]
-            excess = max(0.0, *(p - allowed for p, allowed in zip(peaks, self.limit(counts), strict=True)))
-        return excess, max(ends[-1] for ends in clock.end if ends), sum(load**2 for load in self.loads(costs))
+            for curve, allowed in zip(curves, self.limit(counts), strict=True):
+                peak = max((held for _, held, _ in curve), default=0.0)
+                excess = max(excess, peak - allowed)
+        makespan = max(ends[-1] for ends in clock.end if ends)
+        # Among splits of equal makespan, and many are equal, one with even ranks leaves slack.
+        unevenness = sum(load**2 for load in self.loads(costs))
+        return excess, makespan, unevenness
 
     def loads(self, costs: Costs) -> list[float]:
-        """Time that each rank computes for one microbatch of each chain."""
+        """Return the time that each rank computes for one microbatch of each chain."""
         place = self.schedule.placement
-        times = [sum(column) for column in zip(*(_tuple(c) for c in (costs.f, costs.b, costs.w)), strict=True)]
-        return [sum(times[place.position(s)] for s in place.stages_on(r)) for r in range(place.num_ranks)]
+        passes = zip(_tuple(costs.f), _tuple(costs.b), _tuple(costs.w), strict=True)
+        times = [sum(of_stage) for of_stage in passes]
+        loads = []
+        for rank in range(place.num_ranks):
+            loads.append(sum(times[place.position(stage)] for stage in place.stages_on(rank)))
+        return loads
 
-    def beside(self) -> list[float]:
-        """Time of the depths of multi-token prediction on the rank of each stage, its part of it."""
-        place, own = self.schedule.placement, self.schedule.placement.rank_of[: self.schedule.placement.main]
+    def of_depths(self) -> list[float]:
+        """Return the time of the depths on each stage's rank, dealt evenly to the rank's stages."""
+        place = self.schedule.placement
+        own = place.rank_of[: place.main]
         loads = dict.fromkeys(own, 0.0)
-        for rank, depth in zip(place.rank_of[place.main : place.chain], self.pieces.depths, strict=True):
+        depths = place.rank_of[place.main : place.chain]
+        for rank, depth in zip(depths, self.pieces.depths, strict=True):
             loads[rank] += depth.time
         return [loads[rank] / own.count(rank) for rank in own]
 
 
 def search(judge: Judge) -> Counts:
-    """The best split that descent finds from an even and from a balanced one.
+    """Return the best split that descent finds from an even and from a balanced one.
 
-    A move takes a layer from one stage to another, those between shifting by one. Same input, same result: every rank
-    runs it by itself.
+    A move takes a layer from one stage to another, and the stages between them shift by one. Every
+    rank searches by itself and finds the same.
     """
     chain = judge.schedule.placement.main
     layers = len(judge.pieces.layers)
@@ -73,51 +84,87 @@ def search(judge: Judge) -> Counts:
 
     def score(counts: Counts) -> Score:
         if counts not in scores:
-            # Beyond the budget every split counts as bad: the descent ends where it stands, on all ranks alike.
-            scores[counts] = judge.score(counts) if len(scores) <= budget else (inf, inf, inf)
+            # Beyond the budget every split counts as bad, so that the descent ends where it is,
+            # at the same split on all ranks.
+            found = (inf, inf, inf)
+            if len(scores) <= budget:
+                found = judge.score(counts)
+            scores[counts] = found
         return scores[counts]
 
     even = nearly_even(layers, chain)
-    for start in dict.fromkeys((even, balanced(judge.pieces, chain, judge.beside()))):
+    for start in dict.fromkeys((even, balanced(judge.pieces, chain, judge.of_depths()))):
         here = start
-        while (best := min(_moves(here), key=score, default=here)) and score(best) < score(here):
+        best = min(_moves(here), key=score, default=here)
+        while score(best) < score(here):
             here = best
+            best = min(_moves(here), key=score, default=here)
     best = min(scores, key=score, default=even)
-    (excess, time, _), (even_excess, even_time, _) = score(best), score(even)
-    # What differs by rounding alone is no reason to leave the even split.
-    return even if excess == even_excess and time > even_time * (1 - 1e-9) else best
+    excess, time, _ = score(best)
+    even_excess, even_time, _ = score(even)
+    # A difference by rounding alone is no reason to leave the even split.
+    if excess == even_excess and time > even_time * (1 - 1e-9):
+        return even
+    return best
 
 
-def balanced(pieces: Pieces, chain: int, beside: Sequence[float] = ()) -> Counts:
-    """The split whose longest stage is shortest, by dynamic programming over (stages, layers so far).
+def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
+    """Return the split whose longest stage is shortest.
 
-    beside: time that each stage shares its rank with.
+    Dynamic programming over stages: the best way to end a stage after the n-th layer follows from
+    the best ways to end the stage before it.
+
+    Args:
+        chain: number of stages.
+        more: time of other work on each stage's rank; () for none.
     """
-    layers, more = len(pieces.layers), beside or [0.0] * chain
+    layers = len(pieces.layers)
+    more = more or [0.0] * chain
     ends = [0.0]
     for work in pieces.layers:
         ends.append(ends[-1] + work.time)
     best = [pieces.embedding.time + end + more[0] for end in ends]
     cuts: list[list[int]] = []
     for position in range(1, chain):
-        head = more[position] + (pieces.head.time if position == chain - 1 else 0.0)
-        rows = [
-            min((max(best[a], ends[b] - ends[a] + head), abs(2 * a - b), a) for a in range(b + 1))
-            for b in range(layers + 1)
-        ]
-        best = [row[0] for row in rows]
-        cuts.append([row[2] for row in rows])
-    counts, upto = [], layers
+        fixed = more[position]
+        if position == chain - 1:
+            fixed += pieces.head.time
+        rows = [_last_cut(best, ends, fixed, upto) for upto in range(layers + 1)]
+        best = [longest for longest, _, _ in rows]
+        cuts.append([cut for _, _, cut in rows])
+    # From the last stage back: each cut says where the stage before it ends.
+    counts = []
+    upto = layers
     for row in reversed(cuts):
         counts.append(upto - row[upto])
         upto = row[upto]
     return (upto, *reversed(counts))
 
 
+def _last_cut(
+    best: Sequence[float], ends: Sequence[float], fixed: float, upto: int
+) -> tuple[float, int, int]:
+    """Return (longest stage, unevenness, cut) of the best cut before a stage that ends at `upto`.
+
+    Args:
+        best: the longest of the stages before it, for each cut.
+        ends: the time of the first n layers, for n from 0.
+        fixed: time of the stage without layers.
+    """
+    ways = []
+    for cut in range(upto + 1):
+        longest = max(best[cut], ends[upto] - ends[cut] + fixed)
+        ways.append((longest, abs(2 * cut - upto), cut))
+    return min(ways)
+
+
 def _moves(counts: Counts) -> Iterator[Counts]:
     for source, target in permutations(range(len(counts)), 2):
         if counts[source]:
-            yield tuple(n - (i == source) + (i == target) for i, n in enumerate(counts))
+            moved = [*counts]
+            moved[source] -= 1
+            moved[target] += 1
+            yield tuple(moved)
 
 
 def _tuple(value: float | tuple[float, ...]) -> tuple[float, ...]:

@@ -19,6 +19,8 @@ from megapipe.schedule import Costs, Placement, Schedule
 class Draft:
     """The terms by which a recipe makes a run's table.
 
+    They are the costs of its layers and the memory of its ranks, see `ingredients.Terms`.
+
     Attributes:
         base: the plan without a table; its pieces have no depths.
         depths: the work of each depth of multi-token prediction.
@@ -31,7 +33,7 @@ class Draft:
     counts: tuple[int, ...] | None = None
 
     def plan(self, table: Schedule) -> Plan:
-        """Return the plan of a table."""
+        """Return the plan of a table, with depths once the table has them."""
         counts = self.counts or self._counts(table.placement)
         pieces = self.base.pieces
         if table.placement.depths:
@@ -46,9 +48,11 @@ class Draft:
         return counts_of(self.config, place.own_chain)
 
     def costs(self, table: Schedule) -> Costs:
+        """Return the costs of the table's stages, with those of parts that do not need it whole."""
         return replace(self.plan(table), own=own_parts(self.config, table)).costs
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
+        """Return the bytes that the activations of each rank may take; None for no limit."""
         limit = self.config.parallel.memory_limit_gib
         if limit is None:
             return None

@@ -1,4 +1,4 @@
-"""CUDA graphs of a stage's passes (--cuda-graph-impl): runs in which there are none, and what they hold."""
+"""CUDA graphs of a stage's passes (--cuda-graph-impl): whether a run has any, and their memory."""
 
 from __future__ import annotations
 
@@ -16,26 +16,36 @@ from megapipe.schedule.memory.slots import in_flight, splits
 
 
 def graphs_line(config: Config, table: Schedule, device: str) -> str:
-    """A line on what --cuda-graph-impl does in this run; empty without it. device: of the ranks, as torch calls it."""
-    asked, steps = config.parallel.cuda_graph_impl, config.parallel.cuda_graph_warmup_steps
+    """Return a line on what --cuda-graph-impl does in this run; empty without the flag.
+
+    Args:
+        device: of the ranks, as torch calls it.
+    """
+    asked = config.parallel.cuda_graph_impl
     if asked == "none":
         return ""
-    why = "CUDA graphs need a GPU" if device != "cuda" else why_not(config, table)
+    why = why_not(config, table)
+    if device != "cuda":
+        why = "CUDA graphs need a GPU"
     if why:
         return f"--cuda-graph-impl {asked}: nothing is captured: {why}"
     return (
-        f"--cuda-graph-impl {asked}: after {steps} step(s) a stage's forward is one CUDA graph for each microbatch in "
-        "flight, and its backward another; no GPU has run them yet"
+        f"--cuda-graph-impl {asked}: after {config.parallel.cuda_graph_warmup_steps} step(s) a "
+        "stage's forward is one CUDA graph for each microbatch in flight, and its backward "
+        "another; no GPU has run them yet"
     )
 
 
 def why_not(config: Config, table: Schedule) -> str:
-    """The reason why no pass of a run on GPUs is captured; empty for none."""
+    """Return the reason why no pass of a run on GPUs is captured; empty for none."""
     return next(_reasons(config, table), "")
 
 
 def _reasons(config: Config, table: Schedule) -> Iterator[str]:
-    model, par, data = config.model, config.parallel, config.data
+    """Yield reasons. A graph replays the same kernels on the same addresses, without the host."""
+    model = config.model
+    par = config.parallel
+    data = config.data
     layers = [layer_config(model, layer) for layer in range(model.layers)]
     if config.optimizer.freeze_all_layers:
         yield "nothing is trained (--freeze-all-layers)"
@@ -44,19 +54,35 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
     if model.fp8_format:
         yield "quantised weights and largest values outlive a pass (--fp8-format)"
     if any(layer.hidden_dropout or layer.attention_dropout for layer in layers):
-        yield "each microbatch has dropout masks of its own (--hidden-dropout 0 --attention-dropout 0 draw none)"
+        yield (
+            "each microbatch has dropout masks of its own "
+            "(--hidden-dropout 0 --attention-dropout 0 draw none)"
+        )
     if model.transformer_impl == "transformer_engine":
-        yield "layers of Transformer Engine keep state in Python (--transformer-impl local does not)"
+        yield (
+            "layers of Transformer Engine keep state in Python (--transformer-impl local does not)"
+        )
     if par.hides:
-        yield "no GPU has shown yet that collectives within passes can be captured (tensor or context parallelism)"
+        yield (
+            "no GPU has shown yet that collectives within passes can be captured "
+            "(tensor or context parallelism)"
+        )
     if data.reset_attention_mask or data.reset_position_ids:
-        yield "documents differ from microbatch to microbatch (--reset-attention-mask, --reset-position-ids)"
+        yield (
+            "documents differ from microbatch to microbatch "
+            "(--reset-attention-mask, --reset-position-ids)"
+        )
     if model.num_microbatches_with_partial_activation_checkpoints:
-        yield "microbatches recompute differently (--num-microbatches-with-partial-activation-checkpoints)"
+        yield (
+            "microbatches recompute differently "
+            "(--num-microbatches-with-partial-activation-checkpoints)"
+        )
     if table.cuts:
         yield "slices of a microbatch differ (--pipeline-slices)"
     if table.placement.vocabulary or model.depths:
-        yield "passes hand over more than hidden states (--vocab-parallel-pipeline, --mtp-num-layers)"
+        yield (
+            "passes hand over more than hidden states (--vocab-parallel-pipeline, --mtp-num-layers)"
+        )
     if not table.kinds.isdisjoint(MOVES):
         yield f"{table.name} moves activations (O, L, R)"
     if par.enable_optimizer_post_validation:
@@ -70,7 +96,7 @@ class Graphs(OfPlan):
     """Graphs of the passes of a run.
 
     Attributes:
-        hidden: bytes of the hidden states of a microbatch; input, output and their gradients have a buffer each.
+        hidden: bytes of the hidden states of a microbatch.
     """
 
     hidden: float
@@ -85,8 +111,8 @@ class Graphs(OfPlan):
         held = plan.costs.memory(place)
         total = [0.0] * place.num_ranks
         for stage, rank in enumerate(place.rank_of):
-            until_w = held.w[stage] if splits(table, stage) else 0.0
-            one = held.b[stage] + until_w + 4 * self.hidden
+            # Input, output and their gradients have a buffer each, which replays read and write.
+            one = held.b[stage] + held.w[stage] * splits(table, stage) + 4 * self.hidden
             total[rank] += in_flight(table, stage) * one
         return tuple(total)
 

@@ -1,4 +1,7 @@
-"""The logits that a device has room to keep for backward: made again, they are a third more work of the head."""
+"""The number of logits that a device has room to keep for backward.
+
+Logits that are not kept are computed again, which is a third more work of the head.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,39 @@ from megapipe.schedule import simulate
 from megapipe.tensor_parallel.fused_cross_entropy import KEPT_ELEMENTS
 
 FREE = 0.1
-"""Share of a device's memory that stays free beside what the plan counts: for communicators, kernels, fragments."""
+"""Part of a device's memory that stays free for communicators, kernels and fragments."""
 
 
 def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
-    """Logits of a microbatch that each rank with the loss may keep, the plan's other bytes beside them.
+    """Return the number of a microbatch's logits that each rank with the loss may keep.
 
-    memory: bytes of a rank's device; None: nobody knows, and as many are kept as the plan has counted.
+    Args:
+        memory: bytes of a rank's device; None if unknown, for as many as the plan has counted.
     """
-    model, parallel, place = config.model, config.parallel, plan.schedule.placement
-    tokens = config.batch.sequence * (config.batch.micro_batch_size or 1) // parallel.context_parallel_size
-    logits = tokens * (model.padded_vocab_size or 0) // parallel.tensor_model_parallel_size
-    if memory is None or logits <= KEPT_ELEMENTS or place.vocabulary or not model.cross_entropy_loss_fusion:
+    model = config.model
+    place = plan.schedule.placement
+    tokens = config.batch.sequence * (config.batch.micro_batch_size or 1)
+    tokens //= config.parallel.context_parallel_size
+    vocab = model.padded_vocab_size or 0
+    logits = tokens * vocab // config.parallel.tensor_model_parallel_size
+    # The plan counts up to KEPT_ELEMENTS as held already, see plan.pieces.
+    if memory is None or logits <= KEPT_ELEMENTS:
         return KEPT_ELEMENTS
-    costs, more = plan.costs, logits * config.precision.element_bytes
-    held, owed = (of_stages[: place.chain] for of_stages in costs.memory(place)[:2])
-    held[-1], owed[-1] = held[-1] + more, owed[-1] + more
-    peaks = simulate(plan.schedule, replace(costs, mem_b=tuple(held), mem_w=tuple(owed))).peak
-    needed = [state + peak for state, peak in zip(plan.state_bytes, peaks, strict=True)]
-    ranks = {place.rank_of[stage] for stage in range(place.num_stages) if place.is_last(stage)}
-    return logits if max(needed[rank] for rank in ranks) <= (1 - FREE) * memory else KEPT_ELEMENTS
+    if place.vocabulary or not model.cross_entropy_loss_fusion:
+        return KEPT_ELEMENTS
+
+    # The peak of a table in which the stage with the loss holds them from F to W.
+    more = logits * config.precision.element_bytes
+    costs = plan.costs
+    memory_of = costs.memory(place)
+    held = memory_of.b[: place.chain]
+    owed = memory_of.w[: place.chain]
+    held[-1] += more
+    owed[-1] += more
+    costs = replace(costs, mem_b=tuple(held), mem_w=tuple(owed))
+    peaks = simulate(plan.schedule, costs).peak
+    for stage, rank in enumerate(place.rank_of):
+        needed = plan.state_bytes[rank] + peaks[rank]
+        if place.is_last(stage) and needed > (1 - FREE) * memory:
+            return KEPT_ELEMENTS
+    return logits

@@ -61,6 +61,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
             --num-microbatches-with-partial-activation-checkpoints saves.
         moves: move activations out of the way of --memory-limit-gib.
     """
+    # A part with an open choice plans each way without it, and returns the best of them.
     for part in PARTS:
         best = part.best(config, lambda one: plan_of(one, work, recomputes=recomputes))
         if best is not None:
@@ -106,12 +107,14 @@ def _empty(config: Config, work: Pieces) -> Plan:
     model = config.model
     par = config.parallel
     ranks = par.pipeline_model_parallel_size
-    shares = ranks if par.vocab_parallel_pipeline else work.shares
+    shares = work.shares
+    if par.vocab_parallel_pipeline:
+        shares = ranks
     own = own_parts(config)
     state, stored = bytes_of_parameter(config, own.values())
     of_expert, _ = bytes_of_parameter(config, own.values(), experts=True)
     return Plan(
-        schedule=Schedule("", Placement(tuple(range(ranks)), ranks), 1, ((),) * ranks),
+        schedule=_without_passes(Placement(tuple(range(ranks)), ranks)),
         counts=(),
         pieces=replace(work, depths=(), shares=shares),
         state=state,
@@ -127,6 +130,11 @@ def _empty(config: Config, work: Pieces) -> Plan:
     )
 
 
+def _without_passes(place: Placement) -> Schedule:
+    """Return a table that only says where stages are."""
+    return Schedule("", place, 1, ((),) * place.num_ranks)
+
+
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
     """Return the table of the model's own chain, without pairs."""
     try:
@@ -140,7 +148,7 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
     """Return the draft with the split by which the search chose this placement."""
-    return replace(draft, counts=draft.plan(Schedule("", place, 1, ((),) * place.num_ranks)).counts)
+    return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
 def _keeping(draft: Draft, chain: Schedule) -> Draft:
@@ -149,6 +157,7 @@ def _keeping(draft: Draft, chain: Schedule) -> Draft:
     some = config.model.num_microbatches_with_partial_activation_checkpoints
     if not some:
         return draft
+    # Both kinds of microbatch are counted, and the plan mixes them by the chain's window.
     counted = draft.base.pieces
     without = replace(config.model, recompute_granularity=None, recompute_activations=False)
     whole = replace(pieces_of(config, without), shares=counted.shares)
@@ -161,23 +170,29 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
     if par.pipeline_model_parallel_layout == AUTO:
-        limit = par.memory_limit_gib
-        split = balanced_by_cost(plan, None if limit is None else limit * GIB)
+        split = balanced_by_cost(plan, par.memory_limit_gib)
         draft = replace(draft, counts=split.counts, base=replace(draft.base, before=split.before))
         # Pairs and depths again, now under the costs of this split.
         plan = draft.plan(_with_ends(recipe, chain, draft))
     return draft, recipe, plan
 
 
-def balanced_by_cost(plan: Plan, limit: float | None = None) -> Plan:
-    """Return the plan with the split of least simulated time. limit: bytes that a rank may need."""
+def balanced_by_cost(plan: Plan, limit_gib: float | None = None) -> Plan:
+    """Return the plan with the split of least simulated time.
+
+    Args:
+        limit_gib: memory that a rank may need; None for no limit.
+    """
     even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.main))
+    judge = Judge(plan.schedule, plan.pieces)
+    if limit_gib is not None:
+        limit = limit_gib * GIB
 
-    def room(counts: tuple[int, ...]) -> list[float]:
-        assert limit is not None
-        return [limit - least for least in replace(even, counts=counts).least_bytes]
+        # A layer takes its state along, so every split leaves other room for activations.
+        def room(counts: tuple[int, ...]) -> list[float]:
+            return [limit - least for least in replace(even, counts=counts).least_bytes]
 
-    judge = Judge(plan.schedule, plan.pieces, None if limit is None else room)
+        judge = replace(judge, limit=room)
     return replace(even, counts=search(judge), before=even)
 
 
@@ -242,6 +257,7 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     depths = place.rank_of[place.main :][: place.depths]
     recipe = replace(recipe_of(config), depths=depths, vocabulary=place.vocabulary)
     if recipe.search is not None:
+        # Layers stay where they are, so the search has no choice of stages.
         recipe = replace(recipe, search=replace(recipe.search, placements=(main,)))
     base = replace(plan, pieces=plan.pieces.without_depths, own=own_parts(config))
     draft = Draft(config, base, plan.pieces.depths, plan.counts)
@@ -264,5 +280,6 @@ def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     except NothingToDo as error:
         part = next(part for part in PARTS if part.name == error.part)
         config = part.without(draft.config)
+        # The part's field of the recipe as flags without it would say; all else stays.
         fewer = {part.name: getattr(recipe_of(config), part.name)}
         return _of_few(replace(draft, config=config), replace(recipe, **fewer), chain)

@@ -20,7 +20,9 @@ Planner = Callable[[Config], Plan]
 
 
 class NothingToDo(ConfigError):
-    """A part that flags ask for, and that a table of so few microbatches cannot have.
+    """The error of a part that flags ask for, and that a table of too few microbatches cannot have.
+
+    While a batch grows, its small sizes do without the part.
 
     Attributes:
         part: its name.
@@ -37,17 +39,19 @@ class Part:
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: what a plan has of it, given the table before and after activations move. Without the
-            second the table is still being made; without both there is none yet. None: nothing.
-        check: raises ConfigError where flags ask for what a table with its ends cannot have.
-        check_made: raises NothingToDo where flags ask for what the finished table has not.
-        best: the best plan, given how to plan one choice; None where flags leave none open.
-        chosen: the configuration that says what `best` chose in a plan.
-        without: the configuration without the flags of the part.
-        refused: the error that names the flags, given the recipe's.
+        of: returns what a plan has of the part, given the table before and after activations move;
+            None for nothing. Without the second table it is still being made; without both there
+            is none yet.
+        check: raises ConfigError if a table with its ends cannot have what flags ask for.
+        check_made: raises NothingToDo if the finished table lacks what flags ask for.
+        best: returns the best plan, given how to plan one choice; None if flags leave none open.
+        chosen: returns the configuration that says what `best` chose in a plan.
+        without: returns the configuration without the flags of the part.
+        refused: returns the error that names the flags, given the recipe's.
     """
 
     name: str
+    # A part says what it has to say: by default it adds nothing, and refuses nothing.
     of: Callable[[Config, Schedule | None, Schedule | None], OfPlan | None] = lambda *_: None
     check: Callable[[Config, Schedule, Terms], None] = lambda *_: None
     check_made: Callable[[Config, Schedule, Recipe], None] = lambda *_: None

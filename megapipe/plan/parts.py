@@ -9,10 +9,17 @@ from megapipe.plan.plan import OfPlan
 from megapipe.plan.shapes import SHAPES
 from megapipe.schedule import Schedule
 
+# Slices change activation, copies price it, and graphs count what is left of it.
 PARTS = *SHAPES, *FAMILIES, GRAPHS
 
 
-def own_parts(config: Config, plain: Schedule | None = None, made: Schedule | None = None) -> dict[str, OfPlan]:
-    """Return what a plan has of each part, by name. The tables are the arguments of `Part.of`."""
-    found = {part.name: part.of(config, plain, made) for part in PARTS}
-    return {name: value for name, value in found.items() if value is not None}
+def own_parts(
+    config: Config, plain: Schedule | None = None, made: Schedule | None = None
+) -> dict[str, OfPlan]:
+    """Return what a plan has of each part, by the part's name. The tables are as in `Part.of`."""
+    own: dict[str, OfPlan] = {}
+    for part in PARTS:
+        found = part.of(config, plain, made)
+        if found is not None:
+            own[part.name] = found
+    return own

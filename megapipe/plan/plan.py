@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
@@ -71,8 +71,9 @@ class Plan:
         state: bytes of a parameter with everything that a rank keeps of it between steps.
         of_expert: the same for a parameter of an expert.
         whole: bytes of a parameter's weight and gradient.
-        stored: the part of these that a rank keeps between steps.
-        tied: the output head repeats the word embedding's weight, of `vocab_weights` elements.
+        stored: the part of `whole` that a rank keeps between steps.
+        tied: the output head uses the word embedding's weight.
+        vocab_weights: elements of the word embedding.
         tp: ranks that share each parameter; expert_ranks: ranks that share the experts.
         own: what parts add, by name: families of passes, shapes of tables, CUDA graphs.
         before: the plan that an automatic split replaced: the even split, or with a shared
@@ -115,6 +116,7 @@ class Plan:
         counted = self.pieces.costs(self.counts)
         costs = counted
         if self.given is not None:
+            # A file of costs has times; bytes of its model are not this run's.
             costs = replace(
                 self.given.of_positions(len(self.counts) + len(self.pieces.depths)),
                 mem_b=counted.mem_b,
@@ -124,6 +126,7 @@ class Plan:
             )
         if self.schedule.cuts:
             costs = self.pieces.of_slices(costs, self.counts)
+        # Each part changes what the parts before it made, see the order in `parts`.
         for one in self.own.values():
             costs = one.priced(self, costs, counted)
         return costs
@@ -167,36 +170,54 @@ class Plan:
     def _state_on(self, stages: Sequence[int]) -> float:
         """Return the bytes of the stages of one rank between steps."""
         chain = self.schedule.placement.chain
-        words = self.vocab_weights
-        # A weight that is used twice has unsharded gradients until both are added.
-        shards = self.stored.gradient < self.whole.gradient
         total = 0.0
         for stage in stages:
-            work = self.works[stage]
-            span = self.spans[stage]
-            # DualPipe's second chain has no optimizer state.
-            each = self.state if stage < chain else sum(self.stored)
-            of_expert = self.of_expert if stage < chain else sum(self.stored)
-            dense = each * (work.parameters - work.experts)
-            total += dense + of_expert * work.experts * self.tp / self.expert_ranks
             embeds = any(self.spans[s].embedding for s in stages if s // chain == stage // chain)
-            shares = self.pieces.shares
-            repeats = span.loss and embeds if shares == 1 else span.share is not None
-            at_end = shares == 1 and (span.embedding or (span.loss and not embeds))
-            if self.tied and repeats:
-                # One weight, and a gradient for each use.
-                total -= (each - self.whole.gradient) * words / shares
-            if span.share is not None:
-                # Rows of a shared vocabulary are never sharded.
-                more = sum(self.whole) - sum(self.stored)
-                total += more * (1 if self.tied else 2) * words / shares
-            elif self.tied and shards and at_end:
-                total += self.whole.gradient * words
-        for first in range(0, len(self.spans), chain) if self.pieces.shares == 1 else ():
-            own = [self.spans[s] for s in stages if first <= s < first + chain]
-            gradients, weights = lent(own, tied=self.tied)
-            total += words * (self.whole.gradient * gradients + self.stored.weight * weights)
+            for size in self._state_of(stage, embeds):
+                total += size
+        # Ranks that share a vocabulary share it with depths too, which then add none.
+        if self.pieces.shares == 1:
+            for first in range(0, len(self.spans), chain):
+                own = [self.spans[s] for s in stages if first <= s < first + chain]
+                gradients, weights = added_by_depths(own, tied=self.tied)
+                size = self.whole.gradient * gradients + self.stored.weight * weights
+                total += self.vocab_weights * size
         return total / self.tp + sum(self.works[stage].rounded for stage in stages)
+
+    def _state_of(self, stage: int, embeds: bool) -> Iterator[float]:
+        """Yield summands of a stage's bytes between steps, over all tensor-parallel ranks.
+
+        Args:
+            embeds: its rank has the embedding of the same chain.
+        """
+        work = self.works[stage]
+        span = self.spans[stage]
+        words = self.vocab_weights
+        shares = self.pieces.shares
+        each = self.state
+        of_expert = self.of_expert
+        if stage >= self.schedule.placement.chain:
+            # DualPipe's second chain has no optimizer state.
+            each = sum(self.stored)
+            of_expert = each
+        dense = each * (work.parameters - work.experts)
+        yield dense + of_expert * work.experts * self.tp / self.expert_ranks
+
+        repeats = span.share is not None
+        if shares == 1:
+            repeats = span.loss and embeds
+        if self.tied and repeats:
+            # The work counts embedding and head. They are one weight, with a gradient for each use.
+            yield -((each - self.whole.gradient) * words / shares)
+        if span.share is not None:
+            # Rows of a shared vocabulary are never sharded.
+            more = sum(self.whole) - sum(self.stored)
+            uses = 1 if self.tied else 2
+            yield more * uses * words / shares
+        elif self.tied and shares == 1 and self.stored.gradient < self.whole.gradient:
+            # A weight that is used twice has unsharded gradients until both are added.
+            if span.embedding or (span.loss and not embeds):
+                yield self.whole.gradient * words
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -204,28 +225,44 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
     first = place.rank_of[0]
     last = place.rank_of[place.main - 1]
     depths = place.rank_of[place.main : place.chain]
-    uses = [{first, last, *depths}] if tied else [{first, *depths}, {last, *depths}]
-    if place.vocabulary:  # learned positions alone, which no share has
+    if place.vocabulary:
+        # Every rank has its own rows. Learned positions alone are used by several stages.
         uses = [{first, *depths}]
+    elif tied:
+        uses = [{first, last, *depths}]
+    else:
+        uses = [{first, *depths}, {last, *depths}]
     ends = {rank for ranks in uses if len(ranks) > 1 for rank in ranks}
-    there = {"ends": ends, "twins": range(2) if place.num_chains > 1 else ()}
-    return {name: tuple(sorted(ranks)) for name, ranks in there.items() if ranks}
+    groups = {}
+    if ends:
+        groups["ends"] = tuple(sorted(ends))
+    if place.num_chains > 1:
+        groups["twins"] = (0, 1)
+    return groups
 
 
 def stages_with_depths(place: Placement) -> tuple[int, ...]:
     """Return a stage of the first chain on each depth's rank, as a layout string lists it."""
     own = place.rank_of[: place.main]
     depths = place.rank_of[place.main : place.chain]
-    return tuple(max(s for s, r in enumerate(own) if r == rank) for rank in depths)
+    # A rank may have several stages; a depth follows the last of them.
+    last_on = {rank: stage for stage, rank in enumerate(own)}
+    return tuple(last_on[rank] for rank in depths)
 
 
-def lent(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
+def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
     """Return the gradients and weights of embedding and head that the depths of a rank add.
 
     Each depth has a gradient of both. It adds a weight if no other stage of the rank has it.
+
+    Args:
+        spans: of the rank's stages in one chain.
+        tied: embedding and head are one weight.
     """
     depths = sum(span.depth > 0 for span in spans)
     embeds = any(span.embedding for span in spans)
     ends = any(span.loss for span in spans)
-    weights = int(not (embeds or ends)) if tied else 2 - embeds - ends
+    weights = 2 - embeds - ends
+    if tied:
+        weights = int(not (embeds or ends))
     return 2 * depths, weights * (depths > 0)

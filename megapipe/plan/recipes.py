@@ -30,14 +30,20 @@ from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.shapes.pairs.asked import Pairing
 
 EFFORT = 1.0
+"""Effort of a search for a run."""
 SECONDS = 3.0
-"""Effort of a search for a run, and CPU seconds after which it takes the best order so far."""
+"""CPU seconds after which it takes the best order so far."""
 SHARE = 0.2
-"""Part of a forward and of an input gradient that counts as communication where --pipeline-costs does not say."""
+"""The fraction of a forward and of an input gradient that counts as communication.
+
+--pipeline-costs may give another.
+"""
 
 
 def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
-    """Return the recipe that the flags ask for, but for the ranks of depths, among which a plan chooses.
+    """Return the recipe that the flags ask for, without the ranks of depths.
+
+    A plan chooses among these, see `split.ranks_of_depths`.
 
     Args:
         moves: move activations out of the way of --memory-limit-gib.
@@ -45,6 +51,7 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
     """
     par = config.parallel
     order = order_of(config, config.num_microbatches)
+    # Without the flag an order keeps its own pairs, such as DualPipe's, if they hide anything.
     pairs = order.pairs
     if par.hides and par.overlap_moe_expert_parallel_comm:
         pairs = Pairing(par.delay_wgrad_compute, SHARE)
@@ -62,9 +69,10 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
 
 def order_of(config: Config, microbatches: int) -> Recipe:
-    """Return the part of the recipe that makes the model's own chain: the order, its stages and slices.
+    """Return the part of a recipe that makes the model's own chain: order, stages and slices.
 
-    Raises: ConfigError if the order has other stages than asked for, or others than --pipeline-costs names.
+    Raises: ConfigError if the order has other stages than asked for, or than --pipeline-costs
+        names.
     """
     par = config.parallel
     name = schedule_name(config)
@@ -77,10 +85,14 @@ def order_of(config: Config, microbatches: int) -> Recipe:
         options: list[tuple[str, Any]] = [*own_slices(config)]
         if entry.grouped:
             options.append((GROUP_SIZE, par.microbatch_group_size_per_virtual_pipeline_stage))
-        chunks = chunks_of(config) if entry.chunks is None else None
-        recipe = replace(recipe, chunks=chunks, options=tuple(options))
+        recipe = replace(recipe, options=tuple(options))
+        # Other orders have a number of their own, and `other_stages` compares.
+        if entry.chunks is None:
+            recipe = replace(recipe, chunks=chunks_of(config))
+    # Made under no costs, only to see its stages.
     made = recipe.chain(Fixed())
-    if (given := given_costs(config)) is not None:
+    given = given_costs(config)
+    if given is not None:
         recipe = replace(recipe, fitted=of_chain(config, given, made.placement))
     if problem := other_stages(config, made):
         raise ConfigError(problem)
@@ -88,20 +100,29 @@ def order_of(config: Config, microbatches: int) -> Recipe:
 
 
 def _search(config: Config, microbatches: int) -> Search:
-    # With post-validation steps follow each other without a barrier.
-    objective = "period" if config.parallel.enable_optimizer_post_validation else "makespan"
-    effort = min(EFFORT, microbatches * config.parallel.pipeline_model_parallel_size / 64)
+    par = config.parallel
+    objective = "makespan"
+    if par.enable_optimizer_post_validation:
+        # Steps follow each other without a barrier: a rank may begin one while others end theirs.
+        objective = "period"
+    # A small table is searched as well in less time.
+    effort = min(EFFORT, microbatches * par.pipeline_model_parallel_size / 64)
     return Search(placements(config), objective, effort, seconds=SECONDS)
 
 
 def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
+    """Return which activations the recipe moves, and when; None for none."""
     limit = config.parallel.memory_limit_gib is not None
     asked = Copies.asked(config)
-    if asked is not None:
-        return Offload("fits" if limit and asked.chunks is None else "all", chunks=asked.chunks)
-    if moves and limit and config.parallel.reschedule_after is None:
-        return Offload("needed", any_order=any_order)
-    return None
+    if asked is None:
+        # --reschedule-after searches tables in which nothing moves.
+        if moves and limit and config.parallel.reschedule_after is None:
+            return Offload("needed", any_order=any_order)
+        return None
+    when = "all"
+    if limit and asked.chunks is None:
+        when = "fits"
+    return Offload(when, chunks=asked.chunks)
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
@@ -121,7 +142,8 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 def step_of(config: Config, table: Schedule) -> StepPasses:
     """Return the rest of a step that flags ask for, around a table that may be a file's.
 
-    Without post-validation the update follows all passes, when the norm is known, and is none of the table's.
+    Without post-validation the update follows all passes, when the norm is known, and is not in the
+    table.
 
     Raises: ScheduleError for a table with V, or with shards, without their flags.
     """
@@ -134,14 +156,16 @@ def step_of(config: Config, table: Schedule) -> StepPasses:
         )
     several = config.weight_replicas > 1
     sharded = several and par.shards_grads
+    there = sorted(table.kinds & SHARDS)
     gathers = bool(GATHERS & table.kinds)
-    if (there := sorted(table.kinds & SHARDS)) and (not sharded or gathers != par.shards_weights):
+    if there and (not sharded or gathers != par.shards_weights):
         strategy = "optim_grads_params" if gathers else "optim_grads"
         raise ScheduleError(
-            f"{table.name} has {', '.join(there)}, for what is a share between runs of passes. Add "
-            f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy} on several data-parallel ranks, or "
-            "leave them out of the table."
+            f"{table.name} has {', '.join(there)}, for tensors that are shards between runs of "
+            f"passes. Add --use-megatron-fsdp --data-parallel-sharding-strategy {strategy} on "
+            "several data-parallel ranks, or leave them out of the table."
         )
+    # Each run of passes reduces its gradients, and the next one gathers the updated weights.
     if sharded and par.shards_weights:
         return StepPasses()
     return StepPasses(
@@ -152,5 +176,6 @@ def step_of(config: Config, table: Schedule) -> StepPasses:
 
 
 def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
-    """Return the table of a whole step: with the rest that flags ask for, in place of what a file has of U and V."""
+    """Return the table of a whole step: its passes, and the rest that flags ask for around them."""
+    # A file's U and V stand where its author put them; a run puts them where its costs say.
     return step_of(config, table).around(table.without({Kind.U, Kind.V}), costs)

@@ -14,6 +14,7 @@ from megapipe.plan.plan import OfPlan, Plan, Stored
 GIB = 2**30
 
 
+# A plan asks for each of its parts and choices, and finding a rule may import a user's file.
 @lru_cache(maxsize=8)
 def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, int]:
     """Return the bytes of a parameter's gradient, optimizer state and main parameter.
@@ -23,16 +24,17 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
     Raises: ConfigError as `find_rule`.
     """
     size = {"fp32": 4, "bf16": 2}
+    # Adam's moments alone have flags for their types.
     kept_as = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
     moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(optimizer).state)
-    master = 4 if half and optimizer.main_params_dtype == "fp32" else 0
+    master = 4 * (half and optimizer.main_params_dtype == "fp32")
     return size[optimizer.main_grads_dtype], moments, master
 
 
-def bytes_of_parameter(config: Config, own: Iterable[OfPlan], *, experts: bool = False) -> tuple[float, Stored]:
+def bytes_of_parameter(
+    config: Config, own: Iterable[OfPlan], *, experts: bool = False
+) -> tuple[float, Stored]:
     """Return the bytes that a rank keeps of a parameter, and its weight and gradient among them.
-
-    ZeRO-1 splits all but these over the ranks that have the same parameters.
 
     Args:
         own: parts that may split weight and gradient.
@@ -43,13 +45,15 @@ def bytes_of_parameter(config: Config, own: Iterable[OfPlan], *, experts: bool =
     for one in own:
         stored = one.stored(stored, experts=experts)
     _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
-    again = 0
-    if par.enable_optimizer_post_validation:  # a second copy until V
-        again = moments + (master or config.precision.element_bytes)
+    state = moments + master
+    if par.enable_optimizer_post_validation:
+        # An update may be undone until V, from a second copy of what it changes.
+        state += moments + (master or config.precision.element_bytes)
+    # ZeRO-1 splits the state alone, over the ranks that have the same parameters.
     ranks = 1
     if par.splits_optimizer:
         ranks = config.expert_replicas if experts else config.weight_replicas
-    return sum(stored) + (moments + master + again) / ranks, stored
+    return sum(stored) + state / ranks, stored
 
 
 def whole_parameter(config: Config) -> Stored:
@@ -66,7 +70,9 @@ def refuse_too_much(plan: Plan, config: Config) -> None:
         return
     state = plan.state_bytes[rank]
     also = "".join(f" and {one.holds}" for one in plan.own.values() if one.holds)
-    look = f", or {LAYOUT} auto, which looks for a split that fits" if plan.before is None else ""
+    look = ""
+    if plan.before is None:
+        look = f", or {LAYOUT} auto, which looks for a split that fits"
     raise ConfigError(
         f"--memory-limit-gib {gib:g} is less than pipeline rank {rank} of {plan.schedule.name} is "
         f"predicted to need, {need / GIB:.3g} GiB: {state / GIB:.3g} for parameters, gradients "

@@ -14,33 +14,43 @@ from megapipe.plan.context import context_line, expert_line
 from megapipe.plan.plan import Plan, stages_with_depths
 from megapipe.plan.state import GIB, bytes_of_state
 
-_HEADER = ("stage", "rank", "chunk", "layers", "holds", "parameters", "forward GFLOP", "time share", "peak GiB")
+_HEADER = (
+    "stage",
+    "rank",
+    "chunk",
+    "layers",
+    "holds",
+    "parameters",
+    "forward GFLOP",
+    "time share",
+    "peak GiB",
+)
 
 
 def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
     """Return the rows of `cells_of` as text, one line for each stage; arguments as there."""
     rows = cells_of(plan, parameters)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    return "\n".join(lines)
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
     """Return the head of the table, and the cells of each stage.
 
-    They are the stage's layers by their global numbers, from 0; forward FLOPs of a microbatch, summed
-    over the tensor-parallel ranks; its share of all compute time; the predicted peak memory of its rank.
+    They are the stage's layers by their global numbers, from 0; forward FLOPs of a microbatch,
+    summed over the tensor-parallel ranks; its share of all compute time; and the predicted peak
+    memory of its rank.
 
     Args:
-        parameters: number of parameters of each stage, counted on the built model; None to count them by
-            formula.
+        parameters: number of parameters of each stage, counted on the built model; None to count
+            them by formula.
     """
     place = plan.schedule.placement
     total = sum(work.time for work in plan.works) or 1.0
+    peaks = plan.peak_bytes
     rows: list[tuple[str, ...]] = [_HEADER]
     for stage, rank in enumerate(place.rank_of):
+        span = plan.spans[stage]
         work = plan.works[stage]
         count = work.parameters if parameters is None else parameters[stage]
         rows.append(
@@ -48,19 +58,19 @@ def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[
                 str(stage),
                 str(rank),
                 str(place.stages_on(rank).index(stage)),
-                _numbers(plan.spans[stage]),
-                _holds(plan.spans[stage]),
+                _numbers(span),
+                _holds(span),
                 f"{count:,}",
                 f"{work.f * 1e-9:.4g}",
                 f"{work.time / total:.1%}",
-                f"{plan.peak_bytes[rank] / GIB:.3g}",
+                f"{peaks[rank] / GIB:.3g}",
             )
         )
     return rows
 
 
 def to_html(plan: Plan) -> str:
-    """Return the table as HTML, for a notebook, with the schedule and its predicted bubble above it."""
+    """Return the table as HTML, for a notebook, with the schedule and its predicted bubble."""
     time = plan.timeline
     bubble = time.bubble / time.makespan if time.makespan else 0.0
     peak = max(plan.peak_bytes) / GIB
@@ -71,7 +81,11 @@ def to_html(plan: Plan) -> str:
 
 
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
-    """The table, what a token uses of experts, what a checkpoint takes, what context and expert parallelism send."""
+    """Return the table of stages with the lines below it.
+
+    They say what a token uses of experts, the size of a checkpoint, and what context and expert
+    parallelism send.
+    """
     lines = [
         table(plan, parameters),
         _active(plan),
@@ -80,7 +94,7 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
         expert_line(plan, config),
         *own_lines(plan),
     ]
-    return "\n".join(line for line in lines if line)
+    return "\n".join(filter(None, lines))
 
 
 def own_lines(plan: Plan) -> list[str]:
@@ -89,21 +103,28 @@ def own_lines(plan: Plan) -> list[str]:
 
 
 def _active(plan: Plan) -> str:
-    """The number of parameters that a token makes use of, where that is not all."""
+    """Return a line on the parameters that a token makes use of; empty if it uses all."""
     works = plan.works[: plan.schedule.placement.chain]
-    whole, unused = sum(work.parameters for work in works), sum(work.unused for work in works)
+    whole = sum(work.parameters for work in works)
+    unused = sum(work.unused for work in works)
     if not unused:
         return ""
-    return f"experts: each token uses {whole - unused:,} of {whole:,} parameters; FLOPs and MFU count those alone"
+    return (
+        f"experts: each token uses {whole - unused:,} of {whole:,} parameters; "
+        "FLOPs and MFU count those alone"
+    )
 
 
 def layout_of_plan(plan: Plan) -> str:
-    """The layout string of a plan's split, with its depths of multi-token prediction."""
+    """Return the layout string of a plan's split, with its depths of multi-token prediction."""
     return layout_string(plan.counts, stages_with_depths(plan.schedule.placement))
 
 
 def changes(plan: Plan) -> str:
-    """An automatic split beside the one that it replaced, and what the table moves; empty for any other plan."""
+    """Return an automatic split next to the one that it replaced, and what the table moves.
+
+    It is empty for any other plan.
+    """
     lines = _split_lines(plan)
     for one in plan.own.values():
         lines += one.changes(plan)
@@ -116,42 +137,44 @@ def _split_lines(plan: Plan) -> list[str]:
         return []
     lines = [f"{LAYOUT} auto, predicted under {plan.schedule.name}:"]
     for when, one in (("before", before), ("after", plan)):
-        timeline, works = one.timeline, one.works
-        longest = max(work.time for work in works) * len(works) / (sum(work.time for work in works) or 1.0)
+        timeline = one.timeline
+        times = [work.time for work in one.works]
+        longest = max(times) * len(times) / (sum(times) or 1.0)
+        idle = sum(timeline.idle) / (len(timeline.idle) * timeline.makespan)
         lines.append(
             f"  {when:<6}  step {timeline.makespan / before.timeline.makespan:.3f}  "
-            f"idle {sum(timeline.idle) / (len(timeline.idle) * timeline.makespan):.1%}  "
-            f"longest stage {longest:.2f} x mean  peak {max(one.peak_bytes) / GIB:.3g} GiB  "
-            f"{layout_of_plan(one)}"
+            f"idle {idle:.1%}  longest stage {longest:.2f} x mean  "
+            f"peak {max(one.peak_bytes) / GIB:.3g} GiB  {layout_of_plan(one)}"
             f"{', shared vocabulary' * one.schedule.placement.vocabulary}"
         )
     return lines
 
 
 def _holds(span: LayerSpan) -> str:
-    """The parts of a stage beside layers."""
+    """Return the parts of a stage other than layers."""
     if span.depth:
         return f"mtp {span.depth} loss"
     return " ".join(["embedding"] * span.embedding + ["loss"] * span.loss) or "-"
 
 
 def _numbers(span: LayerSpan) -> str:
-    if span.count < 2:
-        return str(span.first) if span.count else "-"
-    return f"{span.first}-{span.layers[-1]}"
+    if span.count > 1:
+        return f"{span.first}-{span.layers[-1]}"
+    return str(span.first) if span.count else "-"
 
 
 def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
-    """(of a checkpoint, most that a rank holds on its host beside the run while it writes its part).
-
-    torch's safetensors writer holds a rank's part as tensors and once more as one piece; data-parallel replicas divide
-    the writing among them. Under ZeRO-1 each rank first gathers the optimizer state of its stages whole.
-    """
+    """Return the bytes of a checkpoint, and the most that writing it takes on a rank's host."""
     place = plan.schedule.placement
     weight, moments = _bytes_of_parameter(config)
-    gathered = moments if config.parallel.splits_optimizer else 0
-    of_dense = 2 * (weight + moments) / config.weight_replicas + gathered
-    of_expert = 2 * (weight + moments) / config.expert_replicas + gathered
+    # torch's safetensors writer holds a rank's part as tensors, and once more as one piece.
+    # Data-parallel replicas divide the writing among them.
+    of_dense = 2 * (weight + moments) / config.weight_replicas
+    of_expert = 2 * (weight + moments) / config.expert_replicas
+    if config.parallel.splits_optimizer:
+        # Each rank first gathers the whole optimizer state of its stages.
+        of_dense += moments
+        of_expert += moments
     most = 0.0
     for rank in range(place.num_ranks):
         works = [plan.works[stage] for stage in place.stages_on(rank) if stage < place.chain]
@@ -162,27 +185,35 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
 
 
 def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
-    """Return the bytes of a checkpoint's tensors: all of them, also where ranks hold shards of the optimizer state.
+    """Return the bytes of a checkpoint's tensors.
+
+    All of them count, also where ranks hold shards of the optimizer state.
 
     Args:
         parameters: of each stage, summed over its tensor-parallel ranks.
     """
-    weight, moments = _bytes_of_parameter(config)
-    once = sum(parameters[: plan.schedule.placement.chain]) - plan.tied * plan.vocab_weights  # tied ones are saved once
-    return once * (weight + moments)
+    # A second chain has the weights of the first, and tied weights are saved once.
+    once = sum(parameters[: plan.schedule.placement.chain]) - plan.tied * plan.vocab_weights
+    return once * sum(_bytes_of_parameter(config))
 
 
 def _bytes_of_parameter(config: Config) -> tuple[int, int]:
-    """Return the bytes that a checkpoint holds for a parameter: its weight, and its saved optimizer state."""
+    """Return the bytes of a parameter in a checkpoint: weight, and saved optimizer state."""
     half = config.precision.half
     weight = 2 if half else 4
-    _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
-    return weight, 0 if config.checkpoint.no_save_optim else moments + (master or weight * half)
+    if config.checkpoint.no_save_optim:
+        return weight, 0
+    _, moments, master = bytes_of_state(config.optimizer, half)
+    # A run in 16 bits saves main parameters in any case: without one in float32 the weight itself.
+    return weight, moments + (master or weight * half)
 
 
 def checkpoint_line(plan: Plan, config: Config) -> str:
-    """A line on these bytes; empty without --save."""
+    """Return a line on the size of checkpoints; empty without --save."""
     if config.checkpoint.save is None:
         return ""
-    size, most = (value / GIB for value in checkpoint_bytes(plan, config))
-    return f"a checkpoint has {size:.3g} GiB; writing it takes up to {most:.3g} GiB of host memory on a rank"
+    size, most = checkpoint_bytes(plan, config)
+    return (
+        f"a checkpoint has {size / GIB:.3g} GiB; "
+        f"writing it takes up to {most / GIB:.3g} GiB of host memory on a rank"
+    )

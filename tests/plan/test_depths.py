@@ -8,7 +8,7 @@ from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan import GIB, Plan, make_plan
-from megapipe.plan.plan import lent
+from megapipe.plan.plan import added_by_depths
 from megapipe.schedule import simulate
 from megapipe.schedule.costs_file import dump_costs
 
@@ -67,9 +67,9 @@ def test_a_shared_head_is_taken_from_the_depths_and_dealt_to_all_ranks():
 def test_a_depth_borrows_the_weights_that_no_other_stage_of_its_rank_has(embeds, ends, untied, tied):
     """Embedding and head, one weight where they are tied; a gradient of each, which the owner adds to its own."""
     here, depth = LayerSpan(0, 2, embeds, ends), LayerSpan(4, 1, False, False, depth=1)
-    assert lent([here], tied=False) == (0, 0)
-    assert lent([here, depth], tied=False) == (2, untied)
-    assert lent([here, depth], tied=True) == (2, tied)
+    assert added_by_depths([here], tied=False) == (0, 0)
+    assert added_by_depths([here, depth], tied=False) == (2, untied)
+    assert added_by_depths([here, depth], tied=True) == (2, tied)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-auto"])

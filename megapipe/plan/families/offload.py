@@ -54,8 +54,10 @@ class Copies(OfPlan):
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
-        flag = "--cpu-offload" if par.cpu_offload else "--fine-grained-activation-offloading"
-        return cls.of(config, flag)
+        # The same flag by two names: an error has to say the one that was typed.
+        if par.cpu_offload:
+            return cls.of(config, "--cpu-offload")
+        return cls.of(config, "--fine-grained-activation-offloading")
 
     @classmethod
     def of(cls, config: Config, flag: str) -> Copies:
@@ -83,12 +85,14 @@ class Copies(OfPlan):
         goes = held
         if self.modules and isinstance(costs.mem_o, tuple):
             goes = costs.mem_o
+        # Keys and values of slices go with every copy, whatever its share of the rest.
         copied = tuple(self.share * max(0.0, x - k) + k for x, k in zip(goes, keys, strict=True))
         costs = replace(costs, mem_o=copied, mem_r=(self.input,) * stages)
+        # The flag wins over --pipeline-costs, and these over the assumed bandwidth.
         if self.time is not None:
-            passes = zip(*(_by_stage(x, stages) for x in (costs.f, costs.b, costs.w)), strict=True)
-            took = tuple(self.time * sum(x) for x in passes)
-        elif costs.o or costs.l:  # --pipeline-costs say
+            passes = [_by_stage(x, stages) for x in (costs.f, costs.b, costs.w)]
+            took = tuple(self.time * sum(of_stage) for of_stage in zip(*passes, strict=True))
+        elif costs.o or costs.l:
             return costs
         else:
             byte = _time_of_a_byte(plan, costs, counted)
@@ -115,7 +119,10 @@ def _saved(before: Timeline, now: Timeline) -> str:
     peak = max(now.peak) / GIB
     plain = max(before.peak) / GIB
     longer = now.makespan / before.makespan - 1
-    step = f"takes {longer:.1%} longer" if longer > 5e-4 else "takes no longer"
+    step = "takes no longer"
+    # Less would be printed as 0.0%.
+    if longer > 5e-4:
+        step = f"takes {longer:.1%} longer"
     return f": ranks hold at most {peak:.3g} GiB of them and not {plain:.3g}, and the step {step}"
 
 
@@ -125,6 +132,7 @@ def _time_of_a_byte(plan: Plan, costs: Costs, counted: Costs) -> float:
     flops = FLOPS_PER_BYTE * plan.tp
     if plan.given is None:
         return flops
+    # Measured times are in a unit of their own: the same work in both gives the rate.
     return flops * _work(costs) / _work(counted)
 
 
@@ -144,8 +152,11 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
         return asked
     if made is not None and not made.kinds & MOVES:
         return None
-    # While a table is made, the limit may ask for copies. Only a file's table begins with them.
-    return Copies.of(config, "--pipeline-schedule" if plain.kinds & MOVES else LIMIT)
+    # Only a file's table begins with copies.
+    if plain.kinds & MOVES:
+        return Copies.of(config, "--pipeline-schedule")
+    # While a table is made, the limit may ask for them.
+    return Copies.of(config, LIMIT)
 
 
 def _check(config: Config, table: Schedule, terms: Terms) -> None:
@@ -154,6 +165,7 @@ def _check(config: Config, table: Schedule, terms: Terms) -> None:
     if asked is None or not asked.modules:
         return
     names = " ".join(asked.modules)
+    # Chosen modules may be of another kind of layer, or save nothing under recomputation.
     saved = terms.costs(table).mem_o
     if isinstance(saved, tuple) and not any(saved):
         raise ConfigError(
@@ -171,6 +183,7 @@ def _check(config: Config, table: Schedule, terms: Terms) -> None:
 def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
     """Raises: NothingToDo if everything is to be copied that can be, and nothing can."""
     asked = Copies.asked(config)
+    # Within a memory limit a table may rightly hold everything, or compute it again.
     everything = recipe.offload is not None and recipe.offload.when == "all"
     if asked and everything and not table.kinds & MOVES:
         raise NothingToDo(

@@ -41,7 +41,9 @@ class Sharding(OfPlan):
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
         """Return the bytes of a parameter's shard."""
         ranks = self.same if experts else self.replicas
-        weight = whole.weight / ranks if self.weights else whole.weight
+        weight = whole.weight
+        if self.weights:
+            weight /= ranks
         return Stored(weight, whole.gradient / ranks)
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
@@ -49,13 +51,16 @@ class Sharding(OfPlan):
         own = _own_stages(plan)
         element, gradient = plan.whole
         size = [sum(both) for both in zip(own.dense, own.experts, strict=True)]
-        sent = []  # elements that a rank sends of each stage
+        # Elements that a rank sends of each stage, in a ring: all shards but one.
+        sent = []
         for dense, experts in zip(own.dense, own.experts, strict=True):
             of_dense = dense / self.replicas * (self.replicas - 1)
             sent.append(of_dense + experts / self.same * (self.same - 1))
+        # --pipeline-costs may say what collectives take.
         if not (costs.a or costs.g):
             unit = self._time_of_a_byte(plan, costs, counted)
             came = [*sent]
+            # A head that reads the embedding's weight gathers it too, and reduces no gradient.
             if own.borrows:
                 came[own.borrows] += sent[0]
             sends = (self.replicas - 1) / self.replicas
@@ -84,7 +89,7 @@ class Sharding(OfPlan):
         if table.kinds.isdisjoint(SHARDS):
             return ""
         costs = plan.costs
-        gathers = _most_of_a_rank(table, GATHERS)
+        # The peak of gathered tensors without activations, and the step without collectives.
         alone = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
         whole = max(simulate(table, alone).peak)
         plain = simulate(table.without(SHARDS), costs).makespan
@@ -92,7 +97,9 @@ class Sharding(OfPlan):
         assumed = f", where a byte takes as long as {self.link:g} FLOPs"
         if plan.given and (plan.given.a or plan.given.g):
             assumed = ""
-        gathered = f"{gathers} gathers of weights and " if gathers else ""
+        gathered = ""
+        if gathers := _most_of_a_rank(table, GATHERS):
+            gathered = f"{gathers} gathers of weights and "
         sums = _most_of_a_rank(table, REDUCES)
         return (
             f"sharded: a rank makes up to {gathered}{sums} reductions of "
@@ -103,9 +110,9 @@ class Sharding(OfPlan):
     def _time_of_a_byte(self, plan: Plan, costs: Costs, counted: Costs) -> float:
         # Tensor-parallel ranks share FLOPs; each gathers its own part of a weight.
         unit = self.link * plan.tp
-        work = sum(counted.f) if isinstance(counted.f, tuple) else counted.f
-        if isinstance(costs.f, tuple) and work:
-            unit *= sum(costs.f) / work
+        # Given times have a unit of their own: the same forwards in both give the rate.
+        if isinstance(costs.f, tuple) and isinstance(counted.f, tuple) and any(counted.f):
+            unit *= sum(costs.f) / sum(counted.f)
         return unit
 
 
@@ -135,6 +142,7 @@ def _own_stages(plan: Plan) -> _Own:
     last = place.main - 1
     firsts = place.rank_of[: place.chain * place.num_chains : place.chain]
     if place.vocabulary:
+        # A part of the embedding and one of the head.
         rows = 2 * plan.vocab_weights // plan.pieces.shares
         for at, span in enumerate(plan.spans[: place.chain]):
             if span.share is not None:

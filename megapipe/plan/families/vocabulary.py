@@ -23,17 +23,24 @@ def _best(config: Config, planned: Planner) -> Plan | None:
     for way in (shared, whole):
         try:
             plans.append(planned(way))
-        except ConfigError as error:  # too much memory, or layers that do not divide
+        except ConfigError as error:
+            # Too much memory, or layers that do not divide.
             errors.append(error)
     if not plans:
         raise errors[-1]
     best, *other = sorted(plans, key=_time)
-    return replace(best, before=other[0]) if other else best
+    # The text of the plan compares both.
+    if other:
+        best = replace(best, before=other[0])
+    return best
 
 
 def _time(plan: Plan) -> float:
+    time = plan.timeline.makespan
     # FLOPs do not count the messages of a shared vocabulary: it has to win by a hundredth.
-    return plan.timeline.makespan * (1.01 if plan.schedule.placement.vocabulary else 1.0)
+    if plan.schedule.placement.vocabulary:
+        time *= 1.01
+    return time
 
 
 VOCABULARY = Part("vocabulary", best=_best)

@@ -72,16 +72,21 @@ def cuts_of(config: Config) -> tuple[int, ...]:
     """
     count = number_of(config)
     if entry := _of_slices(config):
+        # Without a number of its own such a schedule has one slice for each rank.
         usual = signature(entry.generate).parameters["slices"].default
         count = count or usual or config.parallel.pipeline_model_parallel_size
         return lengths(chosen(config, count, always=True))
-    return () if count in (None, 1) else lengths(config)
+    if count in (None, 1):
+        return ()
+    return lengths(config)
 
 
 def own_slices(config: Config) -> tuple[tuple[str, int], ...]:
     """Return the options of a schedule that is named for its slices: their number, if given."""
     count = number_of(config)
-    return (("slices", count),) if count and _of_slices(config) else ()
+    if count is None or _of_slices(config) is None:
+        return ()
+    return (("slices", count),)
 
 
 def _of_slices(config: Config) -> Entry | None:
@@ -94,22 +99,31 @@ def in_words(schedule: Schedule) -> str:
         return ""
     most = max(schedule.cuts)
     least = min(schedule.cuts)
-    to = f" to {least:g}" if most > least else ""
-    return f" in {len(schedule.cuts)} slices of {most:g}{to} tokens"
+    sizes = f"{most:g}"
+    if most > least:
+        sizes = f"{most:g} to {least:g}"
+    return f" in {len(schedule.cuts)} slices of {sizes} tokens"
 
 
+# Each table of a plan asks, and slices of equal work take a search.
 @lru_cache(maxsize=32)
 def lengths(config: Config) -> tuple[int, ...]:
     """Return the tokens of each slice. Raises: ConfigError if the sequence cannot be cut so."""
     par = config.parallel
     length = config.batch.seq_length or 0
     count = number_of(config) or 1
+    # Every rank has an equal part of every slice.
     multiple = par.context_parallel_size
     if multiple > 1:
-        multiple *= 2  # each rank has a run of tokens from either half
+        # A context-parallel rank has a run of tokens from each half: one late, one early, so that
+        # all ranks attend to equally many.
+        multiple *= 2
     if config.model.sequence_parallel:
         multiple *= par.tensor_model_parallel_size
-    how = "work" if par.cuts_at_documents else par.pipeline_slice_cuts
+    # Where documents begin is known with the batch alone. Until then work decides.
+    how = par.pipeline_slice_cuts
+    if par.cuts_at_documents:
+        how = "work"
     try:
         return in_tokens(shares(count, how, costs_of_layers(config)), length, multiple)
     except ScheduleError:
@@ -125,6 +139,7 @@ def lengths(config: Config) -> tuple[int, ...]:
 def costs_of_layers(config: Config) -> Costs:
     """Return the work of all layers, with attention's share of each pass."""
     length = config.batch.seq_length or 1
+    # A ratio of FLOPs is the same on every rank, for any microbatch and type.
     load = Load(length, length, config.parallel.tensor_model_parallel_size, 1, 4, False)
     layers = range(config.model.layers)
     work = sum((layer_work(layer_config(config.model, layer), load) for layer in layers), Work())
