@@ -39,6 +39,7 @@ class Judge:
         """Return (bytes above the limit, makespan, unevenness). A smaller tuple is better."""
         costs = self.pieces.costs(counts)
         clock = run_clock(self.schedule, costs)
+        # Memory comes first: a fast split that does not fit is worth nothing.
         excess = 0.0
         if self.limit is not None:
             curves = memory_steps(self.schedule, costs, clock)
@@ -118,44 +119,35 @@ def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
         chain: number of stages.
         more: time of other work on each stage's rank; () for none.
     """
-    layers = len(pieces.layers)
     more = more or [0.0] * chain
     ends = [0.0]
     for work in pieces.layers:
         ends.append(ends[-1] + work.time)
+    # The time of the first stage, for each number of layers in it.
     best = [pieces.embedding.time + end + more[0] for end in ends]
     cuts: list[list[int]] = []
     for position in range(1, chain):
         fixed = more[position]
         if position == chain - 1:
             fixed += pieces.head.time
-        rows = [_last_cut(best, ends, fixed, upto) for upto in range(layers + 1)]
+        rows = []
+        for upto, end in enumerate(ends):
+            # Of equal ways the one whose cut is nearest the middle.
+            rows.append(
+                min(
+                    (max(best[cut], end - ends[cut] + fixed), abs(2 * cut - upto), cut)
+                    for cut in range(upto + 1)
+                )
+            )
         best = [longest for longest, _, _ in rows]
         cuts.append([cut for _, _, cut in rows])
     # From the last stage back: each cut says where the stage before it ends.
     counts = []
-    upto = layers
+    upto = len(pieces.layers)
     for row in reversed(cuts):
         counts.append(upto - row[upto])
         upto = row[upto]
     return (upto, *reversed(counts))
-
-
-def _last_cut(
-    best: Sequence[float], ends: Sequence[float], fixed: float, upto: int
-) -> tuple[float, int, int]:
-    """Return (longest stage, unevenness, cut) of the best cut before a stage that ends at `upto`.
-
-    Args:
-        best: the longest of the stages before it, for each cut.
-        ends: the time of the first n layers, for n from 0.
-        fixed: time of the stage without layers.
-    """
-    ways = []
-    for cut in range(upto + 1):
-        longest = max(best[cut], ends[upto] - ends[cut] + fixed)
-        ways.append((longest, abs(2 * cut - upto), cut))
-    return min(ways)
 
 
 def _moves(counts: Counts) -> Iterator[Counts]:

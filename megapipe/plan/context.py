@@ -57,7 +57,7 @@ def context_line(plan: Plan, config: Config) -> str:
     if ranks == 1:
         return ""
     tp = par.tensor_model_parallel_size
-    tokens = (config.batch.seq_length or 0) * config.batch.micro_batch
+    tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes
     forth, back = context_bytes(model, tokens, ranks=ranks, tp=tp, element_bytes=element)
     of_tensors = tensor_bytes(model, tokens // ranks, ranks=tp, element_bytes=element)
@@ -119,7 +119,7 @@ def expert_line(plan: Plan, config: Config) -> str:
     model = config.model
     if not model.has_experts or _as_an_mlp(par):
         return ""
-    tokens = (config.batch.seq_length or 0) * config.batch.micro_batch
+    tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes
     forth, back, once = expert_bytes(model, par, tokens, element_bytes=element)
     replicas = config.expert_replicas
@@ -129,9 +129,7 @@ def expert_line(plan: Plan, config: Config) -> str:
     )
     if not once:
         return f"{said}; no token leaves its rank"
-    name = "an all-to-all"
-    if model.moe_token_dispatcher_type == "allgather":
-        name = "a gather"
+    name = "a gather" if model.moe_token_dispatcher_type == "allgather" else "an all-to-all"
     return (
         f"{said}; {name} is {once / MIB:.3g} MiB from a rank, and a layer and microbatch sends "
         f"{forth / MIB:.3g} MiB forward, {back / MIB:.3g} backward"

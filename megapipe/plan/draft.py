@@ -35,6 +35,7 @@ class Draft:
     def plan(self, table: Schedule) -> Plan:
         """Return the plan of a table, with depths once the table has them."""
         counts = self.counts or self._counts(table.placement)
+        # The order of the own chain is found first, with pieces and stages that have no depths.
         pieces = self.base.pieces
         if table.placement.depths:
             pieces = pieces.further(self.depths)
@@ -48,7 +49,7 @@ class Draft:
         return counts_of(self.config, place.own_chain)
 
     def costs(self, table: Schedule) -> Costs:
-        """Return the costs of the table's stages, with those of parts that do not need it whole."""
+        """Return the costs of the table's stages, with parts that need no finished table."""
         return replace(self.plan(table), own=own_parts(self.config, table)).costs
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
@@ -56,4 +57,5 @@ class Draft:
         limit = self.config.parallel.memory_limit_gib
         if limit is None:
             return None
+        # Parameters and their state are there before any pass runs.
         return tuple(limit * GIB - state for state in self.plan(table).state_bytes)

@@ -24,6 +24,7 @@ def graphs_line(config: Config, table: Schedule, device: str) -> str:
     asked = config.parallel.cuda_graph_impl
     if asked == "none":
         return ""
+    # A run without a GPU says so first, whatever else stands in the way.
     why = why_not(config, table)
     if device != "cuda":
         why = "CUDA graphs need a GPU"
@@ -47,6 +48,7 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
     par = config.parallel
     data = config.data
     layers = [layer_config(model, layer) for layer in range(model.layers)]
+    # First what no table changes: the model, its numbers, its data.
     if config.optimizer.freeze_all_layers:
         yield "nothing is trained (--freeze-all-layers)"
     if model.has_experts:
@@ -77,6 +79,7 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
             "microbatches recompute differently "
             "(--num-microbatches-with-partial-activation-checkpoints)"
         )
+    # Then passes that have other inputs than one tensor of hidden states, or that may repeat.
     if table.cuts:
         yield "slices of a microbatch differ (--pipeline-slices)"
     if table.placement.vocabulary or model.depths:
@@ -118,6 +121,7 @@ class Graphs(OfPlan):
 
 
 def _of(config: Config, _: Schedule | None, made: Schedule | None) -> Graphs | None:
+    # The number of graphs follows from the finished table.
     if made is None or config.parallel.cuda_graph_impl == "none" or why_not(config, made):
         return None
     tokens = config.batch.sequence * config.batch.micro_batch

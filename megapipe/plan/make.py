@@ -70,6 +70,7 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
     draft = Draft(config, _empty(config, work), work.depths)
     chain = _chain(config, recipe, draft)
     draft = _as_searched(draft, chain.placement)
+    # Which microbatches are in flight, and so which recompute, is known with the chain.
     if recomputes:
         draft = _keeping(draft, chain)
     # Depths may lie on several ranks. Each choice has a split of its own; the best is finished.
@@ -89,8 +90,8 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
         gathers = Gathers(config.weight_replicas, config.expert_replicas, par.shards_weights)
     counted = pieces(
         model,
-        config.batch.seq_length or 0,
-        config.batch.micro_batch_size or 1,
+        config.batch.sequence,
+        config.batch.micro_batch,
         tp=par.tensor_model_parallel_size,
         cp=par.context_parallel_size,
         ep=par.expert_model_parallel_size,
@@ -215,6 +216,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
     Raises: ConfigError if it does not fit.
     """
     config = draft.config
+    # Before the rest of the recipe, which may take seconds, and then of its result.
     for part in PARTS:
         part.check(config, table, draft)
     with _flags_named(config):
@@ -259,9 +261,11 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     if recipe.search is not None:
         # Layers stay where they are, so the search has no choice of stages.
         recipe = replace(recipe, search=replace(recipe.search, placements=(main,)))
+    # Back to what `plan_of` begins with, but with the layers where they are.
     base = replace(plan, pieces=plan.pieces.without_depths, own=own_parts(config))
     draft = Draft(config, base, plan.pieces.depths, plan.counts)
     chain = _chain(config, recipe, draft)
+    # A user's function may return other stages for another number of microbatches.
     if chain.placement != main:
         raise ConfigError(
             f"--pipeline-schedule {chain.name} has other stages for {config.num_microbatches} "

@@ -9,7 +9,7 @@ from megapipe.plan.plan import OfPlan
 from megapipe.plan.shapes import SHAPES
 from megapipe.schedule import Schedule
 
-# Slices change activation, copies price it, and graphs count what is left of it.
+# Slices change activations, copies price them, and graphs count the rest of them.
 PARTS = *SHAPES, *FAMILIES, GRAPHS
 
 

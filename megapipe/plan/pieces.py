@@ -27,32 +27,34 @@ It stands where nobody measured it. On emulated devices host time and launches t
 of passes of 20 ms.
 """
 
+Floats = tuple[float, ...]
+
 
 class _Columns(NamedTuple):
-    """Fields of Work at each position of the chain, and then of each depth."""
+    """Fields of Work: a value for each position of the chain, then one for each depth."""
 
-    f: tuple[float, ...]
-    b: tuple[float, ...]
-    w: tuple[float, ...]
-    held: tuple[float, ...]
-    kept: tuple[float, ...]
-    copied: tuple[float, ...]
+    f: Floats
+    b: Floats
+    w: Floats
+    held: Floats
+    kept: Floats
+    copied: Floats
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The work of a model's pieces, and what stages of them cost.
+    """The work of each piece of a model, and the costs of stages made of these pieces.
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
         kept: the pieces without recomputation, and at each position of the chain the fraction of
             microbatches that do not recompute; None if all do the same.
         overhead: time of every pass in addition to its work.
-        shares: ranks that share embedding and head, in passes of their own; 1: the stages at the
-            ends of the model have them.
+        shares: ranks that share embedding and head; 1: the stages at the ends of the model have
+            them.
         depths: the work of each depth of multi-token prediction, with a head.
-        hidden: bytes of a microbatch's hidden states, on a rank of its own stage and on a rank
-            with a share of the vocabulary, which needs those of all tokens.
+        hidden: bytes of a microbatch's hidden states, first of the tokens on one rank, then of all
+            tokens, which a share of the vocabulary needs.
         wide: bytes of a gradient of keys, which slices add up in float32, over the bytes of a key.
         modules: modules whose activations may be copied to the host; () for all.
     """
@@ -60,7 +62,7 @@ class Pieces:
     embedding: Work
     layers: tuple[Work, ...]
     head: Work
-    kept: tuple[Pieces, tuple[float, ...]] | None = None
+    kept: tuple[Pieces, Floats] | None = None
     overhead: float = 0.0
     shares: int = 1
     depths: tuple[Work, ...] = ()
@@ -114,17 +116,8 @@ class Pieces:
         head = self.head
         # The last norm before a shared head stays with the depth, and keeps its input.
         held = head.held - self.hidden[0]
-        return tuple(
-            replace(
-                depth,
-                f=depth.f - head.f,
-                b=depth.b - head.b,
-                w=depth.w - head.w,
-                held=depth.held - held,
-                kept=depth.kept - head.kept,
-            )
-            for depth in self.depths
-        )
+        gone = Work(-head.f, -head.b, -head.w, held=-held, kept=-head.kept)
+        return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
         """Return the costs of the stages of a split, and then of the depths, in units of Work.
@@ -163,6 +156,7 @@ class Pieces:
         kept = self.kept
         if kept is not None:
             whole, fractions = kept
+            # Both kinds of microbatch have the same depths, so any fraction is right.
             kept = whole, (*fractions, *(0.0 for _ in depths))
         return replace(self, depths=depths, kept=kept)
 
@@ -183,6 +177,7 @@ class Pieces:
         Args:
             counts: layers at each position of the chain.
         """
+        # Slices exclude depths and a shared vocabulary: a stage has layers, and perhaps an end.
         stages = []
         for begin, end in pairwise(accumulate(counts, initial=0)):
             stages.append(sum(self.layers[begin:end], Work()))
@@ -190,12 +185,10 @@ class Pieces:
         held = costs.mem_b
         if not isinstance(held, tuple):
             held = (held,) * len(stages)
-        scores_f = [stage.scores_f for stage in stages]
-        scores_b = [stage.scores_b for stage in stages]
         return replace(
             costs,
-            attention_f=_fractions(scores_f, counted.f),
-            attention_b=_fractions(scores_b, counted.b),
+            attention_f=_fractions([stage.scores_f for stage in stages], counted.f),
+            attention_b=_fractions([stage.scores_b for stage in stages], counted.b),
             mem_b=tuple(x + stage.kept_keys for x, stage in zip(held, stages, strict=True)),
             mem_k=tuple(stage.keys for stage in stages),
             wide_k=self.wide,
@@ -203,6 +196,7 @@ class Pieces:
 
     def on(self, ranks: int) -> Pieces:
         """Return the pieces with the overhead to expect on this many pipeline ranks."""
+        # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
 
@@ -225,15 +219,13 @@ class Pieces:
         return _Columns(*columns)
 
 
-def _mixed(
-    some: tuple[float, ...], others: tuple[float, ...], fractions: tuple[float, ...]
-) -> tuple[float, ...]:
+def _mixed(some: Floats, others: Floats, fractions: Floats) -> Floats:
     """Return the mean of two kinds at each position. fractions: of the others."""
     places = zip(some, others, fractions, strict=True)
     return tuple(x + (y - x) * fraction for x, y, fraction in places)
 
 
-def _fractions(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, ...]:
+def _fractions(parts: Sequence[float], wholes: Sequence[float]) -> Floats:
     """Return each part over its whole, 0 where there is nothing."""
     pairs = zip(parts, wholes, strict=True)
     # Rounding of the sums can make a part larger than its whole.
@@ -255,16 +247,16 @@ def pieces(
 ) -> Pieces:
     """Return the work of a GPT, layer by layer with its overrides.
 
-    FLOPs are those of all tensor-parallel ranks together, for the tokens of one context-parallel
-    rank. A multiplication and an addition count as two. Projections count by their real number of
+    FLOPs are summed over tensor-parallel ranks, for the tokens of one context-parallel rank. A
+    multiplication and an addition count as two. Projections count by their real number of
     heads, causal scores by half, and the head with the padded vocabulary (Narayanan et al. 2021,
     appendix). An input gradient costs what the forward does and the scores once more, a weight
     gradient the projections alone (Qi et al. 2023, table 1). Recomputation is added to the input
     gradient.
 
-    Bytes are those of one rank: inputs of linear layers, norms and attention, and one byte for
-    each element that dropout may zero (Korthikanti et al. 2022, section 4.1, with attention that
-    keeps no scores). Full recomputation by `block` counts as none.
+    Bytes are counted on one rank: inputs of linear layers, norms and attention, and one byte for
+    each element that dropout may zero. The source is Korthikanti et al. 2022, section 4.1, with
+    attention that keeps no scores. Full recomputation by `block` counts as none.
 
     Args:
         seq_length: tokens of a sequence.
@@ -303,18 +295,17 @@ def pieces(
 
 
 def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
-    """Return the work of each layer, counted once for all that are equal."""
-    differ = model.per_layer_overrides is not None
-    if not (differ or model.has_experts or model.first_last_layers_bf16):
-        return (_layer(layer_config(model, 0), load),) * model.layers
-    configs = [layer_config(model, layer) for layer in range(model.layers)]
-    works = {config: _layer(config, load) for config in dict.fromkeys(configs)}
-    return tuple(works[config] for config in configs)
-
-
-def _layer(config: ModelConfig, load: Load) -> Work:
-    work = layer_work(config, load)
-    return work.in_fp8(load) if config.fp8_format else work
+    """Return the work of each layer."""
+    different = model.layers
+    if not (model.per_layer_overrides or model.has_experts or model.first_last_layers_bf16):
+        different = 1
+    configs = [layer_config(model, layer) for layer in range(different)]
+    # A search of plans counts thousands of models: equal layers are counted once.
+    works: dict[ModelConfig, Work] = {}
+    for config in dict.fromkeys(configs):
+        work = layer_work(config, load)
+        works[config] = work.in_fp8(load) if config.fp8_format else work
+    return tuple(works[config] for config in configs) * (model.layers // different)
 
 
 def _depth(model: ModelConfig, load: Load) -> Work:
@@ -343,14 +334,14 @@ def _head(model: ModelConfig, load: Load) -> Work:
     vocab = model.padded_vocab_size or 0
     product = 2.0 * load.tokens * h * vocab
     parameters = h * vocab + norm_size(model, h)
-    if not model.cross_entropy_loss_fusion:
+    fused = model.cross_entropy_loss_fusion
+    # A fused loss keeps the logits of a small microbatch, and makes others again in backward.
+    again = 0.0
+    if fused and load.tokens * vocab / load.tp > KEPT_ELEMENTS:
+        vocab = 0
+        again = product
+    held = load.bytes(2 * h, vocab)
+    if not fused:
         # The softmax in float32 takes the place of the logits.
-        softmax = 4 * load.tokens * vocab / load.tp
-        held = load.bytes(2 * h, 0) + softmax
-        return Work(product, product, product, held, load.bytes(h, vocab), parameters)
-    if load.tokens * vocab / load.tp <= KEPT_ELEMENTS:
-        held = load.bytes(2 * h, vocab)
-        return Work(product, product, product, held, load.bytes(h, vocab), parameters)
-    # Logits of a large microbatch are made a second time in backward.
-    held = load.bytes(2 * h, 0)
-    return Work(product, product + product, product, held, load.bytes(h, 0), parameters)
+        held = load.bytes(2 * h, 0) + 4 * load.tokens * vocab / load.tp
+    return Work(product, product + again, product, held, load.bytes(h, vocab), parameters)

@@ -145,6 +145,7 @@ class Plan:
     @property
     def least_bytes(self) -> tuple[float, ...]:
         """Bytes without which no stage of a rank can run."""
+        # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():
             least = tuple(map(add, least, one.least(self)))
@@ -194,6 +195,7 @@ class Plan:
         span = self.spans[stage]
         words = self.vocab_weights
         shares = self.pieces.shares
+        # The sum is divided by `tp` at its end; parameters of experts are shared by other ranks.
         each = self.state
         of_expert = self.of_expert
         if stage >= self.schedule.placement.chain:
@@ -214,10 +216,12 @@ class Plan:
             more = sum(self.whole) - sum(self.stored)
             uses = 1 if self.tied else 2
             yield more * uses * words / shares
-        elif self.tied and shares == 1 and self.stored.gradient < self.whole.gradient:
-            # A weight that is used twice has unsharded gradients until both are added.
-            if span.embedding or (span.loss and not embeds):
-                yield self.whole.gradient * words
+            return
+        # A weight that is used twice has unsharded gradients until both are added.
+        shards = self.stored.gradient < self.whole.gradient
+        at_end = span.embedding or (span.loss and not embeds)
+        if self.tied and shares == 1 and shards and at_end:
+            yield self.whole.gradient * words
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -259,6 +263,7 @@ def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int
         spans: of the rank's stages in one chain.
         tied: embedding and head are one weight.
     """
+    # A depth has both from their owners after each update, and sends its gradients back.
     depths = sum(span.depth > 0 for span in spans)
     embeds = any(span.embedding for span in spans)
     ends = any(span.loss for span in spans)

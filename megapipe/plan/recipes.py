@@ -80,6 +80,7 @@ def order_of(config: Config, microbatches: int) -> Recipe:
     recipe = Recipe(name, ranks, microbatches, cuts=cuts_of(config), pairs=par.hides)
     if not is_file(name):
         entry = entry_of(name)
+        # A search knows its stages only when it ends, so that nothing can be compared here.
         if entry.searched:
             return replace(recipe, search=_search(config, microbatches))
         options: list[tuple[str, Any]] = [*own_slices(config)]
@@ -133,6 +134,7 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
     Raises: ScheduleError if the order cannot mean these numbers; ConfigError as `order_of`.
     """
     recipe = order_of(config, microbatches)
+    # Hardly any effort, on the last placement: the one with the most stages.
     if recipe.search is not None:
         chunks = recipe.search.placements[-1].num_stages // recipe.ranks
         recipe = replace(recipe, search=None, chunks=chunks, options=(("effort", 0.01),))

@@ -65,6 +65,7 @@ def forwards(config: Config, microbatches: int) -> int:
 
     Raises: ConfigError as `chunks_of`.
     """
+    # Flags that leave the stages open mean one on each rank, as without virtual stages.
     stages = config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1)
     return stages * microbatches
 
@@ -78,6 +79,7 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
     """
     par = config.parallel
     layers = config.model.layers
+    # A layout string says everything, and excludes the other flags.
     text = par.pipeline_model_parallel_layout
     if text == AUTO:
         return nearly_even(layers, placement.chain)
@@ -163,6 +165,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
         return None
     name = schedule.name
     ranks = place.num_ranks
+    # A user who asks for several stages may have meant the schedule that has any number.
     more = ""
     if chunks > 1 and name in SCHEDULES:
         more = ", or use --pipeline-schedule interleaved"
@@ -206,7 +209,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
 def _filled(config: Config) -> tuple[int, ...]:
     """Return the numbers of stages on a rank among which a search may choose.
 
-    It is the number that the flags ask for, or those of 1, 2 and 4 that the layers fill.
+    It is the number that the flags ask for, or each of 1, 2 and 4 that the layers fill.
     """
     if asked := chunks_of(config):
         return (asked,)
@@ -229,6 +232,7 @@ def given_costs(config: Config) -> Costs | None:
     path = config.parallel.pipeline_costs
     if path is None:
         return None
+    # The file is the user's, so its errors name the flag.
     try:
         return load_costs(path)
     except ScheduleError as error:

@@ -46,7 +46,9 @@ def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[
             them by formula.
     """
     place = plan.schedule.placement
+    # Not 0, for pieces that cost nothing.
     total = sum(work.time for work in plan.works) or 1.0
+    # Computed once for all lines: a rank's peak follows from the whole table.
     peaks = plan.peak_bytes
     rows: list[tuple[str, ...]] = [_HEADER]
     for stage, rank in enumerate(place.rank_of):
@@ -104,6 +106,7 @@ def own_lines(plan: Plan) -> list[str]:
 
 def _active(plan: Plan) -> str:
     """Return a line on the parameters that a token makes use of; empty if it uses all."""
+    # DualPipe's second chain has the same parameters once more.
     works = plan.works[: plan.schedule.placement.chain]
     whole = sum(work.parameters for work in works)
     unused = sum(work.unused for work in works)
@@ -138,6 +141,7 @@ def _split_lines(plan: Plan) -> list[str]:
     lines = [f"{LAYOUT} auto, predicted under {plan.schedule.name}:"]
     for when, one in (("before", before), ("after", plan)):
         timeline = one.timeline
+        # How even the split is by work alone, to compare with what the schedule makes of it.
         times = [work.time for work in one.works]
         longest = max(times) * len(times) / (sum(times) or 1.0)
         idle = sum(timeline.idle) / (len(timeline.idle) * timeline.makespan)

@@ -67,7 +67,7 @@ class Copies(OfPlan):
         shared = par.context_parallel_size
         if model.sequence_parallel:
             shared *= par.tensor_model_parallel_size
-        tokens = (config.batch.seq_length or 0) * (config.batch.micro_batch_size or 1) / shared
+        tokens = config.batch.sequence * config.batch.micro_batch / shared
         return cls(
             flag,
             share=par.activation_offload_fraction,

@@ -51,7 +51,8 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
     grouped = model.heads > model.query_groups
-    by_blocks = _by_blocks(model, load)
+    # Dropout of probabilities goes by blocks too. They recompute themselves in backward.
+    by_blocks = load.meets or model.attention_dropout > 0
     logs = _logarithms(model, load) * by_blocks
     windows = _windows(model, load, queries) * (not by_blocks)
 
@@ -63,17 +64,11 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     # free the projected ones, unless a norm needs these or they are the operands themselves.
     repeated = grouped and windows > 0
     projected = not repeated or model.qk_layernorm or not (changed or copies)
-    operands = copies
-    if changed:
-        operands = queries + keys * (not repeated)
+    operands = queries + keys * (not repeated) if changed else copies
 
     # The modules whose saved tensors a projection and the output are.
-    of_projection = "core_attn"
-    if model.qk_layernorm:
-        of_projection = "core_attn qkv_linear"
-    of_output = "attn_proj"
-    if by_blocks:
-        of_output = "attn_proj core_attn"
+    of_projection = "core_attn qkv_linear" if model.qk_layernorm else "core_attn"
+    of_output = "attn_proj core_attn" if by_blocks else "attn_proj"
     return load.saved(
         (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
         (load.bytes(h, 0), "attn_norm"),
@@ -83,11 +78,6 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, queries), of_output),
     )
-
-
-def _by_blocks(model: ModelConfig, load: Load) -> bool:
-    """Return whether attention goes by blocks of keys, and recomputes itself in backward."""
-    return load.meets or model.attention_dropout > 0
 
 
 def _logarithms(model: ModelConfig, load: Load) -> float:
@@ -176,10 +166,8 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
     latents = (model.q_lora_rank or 0) + model.kv_lora_rank
     again = model.recompute_mla_up_proj
     padded = model.v_head_dim < model.qk_dim
-    # Padded values are copied; others stay a part of what was projected, keys included.
-    values = model.heads * (model.qk_head_dim + model.v_head_dim)
-    if padded:
-        values = wide
+    # Padded values are copied; others stay in the tensor that was projected, with their keys.
+    values = wide if padded else model.heads * (model.qk_head_dim + model.v_head_dim)
 
     # A norm keeps its input, and the next product its output.
     normed = latents * model.qk_layernorm
@@ -189,7 +177,7 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
 
     # Attention by blocks keeps its output too, and padded it is not what attn_proj keeps. So do
     # torch's kernels on a GPU, for which this is too little.
-    by_blocks = _by_blocks(model, load) and not again
+    by_blocks = (load.meets or model.attention_dropout > 0) and not again
     outputs = wide * (by_blocks and padded)
     operands = (2 * wide + values) * (not again) + outputs
     logs = _logarithms(model, load) * by_blocks

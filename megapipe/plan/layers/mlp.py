@@ -61,23 +61,23 @@ def _kept(model: ModelConfig) -> int:
     if model.swiglu:
         return 3
     # A gate by a sigmoid is plain torch: the sigmoid and the gate times it are kept in addition.
-    return 5 if model.quick_geglu else 2
+    if model.quick_geglu:
+        return 5
+    return 2
 
 
 class _Rows(NamedTuple):
     """Rows of a microbatch.
 
     Attributes:
-        home: rows of this rank's tokens.
         here: rows that this rank's experts compute.
         exchanged: rows come from other ranks by an all-to-all.
-        gathered: tokens of the batch that experts choose their rows from, without an exchange.
+        numbers: bytes of the tables that say where each row goes.
     """
 
-    home: float
     here: float
     exchanged: bool
-    gathered: float
+    numbers: float
 
 
 def _experts(model: ModelConfig, load: Load) -> Work:
@@ -124,13 +124,19 @@ def _experts(model: ModelConfig, load: Load) -> Work:
 def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
     """Return where this many rows of all tensor-parallel ranks lie."""
     tokens = load.tokens / load.shared
+    choices = model.moe_router_topk
     home = accepted / load.shared
+    at_home = home * 3 * NUMBER + tokens * choices * NUMBER
     # Tensor-parallel ranks with the same tokens send none: each computes its part of every expert.
     if load.shared < load.tp:
-        return _Rows(home, home, False, tokens)
+        return _Rows(home, False, at_home)
+    here = home * load.etp
     ranks = load.ep * load.etp
-    exchanged = ranks > 1 and model.moe_token_dispatcher_type != "allgather"
-    return _Rows(home, home * load.etp, exchanged, tokens * ranks)
+    if ranks > 1 and model.moe_token_dispatcher_type != "allgather":
+        # An exchange has tables at home and at the expert.
+        return _Rows(here, True, at_home + here * 2 * NUMBER)
+    # The tokens of all ranks are gathered, and tables say which of them come here.
+    return _Rows(here, False, here * 3 * NUMBER + tokens * ranks * choices * NUMBER)
 
 
 def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str]]:
@@ -138,9 +144,7 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     h = model.hidden
     again = model.recompute_moe
     # Rows that were exchanged are copies: then no expert keeps the norm's output.
-    of_normed = "expert_fc1"
-    if again or rows.exchanged:
-        of_normed = ""
+    of_normed = "" if again or rows.exchanged else "expert_fc1"
     saved = [
         (load.bytes(h, 0), "mlp_norm"),
         (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
@@ -163,18 +167,14 @@ def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
     shared = model.moe_shared_expert_intermediate_size or 0
     of_shared = _kept(model) * shared * (not model.recompute_shared_experts)
 
-    # The router keeps the scores of all experts, or after its choice those of the chosen alone.
-    # Losses that balance the experts read all of them once more.
+    # A router keeps the scores of all experts, or of the chosen ones alone if it chooses first.
+    # Losses that balance the experts read all scores once more.
     softmax = model.moe_router_score_function == "softmax"
     all_scores = not softmax or model.moe_router_pre_softmax
     router = score * tokens * model.experts * (all_scores + bool(model.balancing))
     of_choice = NUMBER + score + (NUMBER + 2 * score) * (not all_scores)
 
-    # Tables say where each row goes. An exchange has them at home and at the expert.
-    numbers = rows.here * 3 * NUMBER + rows.gathered * model.moe_router_topk * NUMBER
-    if rows.exchanged:
-        numbers = rows.home * 3 * NUMBER + choices * NUMBER + rows.here * 2 * NUMBER
-    tables = numbers + rows.here * score + choices * of_choice
+    tables = rows.numbers + rows.here * score + choices * of_choice
     # The weights of rows lie with the experts' activations, and are not counted twice.
     gate = model.hidden * model.moe_shared_expert_gate
     return load.bytes(gate, of_shared) + router + tables - rows.here * score

@@ -12,7 +12,7 @@ from megapipe.plan.layers.load import Load
 class Work:
     """One microbatch through a piece of the model. Works of several pieces add up.
 
-    Bytes are those of one rank. Parameters are counted over all ranks that share the piece.
+    Bytes are counted on one rank, parameters over all ranks that share the piece.
 
     Attributes:
         f: forward, in FLOPs or any unit of time.
@@ -54,9 +54,9 @@ class Work:
     def part(self, shares: int) -> Work:
         """Return one of this many equal shares of an embedding and a head."""
         return Work(
-            f=self.f / shares,
-            b=self.b / shares,
-            w=self.w / shares,
+            self.f / shares,
+            self.b / shares,
+            self.w / shares,
             held=self.held / shares,
             kept=self.kept / shares,
             parameters=self.parameters // shares,

@@ -9,6 +9,7 @@ from megapipe.schedule.ingredients import Refused
 
 
 def _refused(config: Config, _: Refused) -> NothingToDo:
+    # A limit on memory rules pairs out that would be faster: both together may be the cause.
     within = ""
     if config.parallel.memory_limit_gib is not None:
         within = " within --memory-limit-gib, which may be raised"

@@ -31,6 +31,7 @@ def number_of(config: Config) -> int | None:
     given = config.parallel.pipeline_slices
     if given is None or given == AUTO:
         return None
+    # int() refuses more than 4300 digits in words of its own.
     if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= MOST:
         raise ConfigError(
             f"{FLAG} {given} is neither a number from 1 to {MOST} nor auto. Use {FLAG} 4."
