@@ -1,11 +1,13 @@
 """A checkpoint folder that is either complete or not there.
 
-    iter_0000020.tmp-1f3a/   files written and fsynced, then manifest.json with their sizes and SHA-256
+    iter_0000020.tmp-1f3a/   files are written and fsynced, then manifest.json with their sizes
+                             and SHA-256
     iter_0000020/            one rename
     latest_checkpointed_iteration.txt    replaced last; names the newest
 
-Killed at any point, the pointer names the previous checkpoint or the new one. What the manifest does not vouch for is
-never read, so damage, a mixture of two checkpoints and a file from elsewhere are found before anything is loaded.
+Wherever a save is killed, the pointer names the previous checkpoint or the new one. A file that the
+manifest does not list is never read. Damage, a mixture of two checkpoints and a file from elsewhere
+are thus found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -38,44 +40,51 @@ class Digest(TypedDict):
 
 
 class Damaged(CheckpointError):
-    """Files that are not what was saved."""
+    """The error of a checkpoint whose files differ from the files that were saved."""
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """The folder of a checkpoint of this iteration, named as in Megatron-LM."""
+    """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
     return root / f"iter_{iteration:07d}"
 
 
 def iteration_of(folder: Path) -> int:
-    """The number in the name of a checkpoint's folder."""
+    """Return the number in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("iter_"))
 
 
 def iterations_in(root: Path) -> list[int]:
-    """Iterations that have a folder, ascending."""
-    names = os.listdir(root) if root.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    """Return the iterations that have a folder, ascending; none if `root` is no folder."""
+    if not root.is_dir():
+        return []
+    matches = map(_NAME.fullmatch, os.listdir(root))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def newest(root: Path) -> int | None:
-    """The iteration to resume from, None if there is no checkpoint.
+    """Return the iteration to resume from, None if there is no checkpoint.
 
-    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there, or if `root` is a
-        checkpoint itself.
+    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there, or
+        if `root` is a checkpoint itself.
     """
     if (root / MANIFEST).exists():
+        if _NAME.fullmatch(root.name):
+            raise CheckpointError(
+                f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
+                f"--load {root.parent} --ckpt-step {iteration_of(root)}"
+            )
         raise CheckpointError(
-            f"{root} is one checkpoint; give the folder above it and choose with --ckpt-step: "
-            f"--load {root.parent} --ckpt-step {iteration_of(root)}"
-            if _NAME.fullmatch(root.name)
-            else f"{root} is one checkpoint, and its folder was renamed; it was called iter_ and seven digits"
+            f"{root} is one checkpoint, and its folder was renamed; "
+            "it was called iter_ and seven digits"
         )
     there = iterations_in(root)
     try:
         text = (root / POINTER).read_bytes()
     except FileNotFoundError:
-        # A folder has its name only when it is complete: the first save was cut off just before its pointer.
+        # A folder has its name only when it is complete: the first save was cut off just before
+        # its pointer.
         return there[-1] if there else None
+    # Megatron-LM's converters write this word in place of a number.
     if text.strip() == b"release" and (root / "release").is_dir():
         raise CheckpointError(_megatrons(root / "release"))
     if not re.fullmatch(rb"[0-9]{1,18}\s*", text):
@@ -83,15 +92,16 @@ def newest(root: Path) -> int | None:
             f"{root / POINTER} holds {text[:40]!r}, not an iteration. {_choices(there)}"
         )
     if int(text) not in there:
+        folder = folder_of(root, int(text))
         raise CheckpointError(
-            f"{root / POINTER} names iteration {int(text)}, but there is no {folder_of(root, int(text)).name}. "
+            f"{root / POINTER} names iteration {int(text)}, but there is no {folder.name}. "
             f"{_choices(there)}"
         )
     return int(text)
 
 
 def require(root: Path, iteration: int) -> None:
-    """Raises: CheckpointError unless --ckpt-step names a checkpoint that is there."""
+    """Check that --ckpt-step names a checkpoint that is there. Raises: CheckpointError if not."""
     there = iterations_in(root)
     if iteration not in there:
         raise CheckpointError(
@@ -100,22 +110,30 @@ def require(root: Path, iteration: int) -> None:
 
 
 def refuse_to_overwrite(root: Path, after: int) -> None:
-    """Raises: CheckpointError if a run that saves iterations beyond `after` would meet checkpoints of another run."""
-    announced = newest(root)
-    others = [n for n in iterations_in(root) if after < n <= (announced or 0)]
+    """Check that a run which saves iterations after `after` meets no checkpoint of another run.
+
+    Raises: CheckpointError if there is one.
+    """
+    # Later iterations than the pointer's were never announced: a save was cut off before it, or a
+    # user moved the pointer back to go on from there.
+    announced = newest(root) or 0
+    others = [n for n in iterations_in(root) if after < n <= announced]
     if others:
+        listed = ", ".join(map(str, others))
         raise CheckpointError(
-            f"--save {root} has checkpoints of iterations {', '.join(map(str, others))} already, and this run starts "
-            f"at {after}; a checkpoint is never overwritten. Continue with --load {root} without --ckpt-step, or use "
-            f"another folder: --save {root}-from-{after}"
+            f"--save {root} has checkpoints of iterations {listed} already, and this run starts at "
+            f"{after}; a checkpoint is never overwritten. Continue with --load {root} without "
+            f"--ckpt-step, or use another folder: --save {root}-from-{after}"
         )
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """A fresh folder to write into. A complete checkpoint of the same iteration is set aside, never removed: a save
-    that was cut off before its pointer left it, or the pointer was moved back by hand.
+    """Make a fresh folder to write a checkpoint into.
+
+    Raises: CheckpointError if another run has `root`, or if there is no room.
     """
-    from megapipe.checkpoint import lock  # it loads torch, which a writer's process has no use for
+    # It loads torch, which a writer's process does not need.
+    from megapipe.checkpoint import lock
 
     root.mkdir(parents=True, exist_ok=True)
     lock.refuse_others(root)
@@ -123,7 +141,9 @@ def begin(root: Path, iteration: int) -> Path:
     refuse_without_room(root)
     final = folder_of(root, iteration)
     if final.exists():
-        # A rename, not a removal: until the new one is complete these are the only weights of that iteration.
+        # A save that was cut off before its pointer left it, or the pointer was moved back by hand.
+        # It is renamed and not removed: until the new one is complete these are the only weights
+        # of that iteration.
         os.rename(final, aside(final, "old"))
     folder = aside(final, "tmp")
     folder.mkdir()
@@ -131,7 +151,11 @@ def begin(root: Path, iteration: int) -> Path:
 
 
 def refuse_without_room(root: Path, needed: int = 0) -> None:
-    """Raises: CheckpointError if a checkpoint as large as the newest there, or of so many bytes, does not fit."""
+    """Check that the disk has room for one more checkpoint. Raises: CheckpointError if not.
+
+    Args:
+        needed: bytes that it takes at least. It also takes at least as much as the newest one.
+    """
     there = iterations_in(root)
     if there:
         folder = folder_of(root, there[-1])
@@ -139,36 +163,38 @@ def refuse_without_room(root: Path, needed: int = 0) -> None:
     free = shutil.disk_usage(root).free
     if needed > free:
         raise CheckpointError(
-            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. Make room, or keep fewer: "
-            "--save-keep-last 2"
+            f"--save {root}: a checkpoint takes {needed:,} bytes, and {free:,} are free. "
+            "Make room, or keep fewer: --save-keep-last 2"
         )
 
 
 def clear(root: Path) -> list[str]:
-    """Remove what interrupted saves have left; what cannot be removed stays. No other run may be saving there.
+    """Remove files and folders that interrupted saves have left, as far as that is possible.
 
-    Returns: the names of what is gone.
+    No other run may be saving there.
+
+    Returns: the names of the removed ones.
     """
     found = sorted(root.glob("iter_*.tmp-*"))
     for left in found:
         shutil.rmtree(left, ignore_errors=True)
+        # The marker of a failed save in the background is a file.
         if left.suffix == ".failed":
             left.unlink(missing_ok=True)
     return [left.name for left in found if not left.exists()]
 
 
 def aside(final: Path, why: str) -> Path:
-    """A name for a checkpoint's folder that no run reads."""
+    """Return a name for a checkpoint's folder that no run reads."""
     return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Size and SHA-256 of files that were just written, once they are on the disk.
-
-    torch's writer syncs before it has flushed: what is smaller than a block of the file system was never synced.
-    """
+    """Wait until files that were just written are on the disk, and return their digests."""
     found = {}
     for name in names:
+        # torch's writer syncs before it has flushed: the end of a file, less than a block of the
+        # file system, was never synced.
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
         found[name] = _digest(folder / name)
@@ -176,10 +202,12 @@ def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 
 def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
-    """Make a written folder the newest checkpoint; returns its final path."""
-    root, final = folder.parent, folder_of(folder.parent, iteration)
+    """Make a written folder the newest checkpoint, and return its final path."""
+    root = folder.parent
+    final = folder_of(root, iteration)
     write_durably(folder / MANIFEST, _manifest_text(iteration, files))
-    # Files, their names, the folder's own name, the pointer: whatever has its name is whole on the disk.
+    # Files, their names, the folder's own name, the pointer: in this order, whatever has its name
+    # is complete on the disk.
     _sync_folder(folder)
     os.rename(folder, final)
     _sync_folder(root)
@@ -195,9 +223,10 @@ def point_to(root: Path, iteration: int) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Digest]:
-    """The files of a checkpoint.
+    """Return the digests of a checkpoint's files by name.
 
-    Raises: Damaged if the manifest itself cannot be believed, CheckpointError if this version cannot read it.
+    Raises: Damaged if the manifest itself cannot be believed, CheckpointError if this version
+        cannot read it.
     """
     path = folder / MANIFEST
     try:
@@ -218,12 +247,14 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
             raise CheckpointError(
                 f"{folder} has format {content['format']}, newer than {FORMAT}; update megapipe"
             )
-        iteration, files = content["iteration"], content["files"]
+        iteration = content["iteration"]
+        files = content["files"]
         # Written again it must be the same text, so no bit of it can change unseen.
         if not isinstance(iteration, int) or text != _manifest_text(iteration, files):
             raise ValueError
         if any(entry.keys() != Digest.__annotations__.keys() for entry in files.values()):
             raise ValueError
+        # A name with a slash could point anywhere on the machine.
         problems = [
             f"{path}: {name!r} is not the name of a file in it"
             for name in files
@@ -233,8 +264,10 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
         raise Damaged(f"{path} is damaged. {_OTHER}") from None
     if folder.name != folder_of(folder, iteration).name:
         problems.append(
-            f"{path} belongs to iteration {iteration}; the folder was renamed or its files were mixed"
+            f"{path} belongs to iteration {iteration}; "
+            "the folder was renamed or its files were mixed"
         )
+    # torch's reader takes every such file of the folder, listed or not.
     problems += [
         f"{folder / name} is not in {MANIFEST}; it does not belong to the checkpoint"
         for name in sorted(os.listdir(folder))
@@ -246,13 +279,13 @@ def read_manifest(folder: Path) -> dict[str, Digest]:
 
 
 def is_megatrons(folder: Path) -> bool:
-    """Is this the folder of a checkpoint that Megatron-LM has written, in any of its formats?"""
-    return any(
-        (folder / name).exists() for name in ("common.pt", "metadata.json", ".metadata")
-    ) or any(folder.glob("mp_rank_*"))
+    """Return whether Megatron-LM has written this checkpoint, in any of its formats."""
+    names = ("common.pt", "metadata.json", ".metadata")
+    return any((folder / name).exists() for name in names) or any(folder.glob("mp_rank_*"))
 
 
 def _megatrons(folder: Path) -> str:
+    """Return the problem with a checkpoint of Megatron-LM, and what to do with it."""
     return (
         f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it: "
         f"megapipe convert --from-megatron {folder.parent} --save {folder.parent}-megapipe"
@@ -260,24 +293,30 @@ def _megatrons(folder: Path) -> str:
 
 
 def verify(folder: Path, files: dict[str, Digest], names: Iterable[str]) -> None:
-    """Raises: Damaged, naming every file among `names` that is not what the manifest says."""
+    """Compare files with the manifest. Raises: Damaged, with every file that differs.
+
+    Args:
+        files: the digests of the manifest.
+        names: the files to read; each rank may take some of them.
+    """
     problems = []
     for name in names:
         path = folder / name
         try:
-            regular = stat.S_ISREG(path.lstat().st_mode)
-            found = _digest(path) if regular else None
+            # Not followed: a link in a checkpoint from elsewhere may name any file of the machine.
+            if not stat.S_ISREG(path.lstat().st_mode):
+                problems.append(f"{path} is not a plain file; links are not followed")
+                continue
+            found = _digest(path)
         except FileNotFoundError:
             problems.append(f"{path} is missing. {_OTHER}")
             continue
-        if found is None:
-            problems.append(f"{path} is not a plain file; links are not followed")
-        elif found["bytes"] != files[name]["bytes"]:
+        if found["bytes"] != files[name]["bytes"]:
             problems.append(
                 f"{path} has {found['bytes']} bytes, not {files[name]['bytes']}. {_OTHER}"
             )
         elif found != files[name]:
-            problems.append(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}. {_OTHER}")
+            problems.append(f"{path} is damaged: its SHA-256 differs from {MANIFEST}. {_OTHER}")
     if problems:
         raise Damaged(problems)
 
@@ -294,18 +333,15 @@ _OTHER = "Load another iteration with --ckpt-step"
 
 
 def _choices(there: list[int]) -> str:
+    """Return a sentence on the checkpoints that a user may choose."""
     if not there:
         return "There is no checkpoint in that folder"
     return f"Choose one with --ckpt-step: {', '.join(map(str, there))}"
 
 
 def _manifest_text(iteration: int, files: dict[str, Digest]) -> str:
-    return (
-        json.dumps(
-            {"format": FORMAT, "iteration": iteration, "files": files}, indent=1, sort_keys=True
-        )
-        + "\n"
-    )
+    content = {"format": FORMAT, "iteration": iteration, "files": files}
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def _digest(path: Path) -> Digest:
@@ -317,6 +353,7 @@ def _digest(path: Path) -> Digest:
 
 
 def _sync_folder(folder: Path) -> None:
+    # A file's name is part of its folder, and reaches the disk with it.
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,7 +1,8 @@
-"""One run per folder of checkpoints: a file says whose it is, touched every few seconds while that run lives.
+"""One run per folder of checkpoints: a file names the run, and is touched while that run lives.
 
-No lock of the file system: over a network they are emulated, missing or forgotten. On one machine the process itself
-tells whether it lives; elsewhere the file's time does, as it changes or does not while it is looked at.
+It is no lock of the file system: over a network these are emulated, missing or forgotten. On the
+owner's machine the process table says whether the owner lives. On another machine the file's time
+says it, which a living owner changes every few seconds.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from megapipe.errors import CheckpointError
 
 NAME = "run.lock"
 BEAT_S = 5.0
-PATIENCE_S = 30.0
-"""Seconds that the file of another machine is looked at before a beat that does not come counts as its end."""
+"""Seconds between two touches of the file."""
+TIMEOUT_S = 30.0
+"""Seconds without a touch after which an owner on another machine counts as ended."""
 
-
+# The owner in a damaged file, as errors print it.
 _NOBODY = {
     "token": "",
     "host": "a machine that its damaged file does not say",
@@ -39,9 +41,11 @@ _NOBODY = {
 
 @contextmanager
 def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
-    """While entered, --save is this run's alone. Collective.
+    """Let no other run save in --save until the context ends. Collective.
 
-    Raises: CheckpointError on all ranks if it is another's.
+    Args:
+        directory: the folder of --save; None without the flag.
+    Raises: CheckpointError on all ranks if another run has it.
     """
     locks: list[Lock] = []
 
@@ -61,24 +65,32 @@ def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
 
 
 class Lock:
-    """Ownership of a folder, from its making to `release`.
+    """Ownership of a folder, from the making of the object to `release`.
 
+    Args:
+        root: the folder.
+        beat_s: seconds between two touches of the file.
+        timeout_s: seconds to watch the file of an owner on another machine.
+    Attributes:
+        path: the file.
+        took_over: a sentence on a dead run that had the folder before; empty if there was none.
     Raises: CheckpointError if another run that lives has it.
     """
 
-    def __init__(
-        self, root: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, root: Path, *, beat_s: float = BEAT_S, timeout_s: float = TIMEOUT_S) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        self.path, self._token = root / NAME, secrets.token_hex(8)
+        self.path = root / NAME
+        self._token = secrets.token_hex(8)
         self._over = threading.Event()
         self.took_over = ""
-        # After each look from the start: between any two steps another run may take the folder, or give it back.
+        # After each attempt from the start: between any two steps another run may take the folder,
+        # or give it back.
         while not self._create():
             owner = _read(self.path)
+            # Released meanwhile.
             if owner is None:
-                continue  # released meanwhile
-            if _lives(self.path, owner, patience_s):
+                continue
+            if _lives(self.path, owner, timeout_s):
                 raise _anothers(root, owner)
             self._remove(owner, root)
             self.took_over = f"--save {root} belonged to a run that is gone: {_who(owner)}"
@@ -87,7 +99,7 @@ class Lock:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the folder back. What another run has taken stays that run's."""
+        """Give the folder back, unless another run has taken it over."""
         self._over.set()
         self._thread.join()
         with suppress(OSError):
@@ -95,8 +107,9 @@ class Lock:
                 self.path.unlink()
 
     def _create(self) -> bool:
+        """Make the file. Returns False if there is one already."""
         owner = {"token": self._token, **_myself()}
-        # A draft that gets its name at once: who finds the file finds it whole.
+        # A draft that gets its name at once: whoever finds the file finds it complete.
         draft = self.path.with_name(f"{NAME}.{self._token}")
         draft.write_text(json.dumps(owner) + "\n")
         try:
@@ -108,13 +121,13 @@ class Lock:
         return True
 
     def _remove(self, owner: dict[str, Any], root: Path) -> None:
-        """The file of a dead owner, unless a third run was faster."""
+        """Remove the file of a dead owner, unless a third run was faster."""
         moved = self.path.with_name(f"{NAME}.{self._token}")
         with _in_turn(root), suppress(FileNotFoundError):
             if _read(self.path) != owner:
                 return
             os.rename(self.path, moved)
-            # Between the look and the rename another run had taken it: it gets its file back.
+            # Another run took it between the reading and the rename: it gets its file back.
             if _read(moved) != owner:
                 with suppress(FileExistsError):
                     _put(moved, self.path)
@@ -127,24 +140,30 @@ class Lock:
 
 
 def _put(draft: Path, path: Path) -> None:
-    """Put the file under another name, whole or not at all. Raises: FileExistsError, never over another."""
+    """Put the file under another name, complete or not at all.
+
+    Raises: FileExistsError if there is a file of that name, which stays.
+    """
     try:
         os.link(draft, path)
     except FileExistsError:
         raise
-    except OSError:  # no hard links: exFAT, some SMB, object stores through FUSE
-        text, file = draft.read_bytes(), os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except OSError:
+        # No hard links: exFAT, some SMB, object stores through FUSE.
+        text = draft.read_bytes()
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         try:
-            os.write(
-                file, text
-            )  # who reads before it sees a damaged file, whose owner lives as long as it is touched
+            # Whoever reads before this line sees a damaged file, whose owner counts as living while
+            # the file is touched.
+            os.write(file, text)
         finally:
             os.close(file)
 
 
 @contextmanager
 def _in_turn(root: Path) -> Iterator[None]:
-    """One at a time where the file system has locks: else a third run might come between a look and a removal."""
+    """Let one process at a time enter, where the file system has locks."""
+    # Without one, a third run may take the folder between a reading and a removal, see `_remove`.
     folder = os.open(root, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -155,24 +174,32 @@ def _in_turn(root: Path) -> Iterator[None]:
 
 
 def refuse_living(root: Path) -> None:
-    """Refuse a folder that a `Lock` would refuse. Raises: CheckpointError."""
+    """Check that a `Lock` could be had of a folder. Raises: CheckpointError if not."""
     owner = _read(root / NAME)
-    if owner is not None and _lives(root / NAME, owner, PATIENCE_S):
+    if owner is not None and _lives(root / NAME, owner, TIMEOUT_S):
         raise _anothers(root, owner)
 
 
 def _anothers(root: Path, owner: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
-        f"--save {root} belongs to another run: {_who(owner)}. Wait for it or end it, or use another folder"
+        f"--save {root} belongs to another run: {_who(owner)}. "
+        "Wait for it or end it, or use another folder"
     )
 
 
 def refuse_others(root: Path) -> None:
-    """Raises: CheckpointError if a folder belongs to another process, which may have taken it while this one slept."""
-    owner, me = _read(root / NAME), _myself()
-    if owner is not None and any(owner.get(key) != me[key] for key in ("system", "pid", "born")):
+    """Check that a folder belongs to this process or to none. Raises: CheckpointError if not.
+
+    Another process may have taken it over while this one was stopped.
+    """
+    owner = _read(root / NAME)
+    if owner is None:
+        return
+    me = _myself()
+    if any(owner.get(key) != me[key] for key in ("system", "pid", "born")):
         raise CheckpointError(
-            f"{root / NAME} is not this run's, but {_who(owner)}'s, which saves there. Nothing is saved any more"
+            f"{root / NAME} is not this run's, but {_who(owner)}'s, which saves there. "
+            "Nothing is saved any more"
         )
 
 
@@ -188,9 +215,10 @@ def _myself() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """Return the owner in a file, None if there is no file."""
     try:
         owner: dict[str, Any] = json.loads(path.read_text())
-        return owner if {"token", "host", "pid", "since"} <= owner.keys() else _NOBODY | owner
+        return _NOBODY | owner
     except FileNotFoundError:
         return None
     except (ValueError, AttributeError, TypeError):
@@ -202,41 +230,54 @@ def _who(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']}{job} on {owner['host']}, since {owner['since']}"
 
 
-def _lives(path: Path, owner: dict[str, Any], patience_s: float) -> bool:
+def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
+    """Return whether the owner lives. It may take `timeout_s` if that is another machine's."""
     system = _system()
     if system is not None and owner.get("system") == system:
+        # The kernel uses process ids again: a process with this id may have started later.
         return _born(owner["pid"]) == owner.get("born") is not None
-    before, until = _beat_of(path), time.monotonic() + patience_s
+    # Only changes are compared, as clocks of two machines differ.
+    before = _beat_of(path)
+    until = time.monotonic() + timeout_s
     while time.monotonic() < until:
-        time.sleep(min(0.5, patience_s / 10))
+        time.sleep(min(0.5, timeout_s / 10))
         now = _beat_of(path)
+        # A file that is gone was released, and can be taken as if its owner were dead.
         if now != before:
-            return now is not None  # None: released, and to be taken like a dead one's
+            return now is not None
     return False
 
 
 def _beat_of(path: Path) -> int | None:
+    """Return the time of the last touch in nanoseconds, None if there is no file."""
     try:
-        with path.open() as file:  # a network file system looks at the server when a file is opened
+        # A network file system asks its server when a file is opened.
+        with path.open() as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
 
 
 def _system() -> str | None:
-    """A name of all that processes must share to see each other: the machine since its start, the process namespace."""
+    """Return a name that two processes share if they see each other; None if the kernel says none.
+
+    It is the machine since its start, with the namespace of process ids.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
-            "/proc/self/ns/pid"
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot + os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
 
 
 def _born(pid: int) -> str | None:
-    """The start of a process, in the kernel's ticks; None if there is none that runs."""
+    """Return the start of a process in the kernel's ticks; None if no such process runs."""
     try:
+        # A command's name stands in parentheses, and may have spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields[19]
+    # A zombie, or a dead process that nobody has waited for.
+    if fields[0] in "ZX":
+        return None
+    return fields[19]

@@ -68,7 +68,7 @@ def test_one_made_by_hand_is_read(tmp_path):
     assert said(lambda: commit.verify(folder, files, files)) == f"{folder}/x.bin has 4 bytes, not 3. {choose}"
     (folder / "x.bin").write_bytes(b"abd")
     assert said(lambda: commit.verify(folder, files, files)) == (
-        f"{folder}/x.bin is damaged: its SHA-256 is not that of manifest.json. {choose}"
+        f"{folder}/x.bin is damaged: its SHA-256 differs from manifest.json. {choose}"
     )
     (folder / "x.bin").unlink()
     assert said(lambda: commit.verify(folder, files, files)) == f"{folder}/x.bin is missing. {choose}"

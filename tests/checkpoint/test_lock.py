@@ -53,12 +53,12 @@ def test_a_run_on_another_machine_lives_as_long_as_its_file_is_touched(tmp_path)
     theirs = Lock(tmp_path, beat_s=0.05)
     elsewhere(tmp_path)
     with pytest.raises(CheckpointError, match="on node7"):
-        Lock(tmp_path, patience_s=5)
+        Lock(tmp_path, timeout_s=5)
     theirs._over.set()
     theirs._thread.join()
     with pytest.raises(CheckpointError, match=rf"is not this run's, but process {os.getpid()} on node7, since .*'s, "):
         refuse_others(tmp_path)
-    mine = Lock(tmp_path, patience_s=0.2)
+    mine = Lock(tmp_path, timeout_s=0.2)
     assert "that is gone" in mine.took_over
     refuse_others(tmp_path)
     theirs.release()
@@ -77,7 +77,7 @@ def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_a_damaged_file_is_a_dead_owners(tmp_path, text):
     (tmp_path / NAME).write_text(text)
-    Lock(tmp_path, patience_s=0.1).release()
+    Lock(tmp_path, timeout_s=0.1).release()
 
 
 @pytest.fixture(params=["hard links", "none"])

@@ -87,7 +87,7 @@ def test_model_training_and_data_are_read_back(root):
     assert saved_config(root / "iter_0000001") == SAVED
     state = root / "iter_0000001" / "state.json"
     state.write_text(state.read_text().replace('"hidden_size": 32', '"hidden_size": 31'))
-    with pytest.raises(CheckpointError, match=r"state.json is damaged: its SHA-256 is not that of manifest.json"):
+    with pytest.raises(CheckpointError, match=r"state.json is damaged: its SHA-256 differs from manifest.json"):
         saved_config(root / "iter_0000001")
     state.write_text("[]")
     with pytest.raises(CheckpointError, match=r"state.json is not the state of a run"):

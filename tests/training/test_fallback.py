@@ -36,7 +36,7 @@ def test_the_newest_sound_one_is_taken_and_the_damage_and_its_cost_told(root, ca
     os.remove(root / "iter_0000002" / "manifest.json")
     assert found(root) == root / "iter_0000001"
     text = capsys.readouterr().out
-    assert f"{root}/iter_0000003/state.json is damaged: its SHA-256 is not that of manifest.json" in text
+    assert f"{root}/iter_0000003/state.json is damaged: its SHA-256 differs from manifest.json" in text
     assert f"{root}/iter_0000002 has no manifest.json" in text
     assert f"going on from {root}/iter_0000001: 2 iterations are lost\n" in text
     assert commit.iterations_in(root) == [1, 2, 3]  # a folder that is only read stays as it is
