@@ -139,7 +139,7 @@ def test_other_learning_rate_settings_stop_the_run(tmp_path):
     (text,) = problems(lambda: Run(SINGLE, config=other_settings()).load(folder))
     assert text == (
         "iter_0000001 was trained with other settings (checkpoint / here, lengths in samples): lr 0.01 / 0.02, "
-        "weight_decay 0.01 / 0.5. Add --override-opt_param-scheduler to go on with those of the command line, or "
+        "weight_decay 0.01 / 0.5. Add --override-opt_param-scheduler to go on with the command line's, or "
         "--use-checkpoint-opt_param-scheduler with the checkpoint's"
     )
 

@@ -181,7 +181,7 @@ def test_data_and_tokenizer_count_by_their_contents_wherever_they_lie(tmp_path: 
     assert changed_settings(saved, contents(first), moved, contents(moved)) == {}
     assert list(changed_settings(saved, contents(first), longer, contents(longer))) == ["data_path", "tokenizer_model"]
     replaced = written("d", [5, 7], "x", token=2)
-    text = "--data-path has other tokens than what was trained with, in files of the same sizes"
+    text = "--data-path has other tokens than the run trained with, in files of the same sizes"
     assert changed_settings(saved, contents(first), replaced, contents(replaced)) == {"data_path": text}
     of_the_first_version = {name: value for name, value in contents(first).items() if name != TOKENS}
     assert changed_settings(saved, of_the_first_version, first, contents(first)) == {}

@@ -167,7 +167,7 @@ def test_what_has_not_trained_or_is_of_an_earlier_version_has_nothing_to_compare
 
 def test_contents_are_compared_where_both_are_known():
     there = saved(GPT2)
-    said = "--data-path is another file or has other contents than what was trained with"
+    said = "--data-path is another file or has other contents than the run trained with"
     assert changed_settings(there, {"data_path": "a"}, GPT2, {"data_path": "b"}) == {"data_path": said}
     both = ({"data_path": path, TOKENS: tokens} for path, tokens in ("ax", "by"))
     assert changed_settings(there, next(both), GPT2, next(both)) == {"data_path": said}, "one reason is enough"
