@@ -21,6 +21,7 @@ ROOMS = [
     "megapipe/commands/plan",
     "megapipe/commands/plan/search",
     "megapipe/commands/start",
+    "megapipe/checkpoint",
     "megapipe/checks",
     "megapipe/config",
     "megapipe/config/model",

@@ -64,8 +64,8 @@ def iterations_in(root: Path) -> list[int]:
 def newest(root: Path) -> int | None:
     """Return the iteration to resume from, None if there is no checkpoint.
 
-    Raises: CheckpointError if the pointer is no number or names a checkpoint that is not there, or
-        if `root` is a checkpoint itself.
+    Raises: CheckpointError if the pointer is not an iteration or names a missing checkpoint, or if
+        `root` is a checkpoint itself.
     """
     if (root / MANIFEST).exists():
         if _NAME.fullmatch(root.name):
@@ -101,7 +101,7 @@ def newest(root: Path) -> int | None:
 
 
 def require(root: Path, iteration: int) -> None:
-    """Check that --ckpt-step names a checkpoint that is there. Raises: CheckpointError if not."""
+    """Check that there is the checkpoint of --ckpt-step. Raises: CheckpointError if not."""
     there = iterations_in(root)
     if iteration not in there:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Save and resume: tensors through torch's distributed checkpoint as safetensors, everything else as JSON.
+"""Save and resume: tensors by torch's distributed checkpoint as safetensors, the rest as JSON.
 
-Tensors are saved under global names in their full shapes, so any tp, pp, dp and schedule loads what any other wrote.
-Nothing on disk is a pickle and nothing is unpickled. Every check is made on all ranks together: all raise or none.
-`shards` is imported by a run that saves or loads: torch.distributed.checkpoint takes a second.
+Tensors are saved under global names in their full shapes, so any tp, pp, dp and schedule loads a
+checkpoint of any other. Nothing on disk is a pickle and nothing is unpickled. Every check is made
+on all ranks together: all raise or none.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """The state that a run goes on with; all zero with --finetune; with --no-load-optim the rate begins anew.
+    """The state that a run goes on with. With --finetune all of it is zero.
 
     Attributes:
-        state: what was given to `save_checkpoint`.
-        other: settings of the checkpoint's run that this one has changed, see `resume.changed_settings`.
-        schedule: the checkpoint's learning-rate curve if the flags ask for it, else None: use that of the flags.
+        iteration: steps so far.
+        consumed_train_samples: samples that were trained on.
+        consumed_valid_samples: samples that evaluations have read.
+        state: the argument of `save_checkpoint`.
+        schedule: the checkpoint's learning-rate curve if flags ask for it; None for the flags' own.
+        other: texts on settings that this run has changed, see `resume.changed_settings`.
     """
 
     iteration: int = 0
@@ -52,10 +55,13 @@ class LoadedState:
 
 
 def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed: int = 0) -> None:
-    """Call before training. Raises: CheckpointError if a run that starts at `iteration` could not save there.
+    """Check before training that a run can save, and remove leftovers of interrupted saves.
 
     Args:
+        directory: the folder of --save.
+        iteration: steps that the run begins after.
         needed: bytes of a checkpoint, as far as they are known.
+    Raises: CheckpointError on all ranks if it cannot.
     """
     root = Path(directory)
 
@@ -68,46 +74,53 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
                 flush=True,
             )
         commit.refuse_without_room(root, needed)
-        # A write that is tried: rights alone do not know of quotas, read-only mounts and root squashing.
+        # A write is tried: rights know nothing of quotas, read-only mounts and root squashing.
         probe = Path(tempfile.mkdtemp(prefix="iter_0.tmp-", dir=root))
         commit.write_durably(probe / STATE, "{}")
         shutil.rmtree(probe)
 
     on_first(mesh, check)
-    import_module(
-        "megapipe.checkpoint.shards"
-    )  # now: who knows what is installed when the first save is due
+    # Now, as packages may be installed or removed until the first save is due.
+    import_module("megapipe.checkpoint.shards")
 
 
 def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
-    """Refuse what `check_save` would, without a model and without making a folder. start: the checkpoint to load.
+    """Make the checks of `check_save` without a model, and without making a folder.
 
+    Args:
+        start: the checkpoint to load; None for none.
     Raises: CheckpointError.
     """
-    if config.save is not None:
-        root = Path(config.save)
-        if config.moe_use_upcycling and commit.iterations_in(root):
-            raise CheckpointError(
-                f"--save {root} has checkpoints already: experts were made there. To go on with them leave out "
-                f"--moe-use-upcycling and use --load {root}, or give another folder: --save {root}-upcycled"
-            )
-        anew = start is None or config.finetune or config.moe_use_upcycling
-        after = 0 if anew or start is None else commit.iteration_of(start)
-        commit.refuse_to_overwrite(root, after)
+    if config.save is None:
+        return
+    root = Path(config.save)
+    if config.moe_use_upcycling and commit.iterations_in(root):
+        raise CheckpointError(
+            f"--save {root} has checkpoints already: experts were made there. To go on with them "
+            f"leave out --moe-use-upcycling and use --load {root}, or give another folder: "
+            f"--save {root}-upcycled"
+        )
+    # Experts are made of a dense model, and such a run begins at 0, as fine-tuning does.
+    after = 0
+    if start is not None and not config.finetune and not config.moe_use_upcycling:
+        after = commit.iteration_of(start)
+    commit.refuse_to_overwrite(root, after)
 
 
 def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> None:
-    """Refuse the settings that `load_checkpoint` would, without a model. Damage is its to see, file by file.
+    """Make the checks of settings of `load_checkpoint` without a model. Files are not verified.
 
+    Args:
+        contents: of this run's data and tokenizer, see `same.contents`.
     Raises: CheckpointError.
     """
     try:
         commit.read_manifest(folder)
     except commit.Damaged:
-        if config.checkpoint.ckpt_step is None and commit.iterations_in(folder.parent)[
-            0
-        ] < commit.iteration_of(folder):
-            return  # an older one is taken then
+        # A run takes an older checkpoint then, unless the flags name this one.
+        oldest = commit.iterations_in(folder.parent)[0]
+        if config.checkpoint.ckpt_step is None and oldest < commit.iteration_of(folder):
+            return
         raise
     _read_state(folder, not _weights_alone(config), config, contents)
 
@@ -123,15 +136,21 @@ def save_checkpoint(
     schedule: LRSchedule | None = None,
     background: Background | None = None,
 ) -> Path | None:
-    """Write DIRECTORY/iter_NNNNNNN and point to it. Collective over the mesh; the folder must be shared by all ranks.
+    """Write DIRECTORY/iter_NNNNNNN and point to it. Collective over the mesh.
 
     Args:
-        state: what else the run needs, as JSON: at least consumed_train_samples and consumed_valid_samples.
-        schedule: the learning-rate curve in use; default: that of the flags.
-        background: writes it from the second one on; its last one must be finished.
+        directory: the folder of --save, which all ranks must share.
+        iteration: steps so far.
+        stages: this rank's stages.
+        optimizer: None if nothing is trained.
+        state: other state of the run, as JSON: at least consumed_train_samples and
+            consumed_valid_samples.
+        schedule: the learning-rate curve in use; default: the curve of the flags.
+        background: writes from the second checkpoint on; its last save must be finished.
     Returns: the checkpoint's folder; None while it is being written.
-    Raises: CheckpointError on all ranks if any cannot write; previous checkpoints are as they were.
+    Raises: CheckpointError on all ranks if any cannot write; earlier checkpoints are unchanged.
     """
+    # torch.distributed.checkpoint takes a second, and not every run saves.
     from megapipe.checkpoint import shards
 
     kept = None if config.checkpoint.no_save_optim else optimizer
@@ -140,18 +159,23 @@ def save_checkpoint(
     try:
         together(mesh, lambda: _see(folder, mesh))
         with shards.whole_weights(optimizer):
-            tensors = shards.tensors_of(stages, {} if kept is None else kept.state(), mesh)
+            held = {} if kept is None else kept.state()
+            tensors = shards.tensors_of(stages, held, mesh)
             if background is not None and background.fits(tensors):
                 background.start(folder, iteration, tensors, {STATE: text})
                 return None
             writer = together(mesh, lambda: shards.write(folder, tensors, mesh), folder)
             on_first(mesh, lambda: commit.write_durably(folder / STATE, text))
-            # Each rank what it has written itself: a listing of a shared folder may lack what others have just made.
-            mine = [*writer.mine, *([STATE] if mesh.world.rank == 0 else [])]
+            # Each rank reads its own files back: a listing of a shared folder may lack files that
+            # others have just made.
+            mine = [*writer.mine]
+            if mesh.world.rank == 0:
+                mine.append(STATE)
             parts = mesh.world.gather_json(together(mesh, lambda: commit.digest(folder, mine)))
-            files = {name: entry for part in parts for name, entry in part.items()}
+            files = dict(pair for part in parts for pair in part.items())
             on_first(mesh, lambda: shards.all_there(folder, writer.everyones, files))
             saved = Path(on_first(mesh, lambda: str(commit.commit(folder, iteration, files))))
+        # The first save shows the writer the form of all that follow.
         if background is not None:
             together(mesh, lambda: background.learn(saved, writer.mine))
     except CheckpointError:
@@ -162,11 +186,13 @@ def save_checkpoint(
 
 
 def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -> Path | None:
-    """The folder that --load and --ckpt-step name; None to start fresh, which the first rank says.
+    """Return the folder that --load and --ckpt-step name; None to start from random weights.
 
     Args:
-        mesh: all ranks get what the first one finds; None to look alone and quietly, before there are processes.
-    Raises: CheckpointError if there is none and --exit-on-missing-checkpoint, or a damaged pointer.
+        mesh: the first rank looks for all, and prints a line if there is none; None to look alone
+            and quietly, before there are processes.
+    Raises: CheckpointError if the pointer is damaged, or with --exit-on-missing-checkpoint if there
+        is none.
     """
     if config.load is None:
         return None
@@ -201,17 +227,20 @@ def load_checkpoint(
     checked: bool = False,
     contents: Mapping[str, str] | None = None,
 ) -> LoadedState:
-    """Read a checkpoint into the stages and the optimizer, after every file has been checked. Collective.
+    """Read a checkpoint into the stages and the optimizer, after checking every file. Collective.
 
     Args:
+        folder: the checkpoint.
+        stages: this rank's stages.
         optimizer: None to load the weights alone, as --finetune and --no-load-optim do.
-        checked: its files have been compared with the manifest.
-        contents: of this run's data and tokenizer, see `same.contents`, to be compared with state["contents"].
-    Raises: CheckpointError on all ranks: damage, another model, other learning-rate settings. Nothing is changed then.
+        checked: the files have been compared with the manifest.
+        contents: of this run's data and tokenizer, see `same.contents`, to be compared with
+            state["contents"]; None to compare nothing.
+    Raises: CheckpointError on all ranks for damage, another model or other learning-rate settings.
+        Nothing is changed then.
     """
     from megapipe.checkpoint import shards
 
-    flags = config.checkpoint
     with_optimizer = None if _weights_alone(config) else optimizer
     if not checked:
         files = together(mesh, lambda: commit.read_manifest(folder))
@@ -223,31 +252,34 @@ def load_checkpoint(
         held = {} if with_optimizer is None else with_optimizer.state()
         tensors = shards.tensors_of(stages, held, mesh)
         tensors = together(mesh, lambda: shards.loadable(folder, tensors))
-        needed = {
-            key: fact
-            for row in mesh.pp.gather_json(shards.facts_of(tensors))
-            for key, fact in row.items()
-        }
+        # A tensor that no stage needs is one too many, and that takes the keys of all stages.
+        facts = mesh.pp.gather_json(shards.facts_of(tensors))
+        needed = dict(pair for of_rank in facts for pair in of_rank.items())
         together(mesh, lambda: shards.compare(folder, needed, with_optimizer is not None))
         together(mesh, lambda: shards.read(folder, tensors, mesh))
         shards.from_twins(stages, mesh)
+        # The copy of a tied weight, where it lies on its owner's rank and was not read itself.
         params = dict(pair for stage in stages for pair in stage.named_parameters())
         for param in params.values():
-            if (owner := params.get(layout_of(param).tied_to or "")) is not None:
+            owner = params.get(layout_of(param).tied_to or "")
+            if owner is not None:
                 param.data.copy_(owner.data)
         if with_optimizer is not None:
             with_optimizer.load_state(held)
             with_optimizer.steps = content["optimizer_steps"]
+        # Main parameters follow the weights if they were not read.
         elif optimizer is not None:
             optimizer.reload_main()
-    if flags.finetune:
+    if config.checkpoint.finetune:
         return LoadedState()
     schedule = None
     if with_optimizer is not None and config.optimizer.use_checkpoint_opt_param_scheduler:
         saved = dict(content["opt_param_scheduler"])
-        schedule = LRSchedule(**saved | {"weight_decay": WeightDecay.loaded(saved["weight_decay"])})
+        saved["weight_decay"] = WeightDecay.loaded(saved["weight_decay"])
+        schedule = LRSchedule(**saved)
     state = content["state"]
-    if with_optimizer is None:  # as in Megatron-LM: a warm-up for moments that are zero again
+    if with_optimizer is None:
+        # As in Megatron-LM: the rate warms up again for moments that are zero.
         state["skipped_samples"] = state["consumed_train_samples"]
     return LoadedState(
         content["iteration"],
@@ -260,13 +292,11 @@ def load_checkpoint(
 
 
 def _weights_alone(config: Config) -> bool:
+    """Return whether flags leave the optimizer's state unread."""
     flags = config.checkpoint
-    return (
-        flags.finetune
-        or flags.no_load_optim
-        or config.optimizer.freeze_all_layers
-        or config.data.skip_train
-    )
+    if config.optimizer.freeze_all_layers or config.data.skip_train:
+        return True
+    return flags.finetune or flags.no_load_optim
 
 
 def _content(
@@ -276,13 +306,18 @@ def _content(
     optimizer: Optimizer | None,
     schedule: LRSchedule | None,
 ) -> str:
-    """All that is no tensor, as JSON."""
-    kept = None if config.checkpoint.no_save_optim else optimizer
+    """Return the content of a checkpoint that is not a tensor, as JSON."""
+    steps = None
+    curve = None
+    if optimizer is not None:
+        curve = settings(config, schedule)
+        if not config.checkpoint.no_save_optim:
+            steps = optimizer.steps
     content = {
         "iteration": iteration,
         "state": dict(state),
-        "optimizer_steps": None if kept is None else kept.steps,
-        "opt_param_scheduler": None if optimizer is None else settings(config, schedule),
+        "optimizer_steps": steps,
+        "opt_param_scheduler": curve,
         "config": dataclasses.asdict(config),
         "torch": torch.__version__,
     }
@@ -290,6 +325,7 @@ def _content(
 
 
 def _see(folder: Path, mesh: ProcessMesh) -> None:
+    """Check that this rank sees the folder that the first rank made."""
     if not folder.is_dir():
         raise CheckpointError(
             f"rank {mesh.world.rank} does not see {folder}, which rank 0 has made: "
@@ -300,25 +336,32 @@ def _see(folder: Path, mesh: ProcessMesh) -> None:
 def _read_state(
     folder: Path, with_optimizer: bool, config: Config, contents: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """The content of the file, and a list of what this run changes of it."""
+    """Return the content of a checkpoint that is not a tensor, and texts on changed settings.
+
+    Raises: CheckpointError if this run cannot go on from it.
+    """
     changed: dict[str, str] = {}
     try:
         content = json.loads((folder / STATE).read_text())
-        model, scheduler = content["config"]["model"], content["opt_param_scheduler"]
-        (
-            content["iteration"],
-            content["state"]["consumed_train_samples"],
-            content["state"]["consumed_valid_samples"],
-        )
-        if content["state"].get("iteration", content["iteration"]) != content["iteration"]:
+        model = content["config"]["model"]
+        scheduler = content["opt_param_scheduler"]
+        state = content["state"]
+        if state.get("iteration", content["iteration"]) != content["iteration"]:
             raise ValueError
+        # A state without them is damaged, and better found here than after the weights are read.
+        for key in ("consumed_train_samples", "consumed_valid_samples"):
+            state[key]
+        # Fine-tuning is another training, with other data.
         if not config.checkpoint.finetune:
-            changed = changed_settings(
-                content["config"], content["state"].get("contents"), config, contents
-            )
+            saved = state.get("contents")
+            changed = changed_settings(content["config"], saved, config, contents)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{folder / STATE} is not the state of a run") from None
-    problems = resume_problems(model, scheduler if with_optimizer else None, config, folder.name)
-    if problems := problems + unnamed(changed, config, folder.name):
+    # Without the optimizer's state its rates begin anew, and may be any.
+    if not with_optimizer:
+        scheduler = None
+    problems = resume_problems(model, scheduler, config, folder.name)
+    problems += unnamed(changed, config, folder.name)
+    if problems:
         raise CheckpointError(problems)
     return content, list(changed.values())

@@ -1,4 +1,8 @@
-"""A rank's part of a checkpoint: tensors under global names in full shapes, the files it writes, what a file holds."""
+"""A rank's part of a checkpoint: its tensors, and the safetensors files that it writes and reads.
+
+Tensors have global names and full shapes. A rank that has a part of one says so by a DTensor, and
+torch's distributed checkpoint writes the parts and reads any others.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 from megapipe.checkpoint import commit
+from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import (
     HISTORY,
     Layout,
@@ -39,7 +44,12 @@ from megapipe.optim.optimizer import Optimizer
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """Knows which files this rank has written, and on the first rank which ones all have."""
+    """A writer of safetensors files that remembers their names.
+
+    Attributes:
+        mine: files that this rank has written.
+        everyones: files of all ranks, on the first rank; elsewhere none.
+    """
 
     mine: tuple[str, ...] = ()
     everyones: tuple[str, ...] = ()
@@ -55,25 +65,32 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
-    """All weights of the rank are there, to be saved or loaded, where it has shares of them alone between steps."""
-    return nullcontext() if optimizer is None else optimizer.gathers.whole()
+    """Let a rank have all of its weights, also if it has only shards of them between steps."""
+    if optimizer is None:
+        return nullcontext()
+    return optimizer.gathers.whole()
 
 
 def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardWriter:
-    """Collective. Raises: CheckpointError with the failure of each rank."""
+    """Write the tensors of all ranks. Collective.
+
+    Raises: CheckpointError with the failure of each rank.
+    """
     writer = ShardWriter(str(folder), save_distributed=True)
     _call(save, folder, tensors, storage_writer=writer, no_dist=mesh.device_mesh is None)
     return writer
 
 
 def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
-    """Into `tensors`, which `compare` has found there. Collective."""
+    """Read a checkpoint into `tensors`, which `compare` has found there. Collective."""
     reader = HuggingFaceStorageReader(str(folder))
     _call(load, folder, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None)
 
 
 def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
-    if lacking := [name for name in written if name not in files]:
+    """Check that each written file has a digest. Raises: CheckpointError if not."""
+    lacking = [name for name in written if name not in files]
+    if lacking:
         raise CheckpointError(
             f"{folder} has shards that no rank has read back: {', '.join(lacking)}. Not saved"
         )
@@ -82,94 +99,115 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(
     stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
 ) -> dict[str, Tensor]:
-    """Tensors of this rank by global key, as views in saved shape. A tied weight has its owner's key, so ranks that
-    hold the one or the other save one tensor and load the same. What `from_twins` brings is left out."""
+    """Return the tensors of this rank by global key, as views in their saved shape.
+
+    Args:
+        stages: this rank's stages.
+        held: kind of optimizer state -> parameter -> its state; empty to leave it out.
+    """
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
-    saved = {name: param for name, param in params.items() if not _of_twin(layouts[name], mesh)}
+    # A tied weight has its owner's key: ranks that hold the one or the other save one tensor, and
+    # load the same. Where a rank holds both, one of them is enough.
     own = {
-        name: param.detach() for name, param in saved.items() if layouts[name].tied_to not in params
+        name: param.detach()
+        for name, param in params.items()
+        if not _of_twin(layouts[name], mesh) and layouts[name].tied_to not in params
     }
-    kinds = {"": own, **{f"optimizer.{kind}.": views for kind, views in held.items()}}
-    return {
-        prefix + whole_name(layouts[name].tied_to or name): _placed(tensor, layouts[name], mesh)
-        for prefix, views in kinds.items()
-        for name, tensor in views.items()
-    }
+    kinds = {"": own}
+    for kind, views in held.items():
+        kinds[f"optimizer.{kind}."] = views
+    found = {}
+    for prefix, views in kinds.items():
+        for name, tensor in views.items():
+            key = prefix + whole_name(layouts[name].tied_to or name)
+            found[key] = _placed(tensor, layouts[name], mesh)
+    return found
 
 
 def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
-    """The second copy of shares of the vocabulary, under DualPipe, from the mirrored rank, which has read its own."""
+    """Bring the second copy of a shared vocabulary, under DualPipe, from the mirrored rank.
+
+    That rank has read its own part. No file has a second copy.
+    """
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     if not any(_of_twin(layout_of(param), mesh) for param in params.values()):
         return
-    for _, param in sorted(params.items()):  # in one order on both
+    # Both ranks broadcast in one order.
+    for _, param in sorted(params.items()):
         share, shares = layout_of(param).part
         if shares > 1:
             mesh.twins.broadcast(param.detach(), mesh.twins.ranks.index(mesh.pp.ranks[share]))
 
 
 def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the folder has, or must have: a run in FP8 may go on from one that was not, or remembered less."""
+    """Return the tensors to load. Histories of FP8 that the folder lacks are left as they are.
+
+    A run in FP8 may go on from one without, or from one that remembered fewer steps.
+    """
     if not any(key.endswith(HISTORY) for key in tensors):
         return tensors
-    stored, facts = _stored(folder), facts_of(tensors)
+    stored = _stored(folder)
+    facts = facts_of(tensors)
     return {
-        key: x
-        for key, x in tensors.items()
+        key: tensor
+        for key, tensor in tensors.items()
         if not key.endswith(HISTORY) or stored.get(key) == facts[key]
     }
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Full shape and dtype of each tensor, as errors print them."""
+    """Return the full shape and dtype of each tensor, as errors print them."""
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 
 def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> None:
-    """Raises: CheckpointError if keys, shapes or dtypes are not what the run needs; DCP would convert or skip some."""
+    """Compare a checkpoint's keys, shapes and dtypes with the tensors that a run needs.
+
+    Args:
+        needed: the full shape and dtype of each tensor, as from `facts_of`.
+        with_optimizer: optimizer state is needed too.
+    Raises: CheckpointError if they differ. torch would convert some, and skip others.
+    """
     there = _stored(folder)
     if with_optimizer and not any(key.startswith("optimizer.") for key in there):
         raise CheckpointError(
             f"{folder} holds no optimizer state (--no-save-optim); add --no-load-optim"
         )
-    # The state of a parameter that has been frozen since is left where it is.
+    # The state of a parameter that has been frozen since is not read.
     unread = {key for key in there if key.startswith("optimizer.")} - needed.keys()
     if with_optimizer:
         unread = {key for key in unread if key.split(".", 2)[2] in needed}
     unread |= {key for key in there if key.endswith(HISTORY) and key not in needed}
     there = {key: fact for key, fact in there.items() if key not in unread}
+
+    # Each problem with the keys that have it.
+    lacking = [key for key in needed if key not in there]
+    lack = "lacks parameters that this model has"
+    if all(key.startswith("optimizer.") for key in lacking):
+        lack = "lacks state of parameters that were frozen then (add --no-load-optim)"
+    more = [key for key in there if key not in needed]
     wrong = [
         f"{key} is {there[key]}, not {needed[key]}"
         for key in needed
-        if _compared(key, there.get(key, needed[key])) != _compared(key, needed[key])
+        if key in there and _compared(key, there[key]) != _compared(key, needed[key])
     ]
-    lacking = [key for key in needed if key not in there]
-    state = bool(lacking) and all(key.startswith("optimizer.") for key in lacking)
-    problems = [
-        f"{folder.name} {text}: {_few(keys)}"
-        for text, keys in (
-            (
-                "lacks state of parameters that were frozen then (add --no-load-optim)",
-                lacking if state else [],
-            ),
-            ("lacks parameters that this model has", [] if state else lacking),
-            ("has parameters that this model lacks", [key for key in there if key not in needed]),
-            ("has other shapes or types (--bf16?) than this model", wrong),
-        )
-        if keys
-    ]
+    found = {
+        lack: lacking,
+        "has parameters that this model lacks": more,
+        "has other shapes or types (--bf16?) than this model": wrong,
+    }
+    problems = [f"{folder.name} {text}: {_few(keys)}" for text, keys in found.items() if keys]
     if problems:
         raise CheckpointError(problems)
 
 
 def _stored(folder: Path) -> dict[str, str]:
-    """Full shape and dtype of what a folder has. Raises: CheckpointError."""
+    """Return the full shape and dtype of each tensor in a folder. Raises: CheckpointError."""
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    except (
-        Exception
-    ) as error:  # safetensors and DCP have no common class for a file that is none of theirs
+    # safetensors and torch have no common class for a file that they cannot read.
+    except Exception as error:
         raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
     return {
         key: _fact(list(entry.size), entry.properties.dtype)
@@ -179,7 +217,9 @@ def _stored(folder: Path) -> dict[str, str]:
 
 
 def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:
+    """Call a function of torch's distributed checkpoint, and name the ranks that fail."""
     try:
+        # A process alone has no process group, and torch warns of that.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             call(*args, **kwargs)
@@ -193,37 +233,45 @@ def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: ob
 
 
 def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
-    return tuple(
-        dict.fromkeys(result.storage_data.relative_path for row in results for result in row)
-    )
+    """Return the files of results, each once."""
+    found = [result.storage_data.relative_path for row in results for result in row]
+    return tuple(dict.fromkeys(found))
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
+    """Return a tensor as the part of a whole one: a DTensor, unless this rank has all of it."""
     local = tensor.view(layout.local(mesh.tp))
-    along = {
-        dim: axis for dim, name in layout.splits.items() if (axis := mesh.tp.named(name)).size > 1
-    }
+    axes: dict[int, Axis] = {}
+    for dim, name in layout.splits.items():
+        axis = mesh.tp.named(name)
+        if axis.size > 1:
+            axes[dim] = axis
     shared = layout.part[1] > 1
-    if not along and not shared:
+    if not axes and not shared:
         return local
     assert mesh.device_mesh is not None, "ranks that are threads cannot save"
+    dims = [*axes]
     if shared:
+        # A part of the vocabulary is split over pipeline ranks, and again over tensor parallelism.
         both = mesh.device_mesh["pp", "tp"]
-        groups, ranks, dims = both.get_all_groups(), both.mesh, [*layout.splits] * 2
+        groups = both.get_all_groups()
+        ranks = both.mesh
+        dims = [*layout.splits] * 2
     else:
-        axes, dims = [*along.values()], [*along]
-        groups = [axis.group for axis in axes if axis.group is not None]
-        ranks = torch.tensor(axes[0].ranks if len(axes) == 1 else mesh.experts.ranks)
-        ranks = ranks.view([axis.size for axis in axes])
-    # Of the tensor's own device: a DTensor copies what lies on another one, and a load would fill the copy alone. The
-    # state that ZeRO-1 splits lies on the host.
+        groups = [axis.group for axis in axes.values() if axis.group is not None]
+        # Two axes split an expert's tensor alone, and the ranks of its grid have both.
+        of_ranks = axes[dims[0]].ranks if len(axes) == 1 else mesh.experts.ranks
+        ranks = torch.tensor(of_ranks).view([axis.size for axis in axes.values()])
+    # On the tensor's own device: the state that ZeRO-1 splits lies on the host. A DTensor copies a
+    # tensor of another device, and a load would fill the copy alone.
     names = tuple(map(str, range(len(groups))))
     of_axes = DeviceMesh.from_group(groups, local.device.type, ranks, mesh_dim_names=names)
     return DTensor.from_local(local, of_axes, [Shard(dim) for dim in dims], run_check=False)
 
 
 def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:
-    """Ranks save the shares of the vocabulary in their order; another rank's is a copy."""
+    """Return whether a share of the vocabulary is a copy of the mirrored rank's."""
+    # Shares are numbered as the ranks that save them.
     return layout.part[1] > 1 and layout.part[0] != mesh.pp.rank
 
 
@@ -232,9 +280,16 @@ def _fact(shape: list[int], dtype: torch.dtype) -> str:
 
 
 def _compared(key: str, fact: str) -> str:
-    """Optimizer state may be of another type, as --exp-avg-dtype and its like say; it is converted."""
-    return fact.rpartition(" ")[0] if key.startswith("optimizer.") else fact
+    """Return the facts that have to agree: the shape, and of weights also the type."""
+    # Optimizer state is converted to the type that --exp-avg-dtype and other flags say.
+    if key.startswith("optimizer."):
+        return fact.rpartition(" ")[0]
+    return fact
 
 
 def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+    """Return the first three texts, and how many more there are."""
+    listed = ", ".join(texts[:3])
+    if len(texts) > 3:
+        listed += f" and {len(texts) - 3} more"
+    return listed
