@@ -70,7 +70,7 @@ def problem(
     m = microbatches
     stages = placement.num_stages
     rank_of = placement.rank_of
-    # Lists of numbers, not objects: a search simulates the orders after every move.
+    # Lists of numbers, not objects: a search simulates thousands of orders.
     n = 3 * stages * m
     time = costs.durations(placement)
     mem_b, mem_w = costs.memory(placement)
@@ -106,8 +106,8 @@ def problem(
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """Return the end of every pass if each starts as soon as it can; None if ranks deadlock."""
-    # Local names and lists: a search calls this after every move. `search/clock.h` has the same
-    # sums in the same order, and must find the same times.
+    # Local names and lists: this runs for every candidate of a generator or a search. In C,
+    # `search/clock.h` has the same sums in the same order, and finds the same times.
     duration = problem.duration
     lag = problem.lag
     source = problem.source

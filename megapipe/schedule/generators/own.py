@@ -83,7 +83,11 @@ def own_schedule(
 def _number_problems(
     made: Schedule, ranks: int, microbatches: int, chunks: int | None
 ) -> Iterator[str]:
-    """Yield where a schedule is not of the numbers that the function was asked for."""
+    """Yield the mistakes in a schedule's numbers of stages, ranks and microbatches.
+
+    Args:
+        ranks, microbatches, chunks: the numbers that the function was asked for.
+    """
     place = made.placement
     # Every other question needs a placement.
     if not isinstance(place, Placement):

@@ -54,10 +54,10 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     the memory from p/2+1 on the outer ranks to p on the inner ones. On 4 ranks, with a prime on the
     copy whose first stage is on rank 3, and backwards in brackets:
 
-        rank 0  0   1           2' [2'] 3' [3'] [0]     [1]
-        rank 1      0   2'  1   3' [2'] [0][3'] [1]
-        rank 2      2'  0   3'  1  [0] [2'] [1][3']
-        rank 3  2'  3'          0  [0]  1  [1] [2']    [3']
+        rank 0   0       1   2' [2'] 3' [3'][0]     [1]
+        rank 1       0   2'  1   3' [2'][0] [3'][1]
+        rank 2       2'  0   3'  1  [0] [2'][1] [3']
+        rank 3   2'      3'  0  [0]  1  [1] [2']    [3']
 
     Raises: ScheduleError for an odd number of ranks or microbatches.
     """

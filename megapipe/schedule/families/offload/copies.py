@@ -1,6 +1,12 @@
 """Offload and recomputation as passes of any table: O and L copy out and back, R recomputes.
 
 An O follows its forward directly. An L stands where its copy returns just in time for the backward.
+Here each copy takes as long as two passes:
+
+    compute           F0  F1  F2  F3  B3  B2  B1  B0
+    device to host        O0 ---
+    host to device                        L0 ---
+
 An R stands directly before the backward, and uses the wait for its gradient if there is one. (Wan
 et al. 2025, PipeOffload, arXiv 2503.01328.) Slices of a microbatch are moved one by one. Keys and
 values, which other slices read, go with the last slice of their document: its forward is the last

@@ -1,15 +1,20 @@
 """Runs of passes with gathered weights: when a rank holds full weights and full gradients.
 
-A *run* of a stage begins with a gather (AF or AB) at its place in the row, as a copy does. It lasts
-until the next gather of the stage, or the end of the row. It has the passes of the stage that read
-weights: F, B, BW and R. W reads only input and gradient, so it has no place in a run. The full
-weights are dropped after the step with the run's last pass. No pass of the table says so;
-`Run.dropped` does.
+A *run* of a stage begins where its gather (AF or AB) stands in the row. It lasts until the next
+gather of the stage, or the end of the row. It has the passes of the stage that read weights: F, B,
+BW and R. W reads only input and gradient, so it has no place in a run. The full weights are dropped
+after the step with the run's last pass. No pass of the table says so; `Run.dropped` does.
 
 The full gradient of a stage begins with the first backward or W after the previous reduction
 (`Sum.begin`). It ends with its own reduction (RS). The reduction adds this rank's shard to what
 earlier reductions left. A gradient begins only after all reductions of the rank but the last one,
 and the stage has one buffer for it; `lives` has the intervals.
+
+Two runs of one stage, and how long its full weights and gradient exist:
+
+    row        AF0  F0  F1  AB0  B0  W0  B1  W1  RS1
+    weights    [---------]  [-------------]
+    gradient                     [-----------------]
 
 In a table without gathers weights are never dropped: ZeRO-1, or ZeRO-2 with RS. All data-parallel
 replicas run one table, and a rank runs its collectives one after another on one stream. So the
