@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +20,15 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import settings
 from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
-from megapipe.config import Config, DataConfig, PrecisionConfig
+from megapipe.config import Config, DataConfig, ModelConfig, PrecisionConfig
+from megapipe.convert.folders import copy_others, fresh_folder, read_json, scratch, write_json
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes, other_copies
 from megapipe.convert.huggingface.depths import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
 from megapipe.convert.sound import model_problems
-from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, is_trained
+from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, saved_dtype
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, DataError
 from megapipe.models.gpt import WORD_EMBEDDINGS
@@ -79,14 +78,17 @@ def import_checkpoint(
     Raises: CheckpointError with every tensor that is missing, left over or of another shape, or for
         a model that no run accepts. Nothing is written then.
     """
-    content = _read_json(source / "config.json")
+    # The model that config.json describes, and whether a run accepts it.
+    content = read_json(source / "config.json")
     model = from_huggingface(content)
     vocab_size: int = content["vocab_size"]
     model = replace(model, padded_vocab_size=-(-vocab_size // divisible_by) * divisible_by)
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
     saved = SavedTensors(source)
+    # The tensors say how many depths of multi-token prediction there are: files may lack them.
     model = replace(model, mtp_num_layers=depths_in(saved.shapes, model.layers) or None)
+    # Before the table of all tensors is made: a wrong number could fill the memory with names.
     if model.layers > len(saved.shapes):
         raise CheckpointError(
             f"config.json means {model.layers} layers, "
@@ -94,26 +96,30 @@ def import_checkpoint(
         )
     if problems := model_problems(model):
         raise CheckpointError([f"config.json, as flags: {problem}" for problem in problems])
+
+    # The place of every tensor, and whether names and shapes fit.
     prefix = "" if "wte.weight" in saved.shapes else "transformer."
     table = rules(model, content["model_type"], vocab_size, prefix=prefix)
     check_theirs(table, saved, model)
     if dtype is None:
-        dtype = torch.bfloat16 if torch.bfloat16 in saved.dtypes.values() else torch.float32
+        has_bfloat16 = torch.bfloat16 in saved.dtypes.values()
+        dtype = torch.bfloat16 if has_bfloat16 else torch.float32
 
     def tensor(rule: Tensors) -> tuple[str, Tensor]:
         joined = rule.join([saved.read(key) for key in rule.theirs])
-        return rule.ours, joined.to(dtype if is_trained(rule.ours) else torch.float32)
+        return rule.ours, joined.to(saved_dtype(rule.ours, dtype))
 
+    # The companion comes first, because the configuration names its tokenizer.
     tensors = map(tensor, counted(table, progress))
     companion = target / COMPANION
     new = companion if target.exists() else target
-    with nullcontext() if new.exists() else _scratch(new):
-        _copy_others(source, companion)
-        _write_json(companion / "config.json", content)
+    # After an error, folders that were not there before are removed.
+    with nullcontext() if new.exists() else scratch(new):
+        copy_others(source, companion)
+        write_json(companion / "config.json", content)
         data, why = _data(companion, vocab_size, model.padded_vocab_size or vocab_size)
-        config = Config(
-            model=model, precision=PrecisionConfig(bf16=dtype == torch.bfloat16), data=data
-        )
+        precision = PrecisionConfig(bf16=dtype == torch.bfloat16)
+        config = Config(model=model, precision=precision, data=data)
         final = write_checkpoint(target, config, tensors)
     lines = (*notes(content, model, vocab_size), *other_copies(saved, model), *why)
     return Converted(final, config, lines, vocab_size, dtype=dtype)
@@ -140,15 +146,18 @@ def write_checkpoint(
         "iteration": iteration,
         "state": state,
         "optimizer_steps": steps,
-        "opt_param_scheduler": None if steps is None else settings(config),
+        "opt_param_scheduler": None,
         "config": dataclasses.asdict(config),
         "torch": torch.__version__,
     }
-    with _scratch(commit.begin(target, iteration)) as folder:
+    if steps is not None:
+        content["opt_param_scheduler"] = settings(config)
+    with scratch(commit.begin(target, iteration)) as folder:
         writer = ShardWriter(folder)
         for name, tensor in tensors:
             writer.add(name, tensor)
         names = writer.close()
+        # In this order: a checkpoint counts once its manifest is there, with a digest of each file.
         commit.write_durably(folder / STATE, json.dumps(content, indent=1) + "\n")
         return commit.commit(folder, iteration, commit.digest(folder, [*names, STATE]))
 
@@ -179,13 +188,13 @@ def export_checkpoint(
     config = exportable(folder, target)
     model = config.model
     saved = SavedTensors(folder)
-    if companion is None and (folder.parent / COMPANION / "config.json").exists():
-        companion = folder.parent / COMPANION
+    # The config.json that an import left gives back what megapipe's configuration does not hold.
+    left = folder.parent / COMPANION
+    if companion is None and (left / "config.json").exists():
+        companion = left
+    content: dict[str, Any] = {}
     if companion is not None:
-        content = _read_json(companion / "config.json")
-        if problems := differing(model, content, folder.name):
-            head = f"{companion}/config.json is of another model than {folder.name}:"
-            raise CheckpointError([head, *problems])
+        content = _companion_config(companion, model, folder.name)
         vocab_size = vocab_size or content["vocab_size"]
     vocab_size = vocab_size or _vocab_size(config)
     check_ours(saved, model, folder.name)
@@ -195,10 +204,13 @@ def export_checkpoint(
             f"{vocab_size} ids (--vocab-size, config.json or the tokenizer) are more than the "
             f"{rows} rows of the embedding of {folder.name}. Use --vocab-size {rows}, or fewer."
         )
+
+    # The new config.json, and a rule for each tensor.
     dtype = dtype or saved.dtypes[WORD_EMBEDDINGS]
     if companion is None:
         content = to_huggingface(model, vocab_size) | token_ids(config)
-    content |= {"vocab_size": vocab_size, "torch_dtype": str(dtype).removeprefix("torch.")}
+    content["vocab_size"] = vocab_size
+    content["torch_dtype"] = str(dtype).removeprefix("torch.")
     # The newer name of torch_dtype; all versions of transformers read the older one.
     content.pop("dtype", None)
     if model.depths and content["model_type"] == "gpt2":
@@ -211,26 +223,56 @@ def export_checkpoint(
     with fresh_folder(target) as out:
         writer = ShardWriter(out)
         for rule in counted(table, progress):
-            kind = dtype if is_trained(rule.ours) else torch.float32
+            kind = saved_dtype(rule.ours, dtype)
             tensors = rule.split(saved.read(rule.ours))
             for name, tensor in zip(rule.theirs, tensors, strict=True):
                 writer.add(name, tensor.to(kind))
-                for copy, of in further.items():
-                    if of == name:
+                # Depths of multi-token prediction repeat the model's embedding and head.
+                for copy, original in further.items():
+                    if original == name:
                         writer.add(copy, tensor.to(kind))
         writer.close()
-        missing = None
-        if companion is not None:
-            _copy_others(companion, out)
-        else:
-            settings = {"do_sample": False, **token_ids(config)}
-            _write_json(out / "generation_config.json", settings)
-            missing = write_tokenizer(config, out)
-        _write_json(out / "config.json", content)
+        missing = _write_others(config, companion, out)
+        write_json(out / "config.json", content)
     lines = [*notes(content, model, vocab_size)]
     if missing:
         lines.append(f"no tokenizer is written: {missing}")
     return Converted(target, config, tuple(lines), vocab_size, dtype=dtype)
+
+
+def _companion_config(companion: Path, model: ModelConfig, name: str) -> dict[str, Any]:
+    """Return the config.json of a Hugging Face folder.
+
+    Args:
+        companion: the folder.
+        model: the model of the checkpoint that is exported.
+        name: name of the checkpoint, for errors.
+
+    Raises: CheckpointError if it is of another model.
+    """
+    content = read_json(companion / "config.json")
+    if problems := differing(model, content, name):
+        head = f"{companion}/config.json is of another model than {name}:"
+        raise CheckpointError([head, *problems])
+    return content
+
+
+def _write_others(config: Config, companion: Path | None, target: Path) -> str | None:
+    """Write the tokenizer and the generation settings of an export.
+
+    Args:
+        config: configuration of the training, used without a companion.
+        companion: the Hugging Face folder whose files are copied.
+        target: the folder of the export.
+
+    Returns: why no tokenizer is written; None if one is.
+    """
+    if companion is not None:
+        copy_others(companion, target)
+        return None
+    generation = {"do_sample": False, **token_ids(config)}
+    write_json(target / "generation_config.json", generation)
+    return write_tokenizer(config, target)
 
 
 def exportable(folder: Path, target: Path) -> Config:
@@ -241,6 +283,7 @@ def exportable(folder: Path, target: Path) -> Config:
     """
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty; give another folder")
+    # Damage is found before the first tensor is written.
     files = commit.read_manifest(folder)
     commit.verify(folder, files, files)
     if (provider := saved_provider(folder)) is not None:
@@ -272,6 +315,7 @@ def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[st
         "tokenizer.json": DataConfig(tokenizer_type="HuggingFaceTokenizer"),
         "vocab.json": gpt2,
     }
+    # In order of preference, the first one that fits the embedding.
     for name, data in kinds.items():
         if not (folder / name).exists():
             continue
@@ -289,59 +333,13 @@ def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[st
 
 
 def _vocab_size(config: Config) -> int:
+    """Return the number of ids of the training's tokenizer.
+
+    Raises: CheckpointError if its files are not there.
+    """
     try:
         return build_tokenizer(config.data).vocab_size
     except DataError as error:
         raise CheckpointError(
             f"give the number of ids without padding with --vocab-size ({error})"
         ) from None
-
-
-def _copy_others(source: Path, target: Path) -> None:
-    """Copy the tokenizer and generation settings: small text files, without config.json.
-
-    The index of the weights is left out too.
-    """
-    target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        if path.suffix not in (".json", ".txt", ".model", ".jinja") or not path.is_file():
-            continue
-        if path.name != "config.json" and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    commit.write_durably(path, json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def fresh_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which replaces an empty or missing target if all goes well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    fresh.mkdir()
-    with _scratch(fresh):
-        yield fresh
-        fresh.replace(target)
-
-
-@contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Remove a folder if an error ends its block."""
-    try:
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not JSON") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content

@@ -18,6 +18,7 @@ _RUN = Config(
 
 def model_problems(model: ModelConfig) -> list[str]:
     """Return the reasons why no run accepts this model, with the names of the flags."""
+    # The flags' own check advises --moe-router-pre-softmax, which would make another model.
     if model.has_experts and model.moe_router_topk == 1 and _normalised(model):
         return [
             "--moe-router-topk 1 with weights that add up to 1: the weight of one expert is always "

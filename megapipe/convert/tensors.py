@@ -31,6 +31,7 @@ from megapipe.partition.spans import LayerSpan, whole
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 1 << 30
+"""Largest size of a file, unless a single tensor is larger."""
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Takes the number of tensors that are done, and the number of all."""
@@ -65,8 +66,10 @@ class SavedTensors:
                 old = " (pytorch_model.bin is a pickle: save it again with save_pretrained)"
             raise CheckpointError(f"{folder} holds no safetensors files{old}")
         try:
+            # torch's reader knows the parts of a tensor in the files of several ranks, too.
             found: Any = HuggingFaceStorageReader(str(folder)).read_metadata()
-        except Exception as error:  # safetensors and DCP raise errors without a common class
+        # safetensors and torch raise errors without a common class.
+        except Exception as error:
             raise CheckpointError(f"{folder} cannot be read as safetensors: {error}") from None
         # Files and the offset of the part in each, by name of the tensor.
         self._parts: dict[str, list[tuple[str, Sequence[int]]]] = {}
@@ -99,12 +102,14 @@ def _listed(folder: Path) -> set[str] | None:
     A folder of the Hugging Face hub may hold the same weights in a second form.
     """
     index = folder / INDEX
+    # Without an index, loaders take the one file with this name, if it is there.
     if not index.exists():
         return {"model.safetensors"} if (folder / "model.safetensors").exists() else None
     try:
         return set(map(str, json.loads(index.read_text())["weight_map"].values()))
     except OSError as error:
         raise CheckpointError(f"{index}: {error.strerror}") from None
+    # No JSON, or JSON of another form. Deep nesting ends the parser with a RecursionError.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         example = '{"weight_map": {TENSOR: FILE, ...}}'
         raise CheckpointError(f"{index} is damaged: it is no JSON object {example}") from None
@@ -127,6 +132,7 @@ class ShardWriter:
         """Keep a copy of a tensor until its file is full."""
         if self._held and self._bytes + tensor.nbytes > SHARD_BYTES:
             self._flush()
+        # A copy: safetensors refuses views that share memory, such as rows of one tensor.
         self._held[name] = tensor.clone(memory_format=torch.contiguous_format)
         self._bytes += tensor.nbytes
         self._total += tensor.nbytes
@@ -141,6 +147,7 @@ class ShardWriter:
         names = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
         if n == 1:
             names = ["model.safetensors"]
+        # Only now is the number of files known, which is in all names.
         for i, name in enumerate(names):
             self._path(i).rename(self.folder / name)
         if n == 1:
@@ -153,13 +160,16 @@ class ShardWriter:
         return [*names, INDEX]
 
     def _path(self, shard: int) -> Path:
+        """Return the path of a file before `close` names it."""
         return self.folder / f"unfinished-{shard}"
 
     def _flush(self) -> None:
+        """Write the tensors that are held to the next file, and release them."""
         path = self._path(len(self._shards))
         save_file(self._held, path, metadata={"format": "pt"})
         # safetensors lets nobody else read its files; give them the folder's permissions.
         path.chmod(self.folder.stat().st_mode & 0o666)
+        # A checkpoint is committed only after its bytes are on disk.
         with path.open("rb") as file:
             os.fsync(file.fileno())
         self._shards.append(list(self._held))
@@ -172,12 +182,14 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
     """Fill the saved tensors of stages with this rank's slices of whole tensors.
 
     Args:
+        stages: the modules of this rank's stages.
         read: returns the whole tensor of a name, in its saved shape.
         tp: the tensor-parallel axis.
     """
     for stage in stages:
         for name, param in saved_tensors(stage):
             layout = layout_of(param)
+            # Only the owner of a tied weight is saved, and parts of a vocabulary as one tensor.
             tensor = read(whole_name(layout.tied_to or name))
             shape = tuple(tensor.shape)
             assert shape == layout.full, f"{name} is {list(shape)}, not {list(layout.full)}"
@@ -189,8 +201,10 @@ def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
 
     Its products are not in FP8.
     """
-    everything = LayerSpan(0, model.layers, True, True)
-    return GPTModel(replace(model, fp8_format=None), span or everything, Axis())
+    if span is None:
+        span = LayerSpan(0, model.layers, True, True)
+    # FP8 changes products, and no tensor that is saved.
+    return GPTModel(replace(model, fp8_format=None), span, Axis())
 
 
 def is_trained(name: str) -> bool:
@@ -199,6 +213,11 @@ def is_trained(name: str) -> bool:
     The other tensors are float32 in a model of any type.
     """
     return name.rpartition(".")[2] not in SAVED_BUFFERS
+
+
+def saved_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a saved tensor in a model whose weights have the type `dtype`."""
+    return dtype if is_trained(name) else torch.float32
 
 
 def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, Layout]:
@@ -213,6 +232,7 @@ def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, 
         spans += depths
     found = {}
     for each in spans:
+        # Shapes alone: a meta tensor has no memory, so that the model may be of any size.
         with torch.device("meta"):
             module = whole_model(model, each)
         for name, param in saved_tensors(module):

@@ -20,7 +20,7 @@ from megapipe.checkpoint.resume import resume_problems
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
 from megapipe.config import Config, ModelConfig
 from megapipe.convert.checkpoints import write_checkpoint
-from megapipe.convert.tensors import SavedTensors, is_trained, our_layouts
+from megapipe.convert.tensors import SavedTensors, our_layouts, saved_dtype
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
 from megapipe.models.gpt import WORD_EMBEDDINGS
@@ -49,12 +49,14 @@ def refuse_upcycling(folder: Path, config: Config) -> None:
         )
     expected = replace(config, model=dense_model(config))
     problems = resume_problems(vars(saved.model), None, expected, folder.name)
-    if not problems:
-        return
+    # A width that does not fit needs an explanation: the user gave two numbers for it.
     pieces = config.checkpoint.moe_upcycling_granularity
     width = f"--ffn-hidden-size {config.model.ffn} x --moe-upcycling-granularity {pieces}"
-    why = f"(experts are to be made of MLPs of {width})"
-    raise CheckpointError([f"{line} {why}" if "ffn" in line else line for line in problems])
+    for n, line in enumerate(problems):
+        if "ffn" in line:
+            problems[n] = f"{line} (experts are to be made of MLPs of {width})"
+    if problems:
+        raise CheckpointError(problems)
 
 
 @torch.no_grad()
@@ -77,22 +79,30 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
         for name, layout in our_layouts(config.model).items():
             if layout.tied_to is None:
                 tensor = _made(name, layout, saved.read, config)
-                yield name, tensor.to(dtype if is_trained(name) else torch.float32)
+                yield name, tensor.to(saved_dtype(name, dtype))
 
     return write_checkpoint(target, config, tensors())
 
 
 def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Config) -> Tensor:
-    """Return a whole tensor of the model with experts. read: the dense tensor of a name."""
+    """Return a whole tensor of the model with experts.
+
+    Args:
+        name: name of the tensor.
+        layout: its layout.
+        read: returns the dense model's tensor of a name.
+    """
     model = config.model
     slices = dense_model(config).ffn // model.expert_ffn
     copies = model.experts // slices
     before, sparse, inner = name.partition(".mlp.experts.")
     if name.endswith("router.weight"):
+        # A row for each copy, repeated for its slices, so that a token chooses a whole copy.
         rows = initial(name, layout, config.batch.seed)[:copies]
         return rows.repeat_interleave(slices, 0)
     if ".mlp.router." in name:
         return torch.zeros(layout.full)
+    # All other tensors are the dense model's: attention, norms, embedding, MLPs without experts.
     if not sparse:
         return read(name)
     x = read(f"{before}.mlp.{inner}")
@@ -100,8 +110,9 @@ def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Conf
     if inner == "linear_fc2.bias":
         # Each expert adds it with the expert's weight, and the weights add up to 1.
         return (x * scale).expand(model.experts, -1)
-    second = inner == "linear_fc2.weight"
-    parts = torch.stack(x.chunk(slices, 1 if second else int(model.gated)))
-    if second:
-        parts = parts * (slices * scale)
+    # Slices of the MLP's inner dimension: columns of fc2, rows of fc1 after gate and up.
+    if inner == "linear_fc2.weight":
+        parts = torch.stack(x.chunk(slices, 1)) * (slices * scale)
+    else:
+        parts = torch.stack(x.chunk(slices, int(model.gated)))
     return parts.repeat(copies, *[1] * x.ndim)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megapipe.checkpoint import commit
 from megapipe.config import ModelConfig
-from megapipe.convert.checkpoints import Converted, fresh_folder
+from megapipe.convert.checkpoints import Converted
+from megapipe.convert.folders import fresh_folder
 from megapipe.convert.megatron.args import args_of
 from megapipe.convert.megatron.experts import is_experts
 from megapipe.convert.megatron.export import Export, open_export

@@ -20,7 +20,7 @@ from megapipe.config import Config
 from megapipe.convert.checkpoints import Converted, write_checkpoint
 from megapipe.convert.megatron.args import left_out
 from megapipe.convert.megatron.saved import Read, SavedRun
-from megapipe.convert.tensors import Progress, counted, is_trained
+from megapipe.convert.tensors import Progress, counted, is_trained, saved_dtype
 from megapipe.errors import CheckpointError
 from megapipe.optim.loss_scale import LossScale
 
@@ -74,7 +74,7 @@ def import_megatron(
         x = read(kind, name, run.layouts[name])
         if kind:
             return f"optimizer.{kind}.{name}", x.float()
-        return name, x.to(dtype if is_trained(name) else torch.float32)
+        return name, x.to(saved_dtype(name, dtype))
 
     tensors = (tensor(*each) for each in counted(names, progress))
     state = None if released else _progress(run.common, run.args)
