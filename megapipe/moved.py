@@ -37,6 +37,7 @@ MODULES = {
     "training.seams": "training.hooks",
 }
 """The new place of each module of megapipe 0.1 that users import."""
+# A class that changed its name is found by the former one too.
 _RENAMED = {"training.seams": {"Seams": "Hooks"}}
 """Names that changed when their module moved."""
 
@@ -80,6 +81,7 @@ class Moved:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         """Let the module look its names up in the new place."""
+        # Imported here and not by `find_spec`, which only asks whether there is such a module.
         room = module.__name__.removeprefix("megapipe.")
         new = import_module(f"megapipe.{MODULES[room]}")
         _warn(module.__name__, new.__name__)
@@ -93,6 +95,7 @@ class Moved:
 
 def install() -> None:
     """Let former modules be imported. It comes last: a module that exists is found before."""
+    # Last, so that a module which exists costs nothing more.
     if Moved not in sys.meta_path:
         sys.meta_path.append(Moved)
 

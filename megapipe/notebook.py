@@ -21,6 +21,7 @@ def shown_by(name: str) -> Callable[[Any], str | None]:
     module, _, function = name.partition(":")
 
     def show(self: Any) -> str | None:
+        # A string, because an import would turn an arrow of the architecture back.
         shown: str | None = getattr(import_module(f"megapipe.{module}"), function)(self)
         return shown
 
@@ -35,6 +36,7 @@ def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
         rows: the cells, as plain text. The first cell of a row is aligned to the left.
         caption: a line above the table; none if it is empty.
     """
+    # Cells are escaped: a schedule of a user's file may have any name.
     head, *body = rows
     lines = ["<table>"]
     if caption:
@@ -47,6 +49,7 @@ def html_table(rows: Sequence[Sequence[str]], caption: str = "") -> str:
 
 
 def _row(cells: Sequence[str], tag: str) -> str:
+    # Styles stand in each cell, because a style sheet would hold for the whole notebook.
     first, *others = cells
     text = f'<{tag} style="text-align:left">{escape(first)}</{tag}>'
     text += "".join(f'<{tag} style="text-align:right">{escape(cell)}</{tag}>' for cell in others)

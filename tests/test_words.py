@@ -27,6 +27,7 @@ ROOMS = [
     "megapipe/config/model",
     "megapipe/config/parallel",
     "megapipe/flags",
+    "megapipe/library",
     "megapipe/convert",
     "megapipe/convert/huggingface",
     "megapipe/convert/huggingface/tables",

@@ -19,6 +19,7 @@ def with_processes(config: Config) -> Config:
     It is --world-size if that is given, else `config.world_size`, but at least the number of ranks
     of one replica of the model.
     """
+    # A launcher would say it. Without one a plan of four stages is about four processes.
     given = config.check.world_size
     if given is None or given <= 0:
         given = max(config.world_size, config.parallel.least_ranks)
@@ -31,6 +32,7 @@ def ready(config: Config) -> Config:
     Raises: ConfigError with every problem.
     """
     config = with_processes(config)
+    # The embedding's rows are known once the tokenizer is.
     vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
     return replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
 
@@ -56,5 +58,6 @@ def check(config: Config) -> str:
         config: as in `make_plan`.
     Raises: UserError with everything that a launch would refuse.
     """
+    # As with --check, or the report would call --world-size a flag without effect.
     processes = with_processes(config).world_size
     return report(replace(config, check=replace(config.check, check=True, world_size=processes)))

@@ -80,6 +80,7 @@ def build(
         if problems := list(order.problems(named)):
             raise ScheduleError(problems)
         costs = costs or UNIT
+        # The catalogue verifies what it makes. What parts add to it is verified here.
         table = order.whole(costs, memory)
         verify(table, memory=memory, costs=costs)
         return table
@@ -116,6 +117,7 @@ def compare(
     def silent(share: float, doing: str) -> None:
         """Show no progress: a notebook has no line to overwrite."""
 
+    # A study of one point, so that a table here and `megapipe schedules compare` agree.
     (found,) = study([ranks], [microbatches], [costs], memory, among, effort, silent)
     return found
 
@@ -128,6 +130,7 @@ class Picture:
     costs: Costs = UNIT
     memory: float | None = None
 
+    # Pictures are drawn when they are shown: a cell that ends in `;` shows none.
     def _repr_svg_(self) -> str | None:
         return picture(self.schedule, self.costs, self.memory)
 
@@ -158,8 +161,10 @@ def draw(
         return Picture(schedule, costs, memory)
     ending = Path(file).suffix.lower()
     if ending == ".svg":
+        # The picture of a screen, as wide as its passes need. It needs no matplotlib.
         write_complete(file, to_svg(schedule, costs, memory))
     elif ending in (".png", ".pdf"):
+        # The figure of a paper, in its fonts and as wide as a column.
         figure = Files(**{ending[1:]: str(file)}, width=width)
         figure.check()
         for path, content in draw_schedule(schedule, figure, costs).items():
@@ -188,6 +193,7 @@ def save(
     """
     ending = Path(file).suffix.lower()
     if ending == ".json":
+        # Costs and recipe say how the table came about. A reader of the table ignores both.
         line = None if recipe is None else to_line(recipe)
         write_complete(file, to_json(schedule, costs, line))
     elif ending != ".csv":

@@ -61,7 +61,7 @@ class OfPlan:
         return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The division of work over the ranks, and the prediction of time and memory.
 
@@ -99,6 +99,9 @@ class Plan:
     recipe: Recipe | None = None
 
     _repr_html_ = shown_by("plan.table:to_html")
+
+    def __repr__(self) -> str:
+        return f"Plan({self.schedule!r}, layers {self.counts})"
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:

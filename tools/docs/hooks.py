@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import File, Files
 
 API = {
+    "The library": [f"megapipe.library.{name}" for name in ("schedules", "runs")],
     "Schedules": [
         *(f"megapipe.schedule.{name}" for name in ("catalogue", "passes", "costs", "text", "generators.recorder")),
         *(f"megapipe.schedule.{name}" for name in ("simulate.simulate", "simulate.Timeline", "verify.verify")),

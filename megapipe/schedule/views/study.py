@@ -50,7 +50,7 @@ _COLOURS = (
 _MARKS = "osD^vPX"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Sequence[Row | Refusal]):
     """All schedules for one number of ranks and microbatches under one set of costs.
 
@@ -111,7 +111,7 @@ class Comparison(Sequence[Row | Refusal]):
                 raise KeyError(f"{which}: {row.reason}")
         raise KeyError(f"{which}; there are {', '.join(row.label for row in self.rows)}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([to_table(self.rows), "", *self.advice])
 
     def _repr_html_(self) -> str:

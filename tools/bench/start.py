@@ -1,0 +1,47 @@
+"""Milliseconds until names of `import megapipe` can be used, each in a fresh Python; asked: the import in 60.
+
+python tools/bench/start.py [--rounds 20]
+
+Rounds take turns, so that a busy machine hits all alike. The least is of a quiet moment, the median of this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+USES = {
+    "import megapipe": "import megapipe",
+    "a schedule and its picture": "import megapipe; megapipe.build('zb-h1', 4, 8)._repr_svg_()",
+    "a comparison of all": "import megapipe; megapipe.compare(4, 8, effort=0.1)",
+    "flags to a Config": "import megapipe; megapipe.parse(megapipe.Config, ['--num-layers', '4'])",
+    "make_plan, with torch": "import megapipe; megapipe.make_plan",
+}
+TIMED = "from time import perf_counter as t; began = t(); {}; print((t() - began) * 1e3)"
+
+
+def took(code: str) -> float:
+    """Milliseconds of this code in a Python of its own, without Python's own start."""
+    run = [sys.executable, "-c", TIMED.format(code)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    rounds = parser.parse_args().rounds
+    times = [[took(code) for code in USES.values()] for _ in range(rounds)]
+    print("| | least ms | median ms |\n|---|---:|---:|")
+    for name, column in zip(USES, zip(*times, strict=True), strict=True):
+        print(f"| {name} | {min(column):.1f} | {statistics.median(column):.1f} |")
+
+
+if __name__ == "__main__":
+    main()
