@@ -59,18 +59,18 @@ def build(
     """Return the schedule of a name or a recipe, verified.
 
     Args:
-        order: a name of the catalogue such as "zb-h1", a .json or .csv file, FILE.py:NAME of a
-            function, or a Recipe, which has its own size and options.
+        order: a name of the catalogue such as "zb-h1", a .json or .csv file, or FILE.py:NAME of a
+            function. A Recipe has its own size and options.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
         costs: times of passes and messages. A searched schedule, and the parts of a recipe, are
-            chosen by them. Default for these: a unit of time for each of F, B and W. Without costs
-            other schedules are those of their papers; with them W may fill the waits.
+            chosen by them; None for a unit of time for each of F, B and W. In other schedules W may
+            fill the waits under these costs; None for the tables of the papers.
         memory: most activation of a rank, in the unit of `costs.mem_b`; None for no limit.
         options: further arguments of the schedule's function.
-    Raises: ScheduleError if there is no such schedule, if it does not exist for this size, if its
-        parts exclude each other, or if a rank holds more than the limit.
+    Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if parts
+        exclude each other, or a rank holds more than the limit.
         TypeError for a name without a size, or a recipe with another one.
     """
     if isinstance(order, Recipe):
