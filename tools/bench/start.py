@@ -7,14 +7,17 @@ Rounds take turns, so that a busy machine hits all alike. The least is of a quie
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from megapipe.flags.parse import parse, run  # noqa: E402
+
 USES = {
     "import megapipe": "import megapipe",
     "a schedule and its picture": "import megapipe; megapipe.build('zb-h1', 4, 8)._repr_svg_()",
@@ -27,16 +30,22 @@ TIMED = "from time import perf_counter as t; began = t(); {}; print((t() - began
 
 def took(code: str) -> float:
     """Milliseconds of this code in a Python of its own, without Python's own start."""
-    run = [sys.executable, "-c", TIMED.format(code)]
+    start = [sys.executable, "-c", TIMED.format(code)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(run, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(start, env=env, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
+@dataclass(frozen=True)
+class Flags:
+    """Milliseconds until names of `import megapipe` can be used, each in a fresh Python."""
+
+    rounds: int = 20
+    """Pythons for each use. They take turns."""
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
+    rounds = parse(Flags).rounds
     times = [[took(code) for code in USES.values()] for _ in range(rounds)]
     print("| | least ms | median ms |\n|---|---:|---:|")
     for name, column in zip(USES, zip(*times, strict=True), strict=True):
@@ -44,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
