@@ -33,6 +33,7 @@ def _zb_auto(
     effort: float = 4.0,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
+    # Taken first: below, locals() would also have the name of the import.
     given = locals()
     # Only a search takes the time to import it.
     from megapipe.schedule.search.auto import zb_auto
@@ -66,11 +67,13 @@ def entry_of(name: str) -> Entry:
     entry = (SCHEDULES | SLICED).get(name.lower())
     if entry is not None:
         return entry
+    # FILE.py:NAME or MODULE:NAME. The file decides by its arguments whether chunks are a choice.
     if ":" in name:
         made = own_generator(name)
         about = (inspect.getdoc(made) or "a schedule of your own").split("\n")[0]
         takes = inspect.signature(made).parameters
         return Entry(made, OWN, None if "chunks" in takes else 1, about)
+    # A typing error is close to one or two names. Otherwise the reader needs the whole list.
     close = get_close_matches(name.lower(), [*SCHEDULES, *SLICED], n=2)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
@@ -92,17 +95,19 @@ def own_entry(name: str) -> Entry:
     else:
         entry = entry_of(name)
         made = build(name, 4, 8)
+    # The list says what the table itself shows, and not what its author claims.
     place = made.placement
-    shapes = {mirror(place.num_ranks): "mirror", vee(place.num_ranks): "v"}
-    chunks = place.num_stages // place.num_ranks
-    placement = shapes.get(place, "loop" if place == loop(place.num_ranks, chunks) else "own")
-    split = any(kind.is_split for kind in made.kinds)
-    takes_chunks = not is_file(name) and entry.chunks is None
+    ranks = place.num_ranks
+    chunks: int | None = place.num_stages // ranks
+    shapes = {loop(ranks, chunks or 1): "loop", mirror(ranks): "mirror", vee(ranks): "v"}
+    # A generator that takes chunks makes any number of them. This table has the default one.
+    if not is_file(name) and entry.chunks is None:
+        chunks = None
     return replace(
         entry,
-        placement=placement,
-        chunks=None if takes_chunks else chunks,
-        split=split,
+        placement=shapes.get(place, "own"),
+        chunks=chunks,
+        split=any(kind.is_split for kind in made.kinds),
         copies=place.num_chains,
     )
 
@@ -138,10 +143,14 @@ def build(
     """
     if is_file(name):
         schedule = _from_file(name, ranks, microbatches)
+        # `load` has verified it already, but without a memory limit. Errors name the file.
         verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
         return schedule
     entry = entry_of(name)
-    key = name if entry.placement == OWN else name.lower()
+    # Names of files and functions keep their case, which file systems and Python distinguish.
+    key = name
+    if entry.placement != OWN:
+        key = name.lower()
     return make(
         key, entry, ranks, microbatches, chunks=chunks, costs=costs, memory=memory, **options
     )
@@ -149,6 +158,7 @@ def build(
 
 def _from_file(path: str, ranks: int, microbatches: int) -> Schedule:
     schedule = load(path)
+    # A generator would make another size. A file has one, and stretching it is another schedule.
     made_for = schedule.placement.num_ranks, schedule.num_microbatches
     if made_for != (ranks, microbatches):
         raise ScheduleError(

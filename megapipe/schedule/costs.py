@@ -21,6 +21,7 @@ from megapipe.schedule.families.family import PerStage as PerStage
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Part, Placement, Schedule, Step
 
+# Sums over the largest table of such numbers are still finite.
 MOST = 1e100
 _OF_LAYERS = {"f", "b", "w"}
 SHARES = ("link_f", "link_b", "link_w")
@@ -152,6 +153,7 @@ class Costs(FamilyCosts, CoreCosts):
         far = max(src, dst)
         if far - near == 1:
             return self.comm[near]
+        # A loop of several chunks goes from rank p-1 back to rank 0.
         if (near, far) == (0, ranks - 1) and len(self.comm) == ranks:
             return self.comm[-1]
         return max(self.comm)
@@ -166,7 +168,11 @@ class Costs(FamilyCosts, CoreCosts):
         """
         if of is None:
             return self
+        # Places in the microbatch, from 0 to 1. The slice is drawn double, its document single:
+        #
+        #     0     first ------ begin ====== end ------     1
         first, begin, end = (sum(cuts[:n]) / sum(cuts) for n in (of[1], of[0], of[0] + 1))
+        # The last slice of a document copies the keys of all its slices, see `kinds._KEYS_BACK`.
         document = 0.0
         if of[0] + 1 == of[2]:
             document = end - first
@@ -219,12 +225,15 @@ class Costs(FamilyCosts, CoreCosts):
         Args:
             table: gives the slices of microbatches; None if microbatches are not cut.
         """
-        parts = [self.of_slice(table.cuts, table.part(x)) if table else self for x in step]
+        parts = [self] * len(step)
+        if table:
+            parts = [self.of_slice(table.cuts, table.part(x)) for x in step]
         priced = [*zip(step, parts, strict=True)]
         alone = [part._of_pass(x.kind, x.stage, placement) for x, part in priced]
         if len(step) == 1:
             return alone[0]
         if self.fb is not None and step[0].kind.is_forward and step[1].kind.is_backward:
+            # The forward and the backward may be slices of different lengths.
             whole = sum(part.fb or 0.0 for part in parts) / 2
             whole = whole * placement.num_ranks / placement.chain
             splits = [part._at("w", x.stage, placement) for x, part in priced if x.kind.is_split]
@@ -301,12 +310,16 @@ def _of_slice(whole: float, attention: float, begin: float, end: float, first: f
             it from `first`, where its document begins.
     """
     by_length = end - begin
+    # The token at x attends to x - first tokens. Their sum from begin to end is half of this area.
+    # A microbatch that is one document has the area 1.
     by_area = (end - first) ** 2 - (begin - first) ** 2
     return whole * ((1 - attention) * by_length + attention * by_area)
 
 
 def _mean(value: PerStage) -> float:
-    return sum(value) / len(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return sum(value) / len(value)
+    return value
 
 
 class Chain(NamedTuple):
@@ -357,6 +370,7 @@ def pieces(chains: Sequence[Chain]) -> list[Piece]:
         played.append(Piece(i, bool(lane), start, free[lane]))
         return free[lane]
 
+    # Arbitrarily short pieces overlap completely: each stream is busy from 0 for its own sum.
     if not all(chain.turns for chain in chains):
         for i in range(len(chains)):
             play(i, 0, 0.0, 1)

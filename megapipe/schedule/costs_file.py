@@ -30,6 +30,7 @@ def load_costs(path: str | Path) -> Costs:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ScheduleError(f"{path} is no costs file: {error}") from None
+    # "ranks" is the table of a schedule's file, and no field of costs.
     if isinstance(given, dict) and "ranks" in given:
         if "costs" not in given:
             raise ScheduleError(
@@ -55,11 +56,12 @@ def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
     if unknown:
         raise ScheduleError(f"{path} names {', '.join(unknown)}; costs have {', '.join(known)}.")
     values: dict[str, Any] = {name: _value(path, name, value) for name, value in given.items()}
+    # Costs knows the ranges of its fields, but not the file that named them.
     try:
         costs = Costs(**values)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
-    if not any(any(_numbers(time)) for time in (costs.f, costs.b, costs.w)):
+    if not any((*_numbers(costs.f), *_numbers(costs.b), *_numbers(costs.w))):
         raise ScheduleError(
             f"{path}: f, b and w are all 0, and no step can be predicted of that. Give one a time."
         )
@@ -82,6 +84,7 @@ def _numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
 
 def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:
     """Return a field's value from its JSON. Raises: ScheduleError that names file and field."""
+    # Latency and bandwidth are what people know of a link; the clock needs the time of a message.
     if name == "comm" and isinstance(value, dict):
         missing = [part for part in _MESSAGE if part not in value]
         if missing:
@@ -90,16 +93,21 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
             )
         return _message(path, {part: _value(path, part, value[part]) for part in _MESSAGE})
     numbers: list[Any] = [value]
-    if isinstance(value, list) and name not in _SINGLE:
-        numbers = value
+    lists = ""
+    if name not in _SINGLE:
+        lists = " or a list of numbers"
+        if isinstance(value, list):
+            numbers = value
+    # JSON's true is a bool, which Python counts as the integer 1.
     numeric = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)
     # The limit comes before float(), which overflows for an integer of 400 digits.
     if not numbers or not numeric or any(abs(x) > MOST for x in numbers):
-        lists = "" if name in _SINGLE else " or a list of numbers"
         raise ScheduleError(
             f"{path}: {name} must be a number{lists}, got {json.dumps(value)[:100]}."
         )
-    return tuple(map(float, numbers)) if isinstance(value, list) else float(numbers[0])
+    if isinstance(value, list):
+        return tuple(map(float, numbers))
+    return float(numbers[0])
 
 
 def _message(
@@ -107,6 +115,7 @@ def _message(
 ) -> float | tuple[float, ...]:
     """Return latency + bytes / bandwidth, for each link if a part is a list."""
     links = max(len(_numbers(x)) for x in parts.values())
+    # One number is the same for all links, such as the bytes of a message.
     rows = [x if isinstance(x, tuple) else (x,) * links for x in parts.values()]
     if len({len(row) for row in rows}) > 1 or min(rows[2]) <= 0:
         raise ScheduleError(f"{path}: comm needs lists of one length and a bandwidth above 0.")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from megapipe.schedule.families import FAMILIES
 from megapipe.schedule.kinds import OF_SLICES, Kind, Made, Need, Where
-from megapipe.schedule.passes import Pass, Schedule
+from megapipe.schedule.passes import Pass, Schedule, Step
 
-_MAKERS: Mapping[Made, tuple[Kind, ...]] = {
-    made: tuple(kind for kind in Kind if made in kind.traits.makes) for made in Made
-}
+
+def _makers_of(made: Made) -> tuple[Kind, ...]:
+    return tuple(kind for kind in Kind if made in kind.traits.makes)
+
+
+_MAKERS: Mapping[Made, tuple[Kind, ...]] = {made: _makers_of(made) for made in Made}
+# The clock finds these by arithmetic with keys, see `simulate._wire`. All others it looks up here.
 _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 
 
@@ -28,6 +32,7 @@ class Dependencies:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._there = {*schedule.passes()}
+        # Needs of Where.RUN: only the order of a row says which run of passes a pass belongs to.
         self._of_rows = dict[tuple[Pass, Made], tuple[Pass, ...]]()
         for family in FAMILIES:
             self._of_rows.update(family.needs(schedule))
@@ -44,11 +49,10 @@ class Dependencies:
         Args:
             beyond: only dependencies beyond the pass's own microbatch, as `is_beyond` has them.
         """
-        needs = self._schedule.needs[item.kind]
-        wanted = [need for need in needs if is_beyond(item.kind, need)] if beyond else needs
         makers: list[Pass] = []
-        for need in wanted:
-            makers += self._makers(item, need)
+        for need in self._schedule.needs[item.kind]:
+            if not beyond or is_beyond(item.kind, need):
+                makers += self._makers(item, need)
         # On a stream that several ranks share, copies run in one order over all these ranks.
         if item in self._before:
             makers.append(self._before[item])
@@ -72,6 +76,7 @@ class Dependencies:
                 makers = [Pass(kind, stage, *number) for kind in _MAKERS[need.made]]
                 # Several kinds may produce a result: a gradient comes from B or from BW.
                 there = next((maker for maker in makers if maker in self._there), None)
+                # If the table lacks all of them, an error names the first: "waits for 1B0".
                 if there is not None or not need.optional:
                     yield there or makers[0]
 
@@ -85,12 +90,20 @@ class Dependencies:
         if need.where is Where.MICROBATCHES:
             carried = _carried(stage, number, schedule)
             return [(i, j) for i in carried for j in schedule.slices]
-        if need.where is Where.BEHIND:
-            return [(number, n) for n in schedule.document(item) if n > (piece or 0)]
-        if need.where in OF_SLICES:
-            other = (piece or 0) + (1 if need.where is Where.LATER else -1)
-            return [(number, other)] if other in schedule.document(item) else []
-        return [(number, piece)]
+        if need.where not in OF_SLICES:
+            return [(number, piece)]
+        # Slices of a document attend to earlier ones, so F needs EARLIER and B needs LATER:
+        #
+        #     slice   0    1    2  |  3    4        F  0 -> 1 -> 2     3 -> 4
+        #     document 0           |  1             B  0 <- 1 <- 2     3 <- 4
+        own = piece or 0
+        others = {
+            Where.EARLIER: (own - 1,),
+            Where.LATER: (own + 1,),
+            Where.BEHIND: range(own + 1, len(schedule.cuts)),
+        }
+        document = schedule.document(item)
+        return [(number, other) for other in others[need.where] if other in document]
 
 
 def wrong_documents(schedule: Schedule) -> str | None:
@@ -105,6 +118,7 @@ def wrong_documents(schedule: Schedule) -> str | None:
             "documents begin at slices, but microbatches are not cut: leave out documents, "
             "or name several cuts"
         )
+    # Slice 0 always begins a document, so a row that names it says the same thing twice.
     for row in rows:
         if list(row) != sorted({*row} & {*range(1, n)}):
             return (
@@ -121,22 +135,21 @@ def closed_prefix(schedule: Schedule) -> list[int]:
     the start of a training step. Post-validation runs them again when it takes back an update.
     """
     needs = Dependencies(schedule)
-    cuts = []
+    prefixes = []
     for row in schedule.ranks:
-        repeats = (all(can_repeat(x.kind) for x in step) for step in row)
-        cuts.append(next((i for i, again in enumerate(repeats) if not again), len(row)))
+        prefixes.append([*takewhile(lambda step: all(can_repeat(x.kind) for x in step), row)])
     # A step outside the prefix removes the steps that depend on it, on any rank. Repeat until no
     # step is removed.
     while True:
-        prefixes = [row[:cut] for row, cut in zip(schedule.ranks, cuts, strict=True)]
         inside = {x for row in prefixes for step in row for x in step}
-        found = []
-        for row in prefixes:
-            closed = (all(inside.issuperset(needs.of(x)) for x in step) for step in row)
-            found.append(next((i for i, whole in enumerate(closed) if not whole), len(row)))
-        if found == cuts:
-            return cuts
-        cuts = found
+
+        def closed(step: Step, inside: set[Pass] = inside) -> bool:
+            return all(inside.issuperset(needs.of(x)) for x in step)
+
+        found = [[*takewhile(closed, row)] for row in prefixes]
+        if found == prefixes:
+            return [len(row) for row in prefixes]
+        prefixes = found
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
@@ -156,6 +169,8 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
             most[stage] = max(most[stage], len(begun[stage]) - done[stage])
         done[stage] += item.kind.is_backward
     chosen = []
+    # With at most 3 in flight and n = 1, of microbatches 0 1 2 3 4 5: 0 and 3. A window is never
+    # without one of them, and never holds two.
     for order, window in zip(begun, most, strict=True):
         chosen.append(frozenset(m for i, m in enumerate(order) if i % window < n))
     return tuple(chosen)

@@ -11,6 +11,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.passes import Placement, Schedule
 
+# {0} and {1} become the user's names of the two parts, such as flags.
 _CUT = "{0} cuts a table of F, B and W: leave out {1}."
 EXCLUDED = (
     ("cuts", "pairs", _CUT),
@@ -26,6 +27,7 @@ EXCLUDED = (
         "step",
         "{0} sums gradients after runs of passes, {1} once a step. Leave one of them out.",
     ),
+    # Offload goes with each of them: it moves activations and changes no pass of another part.
 )
 """(part, part, reason) for parts of a recipe that exclude each other."""
 
@@ -77,6 +79,7 @@ class Fixed:
     depths: int = 0
 
     def costs(self, table: Schedule) -> Costs:
+        # Depths come into a table late, see `recipe`. Before that their costs name no stage of it.
         if table.placement.depths == self.depths:
             return self.price
         return self.price.of_positions(table.placement.chain)

@@ -263,6 +263,7 @@ class Kind(StrEnum):
     W = "W", Traits("weight gradient", "#2f9e77", "w", _WEIGHTS, (Made.WEIGHT_GRADIENT,), {"w": -1})
     BW = "BW", Traits("both gradients", "#b8471b", "bw", _BACKWARD, _BOTH, {"b": -1})
 
+    # Their order in a step: G, U, A. V of this step runs among the forwards of the next one.
     G = "G", _of_stage("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP)
     U = "U", _of_stage("update", "#332233", "u", _UPDATE, (Made.UPDATED,))
     A = (

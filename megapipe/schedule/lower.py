@@ -55,6 +55,11 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
     tensor. Costs move messages between steps; every choice is correct. Messages with no step
     between them form one exchange. That only posts some messages earlier, so it is safe.
 
+    1F1B on two ranks with two microbatches. Messages in one cell form one exchange:
+
+        rank 0: 0F0 | 0F0:0->1 | 0F1 | 0F1:0->1 1BW0:1->0 | 0BW0 | 1BW1:1->0 | 0BW1
+        rank 1: 0F0:0->1 | 1F0 | 0F1:0->1 | 1BW0 | 1BW0:1->0 | 1F1 | 1BW1 | 1BW1:1->0
+
     A tensor that is made before V is received before V, and no other tensor is. If V rejects an
     update, the passes before it run again while no message is in flight. V follows a closed prefix
     (`dependencies.closed_prefix`), so the order with V is still one global order.
@@ -106,6 +111,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
     """Return, for each sending rank, the most messages made and not yet taken at any time."""
     links = schedule.links
+    # In the clock's order a result is made before it is taken, and a rank is visited in row order.
     steps = []
     for rank, i in clock.order:
         for item in schedule.ranks[rank][i]:
@@ -142,6 +148,7 @@ def forward_only(schedule: Schedule) -> Schedule:
         for item in step:
             if place.depth(item.stage):
                 continue
+            # A family may put another pass in its place, or leave it out.
             usual = item if item.kind.traits.evaluates else None
             other = named.get(item, usual)
             if other is not None:
@@ -161,6 +168,7 @@ def _program(entries: list[_Entry]) -> Program:
     program: list[Step | Exchange] = []
     together: list[Message] = []
     for *_, item in entries:
+        # Posted together, sends and receives overlap, and NCCL starts one kernel for all of them.
         if isinstance(item, Message):
             together.append(item)
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import NamedTuple
 
 from megapipe.notebook import shown_by
@@ -37,7 +37,9 @@ class Pass(NamedTuple):
     @property
     def of(self) -> str:
         """Return the label in pictures: microbatch, or microbatch.slice."""
-        return f"{self.microbatch}" if self.slice is None else f"{self.microbatch}.{self.slice}"
+        if self.slice is None:
+            return f"{self.microbatch}"
+        return f"{self.microbatch}.{self.slice}"
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.of}"
@@ -139,6 +141,7 @@ class Schedule:
         """
         lanes = {kind.traits.lane for kind in self.kinds - set(kinds)}
         shared = tuple(x for x in self.shared if x.lane in lanes)
+        # Pairs consist of F, B, W and BW, so the first pass of a step decides for all of it.
         kept = self.map(lambda step: () if step[0].kind in kinds else (step,))
         return replace(kept, shared=shared)
 
@@ -152,6 +155,7 @@ class Schedule:
 
         Where microbatches are not cut it is the number of the microbatch.
         """
+        # With 4 slices, slice 1 of microbatch 2 is number 9.
         if item.slice is None:
             return item.microbatch
         return item.microbatch * len(self.cuts) + item.slice
@@ -179,6 +183,10 @@ class Schedule:
     @cached_property
     def _documents(self) -> list[list[range]]:
         """The document of each slice, for each row of `documents`."""
+        # Five slices with documents that begin at 0 and 3:
+        #
+        #     slice      0       1       2     |  3       4
+        #     document  0..2    0..2    0..2   | 3..4    3..4
         found = []
         for begins in self.documents or ((),):
             ends = pairwise((0, *begins, len(self.cuts)))
@@ -203,6 +211,8 @@ class Schedule:
     def _applies(self, need: Need) -> bool:
         # An optional need applies if some pass of the table produces the result.
         there = not need.optional or any(need.made in kind.traits.makes for kind in self.kinds)
+        # Rows of `kinds` are for all tables. Here a table leaves out what it has no passes for, so
+        # that clock and verifier look at few needs of each pass.
         shared = need.where is not Where.SHARES or self.placement.vocabulary
         cut = need.where not in OF_SLICES or bool(self.cuts)
         return there and shared and cut and need.unless not in self.kinds
@@ -213,30 +223,33 @@ class Schedule:
 
         A result that no pass of the table takes is sent nowhere.
         """
+        # By kind and stage and not by pass: all microbatches of a stage go the same way.
         place = self.placement
         there = {item[:2] for item in self.passes()}
+        # An evaluation has no passes of depths, whose loss other passes then do not wait for.
         here = {stage for _, stage in there}
         takes: dict[tuple[Kind, int], tuple[tuple[Made, int], ...]] = {}
-        for stage in range(place.num_stages):
-            for kind, needs in self.needs.items():
-                if (kind, stage) in there:
-                    takes[kind, stage] = tuple(
-                        (need.made, maker)
-                        for need in needs
-                        if need.where in HANDED
-                        for maker in place.needed(stage, need)
-                        if maker in here or not need.optional
-                    )
+        for stage, (kind, needs) in product(range(place.num_stages), self.needs.items()):
+            if (kind, stage) not in there:
+                continue
+            taken: list[tuple[Made, int]] = []
+            for need in needs:
+                # All other needs are met on the rank itself, or by collectives.
+                if need.where in HANDED:
+                    makers = place.needed(stage, need)
+                    taken += [(need.made, x) for x in makers if x in here or not need.optional]
+            takes[kind, stage] = tuple(taken)
         # A dict as an ordered set: a rank receives a result once, in the order of its first taker.
         takers: dict[tuple[Made, int], dict[int, None]] = {}
-        for (_, stage), taken in takes.items():
-            for result in taken:
+        for (_, stage), results in takes.items():
+            for result in results:
                 if place.rank_of[stage] != place.rank_of[result[1]]:
                     takers.setdefault(result, {})[place.rank_of[stage]] = None
         links = {}
-        for (kind, stage), taken in takes.items():
+        for (kind, stage), results in takes.items():
+            # Only the first result of a kind leaves its rank: keys and values, say, stay.
             sends = takers.get((kind.traits.makes[0], stage), ())
-            links[kind, stage] = Link(taken, tuple(sends))
+            links[kind, stage] = Link(results, tuple(sends))
         return links
 
     @cached_property
@@ -247,6 +260,7 @@ class Schedule:
         """
         backward: dict[int, int] = {}
         weights: dict[int, int] = {}
+        # Rows are in order, so a later pass of a stage replaces an earlier one.
         for item in self.passes():
             if item.kind.is_backward:
                 backward[item.stage] = self.number(item)
@@ -259,6 +273,7 @@ class Schedule:
 
         Each chain carries an equal number of consecutive microbatches of a training step.
         """
+        # DualPipe with 8 microbatches: 0 to 3 run through chain 0, 4 to 7 through chain 1.
         of_step = microbatch % self.num_microbatches
         return of_step * self.placement.num_chains // self.num_microbatches
 
@@ -276,6 +291,7 @@ def repeated(schedule: Schedule, training_steps: int) -> Schedule:
     """Return the table of one training step repeated, with no barrier between the steps."""
     m = schedule.num_microbatches
 
+    # G, U, A and V are numbered by training steps, all other passes by microbatches.
     def later(step: Step, n: int) -> Step:
         moved = []
         for item in step:

@@ -90,6 +90,7 @@ PATTERNS: dict[str, Entry] = {
         "one microbatch at a time; a rank computes 1/p of the time",
         dominated=True,
     ),
+    # Huang et al. 2019, "GPipe".
     "gpipe": Entry(
         gpipe,
         "loop",
@@ -97,15 +98,18 @@ PATTERNS: dict[str, Entry] = {
         "all forwards, then all backwards; bubble (p-1)(F+B+W), memory m",
         dominated=True,
     ),
+    # Narayanan et al. 2020, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush).
     "1f1b": Entry(
         one_f_one_b, "loop", 1, "backward as soon as possible; bubble (p-1)(F+B+W), memory p"
     ),
+    # Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", sec. 2.2.2.
     "interleaved": Entry(
         interleaved, "loop", None, "1F1B over v chunks; bubble (p-1)(F+B+W)/v, memory p + (p-1)/v"
     ),
     "interleaved-zb": Entry(
         interleaved_zb, "loop", None, "split; bubble (p-1)(F+B-W)/v, memory p", split=True
     ),
+    # Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism".
     "breadth-first": Entry(
         breadth_first,
         "loop",
@@ -113,12 +117,16 @@ PATTERNS: dict[str, Entry] = {
         "chunk by chunk; bubble (p-1)(F+B+W)/v, memory m",
         dominated=True,
     ),
+    # Wan et al. 2025, "PipeOffload".
     "group-interleaved": Entry(
         group_interleaved, "loop", None, "by groups of g < p; memory (p + (v-1) g) / v", split=True
     ),
+    # Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2; ZB-V is in sec. 6.
     "zb-h1": Entry(zb_h1, "loop", 1, "bubble (p-1)(F+B-W), memory p", split=True),
     "zb-h2": Entry(zb_h2, "loop", 1, "bubble (p-1)(F+B-2W), memory 2p-1", split=True),
+    # Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", also V-Half and V-Min.
     "1f1b-v": Entry(one_f_one_b_v, "v", 2, "1F1B on the V, whole backward; memory about 2p/3"),
+    # Liu et al. 2023, "Hanayo: Harnessing Wave-like Pipeline Parallelism".
     "hanayo": Entry(
         hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"
     ),
@@ -127,9 +135,11 @@ PATTERNS: dict[str, Entry] = {
         v_half, "v", 2, "memory (p+2)//2, below half of 1F1B's bubble at F = B = W", split=True
     ),
     "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
+    # Li and Hoefler 2021, "Chimera". Two copies of the model, so that ramps meet in the middle.
     "chimera": Entry(
         chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2
     ),
+    # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", sec. 3.2.1.
     "dualpipe": Entry(
         dualpipe,
         "mirror",
@@ -139,6 +149,7 @@ PATTERNS: dict[str, Entry] = {
         copies=2,
         pairs=True,
     ),
+    # Qi et al. 2025, "DualPipe could be better without the Dual".
     "dualpipe-v": Entry(
         dualpipe_v,
         "v",
@@ -150,12 +161,15 @@ PATTERNS: dict[str, Entry] = {
 }
 
 SLICED: dict[str, Entry] = {
+    # Li et al. 2021, "TeraPipe", sec. 3.
     "terapipe": Entry(
         terapipe, "loop", 1, "GPipe in n slices of the sequence; bubble (p-1)(F+B+W)/n, memory m"
     ),
+    # Sun et al. 2024, "Seq1F1B".
     "seq1f1b": Entry(
         seq1f1b, "loop", 1, "1F1B in n slices; bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n"
     ),
+    # Li et al. 2025, "SlimPipe".
     "slimpipe": Entry(
         slimpipe,
         "loop",
@@ -182,6 +196,7 @@ def fixed(
         placement: only patterns of this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
+    # Large tables are yielded one by one, so that a search may stop and memory has one at a time.
     if ranks * microbatches * chunks < _KEPT:
         return iter(_fixed(*arguments))
     return _each(*arguments)
@@ -228,6 +243,7 @@ def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
     """Check that a table is small enough to be made. Raises: ScheduleError if it is not."""
     stages = ranks * chunks
     cells = stages * microbatches
+    # A typing error, such as a batch in tokens, would otherwise fill the memory of the machine.
     if cells > MOST_CELLS or stages > MOST_STAGES:
         raise ScheduleError(
             f"{name} for {ranks} ranks x {chunks} chunks and {microbatches} microbatches is a "
@@ -271,6 +287,8 @@ def made(
         raise ScheduleError(
             f"{name} needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}."
         )
+    # A generator has the arguments that it uses. What a user names and it lacks is an error; what
+    # the caller always has, such as costs, is passed only to a generator that takes it.
     takes = inspect.signature(entry.generate).parameters
     unknown = [option for option in options if option not in takes]
     if unknown:
@@ -284,6 +302,7 @@ def made(
     if "costs" in takes and (costs is not None or entry.placement == OWN):
         options["costs"] = costs or UNIT
     generate = partial(entry.generate, ranks, microbatches, **options)
+    # A user's function may return anything, or raise. Its errors name the file and the numbers.
     if entry.placement == OWN:
         return own_schedule(name, generate, ranks, microbatches, options.get("chunks"))
     return generate()

@@ -67,6 +67,11 @@ class Placement:
 
         They follow the stages of each chain. In DualPipe the second chain has them mirrored.
         """
+        # Two ranks and two depths, both on rank 1:
+        #
+        #     stage     0    1    2    3        DualPipe adds a second chain:  4    5    6    7
+        #     rank      0    1    1    1                                       1    0    0    0
+        #     holds  embed  loss  d1   d2                                   embed  loss  d1   d2
         mirrored = [self.num_ranks - 1 - rank for rank in ranks]
         rank_of: list[int] = []
         for first in range(0, self.num_stages, self.chain):
@@ -97,14 +102,18 @@ class Placement:
 
     def prev(self, stage: int) -> int | None:
         """Return the stage whose output this one takes, None at the embedding."""
-        return None if self.is_first(stage) else stage - 1
+        if self.is_first(stage):
+            return None
+        return stage - 1
 
     def next(self, stage: int) -> int | None:
         """Return the stage that takes this one's output.
 
         Returns None at the end of the chain: at the loss, or at the last depth after it.
         """
-        return None if self.position(stage) == self.chain - 1 else stage + 1
+        if self.position(stage) == self.chain - 1:
+            return None
+        return stage + 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank in ascending order, which numbers its model chunks."""
@@ -112,17 +121,22 @@ class Placement:
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
         """Return the stages whose results a pass of `stage` needs."""
-        applies = need.at is None or stage in self.meant(stage, need.at)
-        return self.meant(stage, need.where) if applies else ()
+        # Such as the loss: a backward needs it at the last stage, not at the others.
+        if need.at is not None and stage not in self.meant(stage, need.at):
+            return ()
+        return self.meant(stage, need.where)
 
     def meant(self, stage: int, where: Where) -> tuple[int, ...]:
         """Return the stages that `where` refers to, seen from `stage`."""
         first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
-        if where in (Where.EMBEDS, Where.LOSSES):
-            end = first if where is Where.EMBEDS else first + self.main - 1
-            return (end, *range(first + self.main, first + self.chain))
+        # A depth of multi-token prediction embeds the next token and has a loss of its own.
+        depths = range(first + self.main, first + self.chain)
+        if where is Where.EMBEDS:
+            return (first, *depths)
+        if where is Where.LOSSES:
+            return (first + self.main - 1, *depths)
         if where in (Where.PREV, Where.NEXT):
             other = self.prev(stage) if where is Where.PREV else self.next(stage)
             return () if other is None else (other,)
@@ -132,6 +146,7 @@ class Placement:
             return self.stages_on(self.rank_of[stage])
         if where is Where.EVERYWHERE:
             return tuple(range(self.num_stages))
+        # OWN, STEP, RUN and the needs between slices stay on the stage.
         return (stage,)
 
     def shares(self, stage: int) -> tuple[int, ...]:
@@ -146,6 +161,7 @@ class Placement:
     def _shares(self) -> tuple[tuple[int, ...], ...]:
         if not self.vocabulary:
             return ((),) * self.num_chains
+        # A rank has one share per chain, however many chunks: more shares would be more messages.
         found = []
         for start in range(0, self.num_stages, self.chain):
             first_of: dict[int, int] = {}
@@ -167,6 +183,7 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
         chain: number of stages from one end of the model to the other.
         ranks: number of ranks.
     """
+    # Gaps are an error: a rank without a stage has nothing to do, and its group waits for it.
     stages = list(rank_of)
     named = set(stages)
     # Compare the count first: a file may ask for any number of ranks, and a set of them all.

@@ -31,15 +31,19 @@ def parts_line(recipe: Recipe) -> str:
 def _words(recipe: Recipe) -> Iterator[str]:
     """Yield the order with its numbers, slices and pairs."""
     yield recipe.order
+    # A file has its own ranks and microbatches, and `show` refuses them next to it.
     if not is_file(recipe.order):
         yield from ("--pp", str(recipe.ranks), "--microbatches", str(recipe.microbatches))
         if recipe.chunks is not None:
             yield from ("--chunks", str(recipe.chunks))
+        # --slices below says the number of slices, also for TeraPipe, Seq1F1B and SlimPipe.
         for name, value in recipe.options:
             if name != "slices" and value is not None:
                 yield from ("--option", f"{name}={value}")
+        # Without it `show` puts W into waits by its costs.
         if recipe.fitted is None and recipe.search is None:
             yield "--as-published"
+    # The cuts depend on costs, which the line does not have. So it names the lengths themselves.
     if recipe.cuts:
         yield from ("--slices", str(len(recipe.cuts)), "--cuts", _numbers(recipe.cuts))
         if recipe.documents:
@@ -54,6 +58,7 @@ def _words(recipe: Recipe) -> Iterator[str]:
 
 def _parts(recipe: Recipe) -> Iterator[str]:
     """Yield depths, vocabulary, offload, sharding and the rest of the step."""
+    # In the order in which a recipe applies them, so that the line reads as the table is made.
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))
     if recipe.vocabulary:

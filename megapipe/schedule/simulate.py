@@ -73,7 +73,10 @@ class Timeline:
 
 def _left(time: float, busy: float) -> float:
     """Return time - busy, and 0 if the difference is within rounding of the sums."""
-    return time - busy if time - busy > 1e-9 * time else 0.0
+    left = time - busy
+    if left > 1e-9 * time:
+        return left
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def simulate(
         computed = []
         messages = 0
         for step, begin, finish in zip(steps, starts, ends, strict=True):
+            # Copies and collectives run while the rank computes. They fill no bubble.
             if step[0].kind.traits.lane is Lane.COMPUTE:
                 computed.append(finish - begin)
             for item in step:
@@ -143,6 +147,7 @@ def simulate(
         makespan = max([makespan, *ends])
     place = schedule.placement
     curves = []
+    # A Timeline is by pass and time. The steps that changed the memory are left out.
     for curve in memory_steps(schedule, costs, clock):
         curves.append(tuple(moment[:2] for moment in curve))
     chunks = [len(place.stages_on(rank)) for rank in range(place.num_ranks)]
@@ -250,12 +255,17 @@ def _places(schedule: Schedule) -> tuple[list[int], int]:
     that no slice finds a neighbour in another document. Where microbatches are not cut the list is
     empty: the place is the microbatch's number.
     """
+    # Two microbatches of three slices, where slices 0 and 1 are a document. Dots are empty places.
+    #
+    #     slice  0.0  0.1   .   0.2   .   1.0  1.1   .   1.2   .
+    #     place   0    1    2    3    4    5    6    7    8    9
     at: list[int] = []
     end = 0
     for microbatch, piece in product(range(schedule.all_microbatches), range(len(schedule.cuts))):
         at.append(end)
-        is_last = piece == schedule.document(Pass(Kind.F, 0, microbatch, piece))[-1]
-        end += 2 if is_last else 1
+        end += 1
+        if piece == schedule.document(Pass(Kind.F, 0, microbatch, piece))[-1]:
+            end += 1
     return at, end or schedule.all_microbatches
 
 
@@ -298,6 +308,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
                 src = place.rank_of[other]
                 lag = costs.lag(src, rank, place.num_ranks)
                 needs[kind][stage].append((tables[need.made], (other - stage) * m + aside, lag))
+                # The rank itself also reads its results, but it is awake when it makes them.
                 if rank != src or (need.made, other) not in waits:
                     waits[need.made, other] = rank
     # The first slice of a document needs nothing before it, the last nothing after it. So results
@@ -369,6 +380,7 @@ def _waits(schedule: Schedule, clock: Clock, waiting: list[tuple[int, int]]) -> 
         waiting: (rank, first step that could not run) of the ranks that are stuck.
     """
     needs = Dependencies(schedule)
+    # A rank ran its row up to where it is stuck. What it never reached is what others wait for.
     done = set()
     for row, ends in zip(schedule.ranks, clock.end, strict=True):
         done |= {item for step in row[: len(ends)] for item in step}

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def load(path: str | Path) -> Schedule:
     Raises: ScheduleError naming the file and every problem with its rank, line, step and pass.
     """
     path = Path(path)
+    # By its name and not its content: a damaged JSON file must not be read as CSV.
     read = {".json": from_json, ".csv": from_csv}.get(path.suffix.lower())
     if read is None:
         raise ScheduleError(f"{path}: a schedule file ends in .json or .csv.")
@@ -239,15 +241,16 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
         have = {(x.stage, x.kind.is_forward, x.microbatch) for x in passes}
         last = {(stage, forward): microbatch for stage, forward, microbatch in sorted(have)}
         # A huge number of microbatches is another mistake, which `verify` has reported.
-        own = range(m if m <= len(passes) else 0)
+        if m > len(passes):
+            continue
+        of_rank = product(place.stages_on(rank), (True, False), range(m))
         lacking = [
             (stage, forward, microbatch)
-            for stage in place.stages_on(rank)
-            for forward in (True, False)
-            for microbatch in own
+            for stage, forward, microbatch in of_rank
             if schedule.chain_of(microbatch) == stage // place.chain
             and (stage, forward, microbatch) not in have
         ]
+        # An editor or a full disk cuts the end of a line, so what it lacks comes last.
         at_end = all(number > last.get((stage, forward), -1) for stage, forward, number in lacking)
         if lacking and at_end:
             where = f"rank {rank} (line {rank + 1})"

@@ -64,7 +64,8 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
         yield f"the table has {len(schedule.ranks)} ranks, its placement {place.num_ranks}"
         return
     passes = sum(len(step) for step in schedule.steps())
-    # A file may name any number of microbatches. The loops below would not end for a huge one.
+    # A file may name any number of microbatches. The loops below would not end for a huge one. A
+    # table has several passes of each microbatch, so the test refuses no good table.
     if not 1 <= m * len(schedule.slices) <= passes:
         slices = f" of {len(schedule.cuts)} slices" if schedule.cuts else ""
         yield f"there are {m} microbatches{slices}, but only {passes} passes"
@@ -90,6 +91,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
                     yield f"rank {rank}, step {i}, {item}: runs twice, first at step {seen[item]}"
                 else:
                     seen[item] = i
+    # Each pass is on its rank and known by its step from here on.
     yield from _missing_or_early(schedule, seen)
     yield from _read_apart(schedule, seen)
     yield from _missing_of_stages(schedule, seen)
@@ -133,9 +135,9 @@ def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
     if not 0 <= microbatch < m:
         return f"there is no microbatch {microbatch}, only 0 to {m - 1}"
     if kind.traits.at is not None:
-        at = place.meant(stage, kind.traits.at) if place.vocabulary else ()
-        if not at:
+        if not place.vocabulary:
             return "the vocabulary is not shared in this placement"
+        at = place.meant(stage, kind.traits.at)
         if stage not in at:
             return f"the vocabulary is shared by others: {[*at]}"
     chain = schedule.chain_of(microbatch)
@@ -157,6 +159,8 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
             rank = place.rank_of[stage]
             kinds = Kind.F, Kind.B, Kind.W, Kind.BW
             f, b, w, bw = (Pass(kind, stage, microbatch, piece) for kind in kinds)
+            # A stage may split the backward of some microbatches and fuse it for others, as
+            # DualPipe does.
             needed = [f, b, w]
             if bw in seen:
                 needed = [f, bw]
@@ -171,7 +175,9 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
                 needed = [f]
             for item in needed:
                 if item not in seen:
-                    owes = f"; {b} owes it, or {bw} does both" if item == w and b in seen else ""
+                    owes = ""
+                    if item == w and b in seen:
+                        owes = f"; {b} owes it, or {bw} does both"
                     yield f"rank {rank}: {item} is missing{owes}"
             there = [item for item in needed if item in seen]
             for before, after in pairwise(there):
@@ -222,6 +228,7 @@ def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Yield passes of whole stages that some stages have and others lack."""
+    # A table may have none of a kind. The run then does that after the table, such as the update.
     place = schedule.placement
     for kind, number in _of_stages(seen):
         for stage in range(place.num_stages):
@@ -238,9 +245,12 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
     place = schedule.placement
     for kind, number in _of_stages(seen):
         of_kind = [Pass(kind, stage, number) for stage in range(place.num_stages)]
+        # Missing ones have been reported. U and V are no collectives.
         if kind.traits.lane is not Lane.DP or not seen.keys() >= {*of_kind}:
             continue
         at = [seen[item] for item in of_kind]
+        # DualPipe's ranks r and p-1-r hold the same two parts of the model. If one reduces the one
+        # part first and the other the other, each waits for the other.
         for rank in range(place.num_ranks):
             shared = []
             for stage in sorted(place.stages_on(rank), key=at.__getitem__):
@@ -266,12 +276,13 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
     if not borders:
         return
     needs = Dependencies(schedule)
-    before = [
-        list(takewhile(lambda step: step[0].kind not in borders, row)) for row in schedule.ranks
-    ]
+    before = []
+    for row in schedule.ranks:
+        before.append([*takewhile(lambda step: step[0].kind not in borders, row)])
     inside = {item for row in before for step in row for item in step}
-    for rank, row in enumerate(before):
-        for i, item in ((i, item) for i, step in enumerate(row) for item in step):
+    for rank, steps in enumerate(before):
+        numbered = ((i, item) for i, step in enumerate(steps) for item in step)
+        for i, item in numbered:
             where = f"rank {rank}, step {i}, {item}: stands before V"
             if not can_repeat(item.kind):
                 yield f"{where}, where only passes that can run again may stand"
@@ -312,6 +323,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
         received = receives.get((src, dst), [])
         if sent == received:
             continue
+        # gloo and NCCL match messages of two ranks by their order alone.
         both = enumerate(zip(sent, received, strict=False))
         at = next((i for i, (a, b) in both if a != b), None)
         if at is None:
@@ -327,6 +339,8 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
     """Play the programs and yield passes without their input, and ranks that cannot finish."""
+    # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
+    # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is
     waits = [0] * len(programs)  # messages for which it waits there
     posted: set[Message] = set()
