@@ -49,6 +49,7 @@ class Blend:
 
 def said(flag: str, problems: Sequence[str]) -> list[str]:
     """Return the problems with `flag` in place of --data-path."""
+    # Questions about a prefix are asked for all ways to give it, and name the usual flag.
     return [problem.replace(_FLAG, flag) for problem in problems]
 
 

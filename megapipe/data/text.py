@@ -43,6 +43,8 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
     """
     for path in paths:
         try:
+            # gzip has three errors: for a wrong header, for an early end, and for damage between
+            # both.
             yield from _documents_of(path)
         except (OSError, EOFError, zlib.error) as error:
             raise _unreadable(path, error) from error
@@ -54,6 +56,7 @@ def text_bytes(paths: Sequence[str]) -> int:
     Raises: DataError for a file that cannot be read.
     """
     total = 0
+    # A pipe can be read only once, and a count would take its documents away.
     for path in filter(os.path.isfile, paths):
         try:
             if not path.endswith(".gz"):

@@ -88,6 +88,7 @@ class Grids:
             # Replicas take the ranks that the fixed sizes leave.
             outer = {replicas: world_size // product, "pp": pp}
             if parallel.use_tp_pp_dp_mapping:
+                # Megatron-LM's flag: neighbours along pp are then closer than neighbours along dp.
                 outer = dict(reversed(outer.items()))
             grids.append(Grid(inner | outer))
         return Grids(*grids)

@@ -23,6 +23,7 @@ def check_backend(device: torch.device) -> None:
     """Raise ConfigError if the existing world cannot send tensors of the device."""
     world = dist.distributed_c10d._get_default_group()
     needed = backend_of(device)
+    # A world may have a backend for each kind of device, as cpu:gloo,cuda:nccl does.
     kinds = {kind.type for kind in world._device_types}
     found = "no backend"
     if device.type in kinds:

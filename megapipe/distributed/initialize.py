@@ -25,6 +25,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "nccl_communicator_config_path": (None,),
     "get_embedding_ranks": (None,),
     "get_position_embedding_ranks": (None,),
+    # Either value: a mesh has one backend, and gloo groups only on a CPU.
     "create_gloo_process_groups": (True, False),
     "high_priority_stream_groups": (None,),
     "sharp_enabled_group": (None,),
@@ -59,6 +60,7 @@ def initialize_model_parallel(
     """
     unknown = others.keys() - _NOTHING
     if unknown:
+        # As Python says it of a misspelt argument, which `others` would take.
         raise TypeError(
             f"initialize_model_parallel() got an unexpected keyword argument {min(unknown)!r}"
         )

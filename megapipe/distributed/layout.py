@@ -120,6 +120,7 @@ def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
     # Megatron's mark of a parameter that is not reduced over the ranks of the dense grid.
     if layout.experts:
         attributes["allreduce"] = False
+    # In a loop, as the type of a Parameter has none of these attributes.
     for name, value in attributes.items():
         setattr(param, name, value)
     return param

@@ -38,6 +38,7 @@ def is_initialized() -> bool:
     return ProcessMesh.current() is not None
 
 
+# Megatron asks both of the world and of its groups; a mesh is both.
 model_parallel_is_initialized = is_initialized
 
 
@@ -187,6 +188,7 @@ def get_position_embedding_group(check_initialized: bool = True) -> Group | None
 
     On other ranks it raises ConfigError, or returns None with check_initialized=False.
     """
+    # Learned positions are added on the first rank alone, so no other has a gradient of them.
     is_member = is_rank_in_position_embedding_group()
     if check_initialized and not is_member:
         raise ConfigError(
@@ -339,6 +341,7 @@ def _fixed(name: str) -> Callable[[int | None], None]:
                 f"parallel_state.{name}({value}): the mesh says it, and nothing stands in its place"
             )
 
+    # help() of a name that is assigned below shows this text.
     setter.__doc__ = "Accept None, and raise ConfigError for a number: the mesh decides."
     return setter
 
@@ -360,6 +363,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     """Return a function that raises ConfigError, for Megatron's functions that are missing here."""
     why = next((why for part, why in _NOT_HERE.items() if part in name), None)
     if why is None or name.startswith("_"):
+        # Neither ours nor Megatron's: the error of any module, which hasattr and import expect.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -117,6 +117,7 @@ class SharedMemory:
         views = [segment[:nbytes].view(x.dtype).view(shape) for segment in slot.segments]
         own = views[self._rank]
         if x.ndim:
+            # Fewer rows than the longest tensor, for which the segment has room.
             own = own[: len(x)]
         own.copy_(x)
         for rank, peer in self._peers.items():
@@ -201,6 +202,7 @@ class SharedMemory:
 
         def make() -> list[Any]:
             while len(pipes) < size:
+                # One to itself too, which is never used, so that positions in all lists are ranks.
                 pipes.append(os.pipe())
             return [_where(outbox) for _, outbox in pipes]
 

@@ -71,6 +71,7 @@ class Cut:
             x: full sequences in dimension `dim`.
             rank: the other rank.
         """
+        # Most runs come here: no copy of the batch.
         if self.size == 1 and self.piece is None:
             return x
         spans = self.spans(x.shape[dim], rank)
@@ -104,6 +105,7 @@ def length_problem(length: int, ranks: int) -> str:
 
 def ahead(x: Tensor, depth: int) -> Tensor:
     """Shift [b, s] left by `depth` tokens and fill up with zeros, for multi-token prediction."""
+    # A depth may be longer than a sequence, which is then all zeros.
     return F.pad(x[:, depth:], (0, min(depth, x.shape[1]))) if depth else x
 
 

@@ -82,6 +82,7 @@ def _divided(bucket: Bucket, separate: Sequence[Collection[str]]) -> list[Bucket
     for name, param in bucket.params.items():
         is_dense = not layout_of(param).experts
         kind = (is_dense, *(name not in names for names in separate))
+        # A separate set sorts before the rest, as False is less than True.
         kinds.setdefault(kind, {})[name] = param
     # A stage without parameters keeps an empty bucket, which takes part in collectives.
     return [bucket._replace(params=kinds[kind]) for kind in sorted(kinds)] or [bucket]

@@ -104,7 +104,9 @@ def positions(
         start = end
         end = place(names, start)
         sections.append(Section(group, at_end, tuple(names), slice(start, end)))
+    # A share, too, begins at a multiple of ALIGN.
     owned = end + -end % (ALIGN * shares)
+    # After all shares: the owner's update writes their memory.
     last = place((name for name in params if name in borrowed), owned)
     return Positions(of, sections, owned, last)
 

@@ -56,6 +56,7 @@ class Census(NamedTuple):
     @property
     def order(self) -> dict[str, int]:
         """The position of each parameter in one order of the whole model; tied ones have none."""
+        # By name, so that the order is equal under every layout and norms add up in it.
         names = [row.name for row in self.owners.values() if row.tied_to is None]
         return {name: n for n, name in enumerate(sorted(names, key=natural))}
 
@@ -109,6 +110,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
     for row in owners.values():
         if row.tied_to is not None:
             problems += _tie_problems(row, owners.get(row.tied_to), with_ends, twins)
+    # One parameter of each type is enough to find the module.
     examples = {row.dtype: row.name for row in owners.values()}
     if len(examples) > 1:
         listed = [f"{n} is {dtype.removeprefix('torch.')}" for dtype, n in sorted(examples.items())]

@@ -36,6 +36,7 @@ class LossScale:
         It is --loss-scale if given, with --fp16 else --initial-loss-scale, and otherwise 1.
         """
         if not precision.dynamic_loss_scale:
+            # Without fp16 it multiplies by 1, which changes no bit.
             return LossScale(precision.loss_scale or 1.0)
         return LossScale(precision.initial_loss_scale, True, overflows_left=precision.hysteresis)
 

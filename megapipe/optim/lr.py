@@ -172,6 +172,7 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
         return s.min_lr
     # Continuous at the end of the warm-up, where both square roots are equal.
     if s.style == "inverse-square-root":
+        # Both may be 0, in a run without a warm-up and in its first step.
         return max(s.min_lr, s.lr * math.sqrt(max(s.warmup, 1)) / math.sqrt(max(samples, 1)))
     if s.style == "WSD":
         # Constant until the last part begins.
@@ -205,6 +206,7 @@ def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -
     """
     if flags.decoupled_lr is None:
         return None
+    # Also with a curve from a checkpoint, whose lowest rate then counts.
     low = schedule.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
     return learning_rate(replace(schedule, lr=flags.decoupled_lr, min_lr=low), samples)
 

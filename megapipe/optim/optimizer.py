@@ -210,6 +210,7 @@ class Optimizer:
         for kind, flats in self._kinds().items():
             found[kind] = {}
             for b, flat in zip(self.owned, flats, strict=True):
+                # On the host: gathered state of all buckets may be larger than a GPU's free memory.
                 whole = b.gathered(flat).cpu() if self.distributed else flat
                 for name in b.own:
                     found[kind][name] = b.view(whole, name)

@@ -116,6 +116,7 @@ class Part:
         axis = self._axis
         if dim is None or axis.size == 1:
             return local
+        # Gathered along a new dimension, as collectives join tensors along the first one.
         return torch.cat(axis.all_gather(local[None].contiguous()).unbind(), dim)
 
     def mine(self, whole: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ class Ties:
         if own:
             weight = self.params[own[0]].data
         else:
+            # Any parameter of the rank says the type and the device.
             weight = self._room(tie, next(iter(self.params.values())))
         self._from(tie.owner, weight)
 
@@ -193,6 +194,7 @@ class Ties:
         """Return the sum of a weight's gradients in the order of its uses."""
         here = tie.on(self.mesh.pp.rank)
         like = self.main_grad(next(iter(self.params)))
+        # The first gradient begins the sum: adding it to zeros would turn -0.0 into 0.0.
         total = None
         for use in tie.uses:
             grad = self.main_grad(use.name) if use.name in here else self._room(tie, like)

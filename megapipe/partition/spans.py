@@ -174,6 +174,7 @@ def _by_ends(
     if counts is not None:
         return counts
     remedy = "--pipeline-model-parallel-layout auto"
+    # No layout helps one rank, which has all layers in any case.
     if placement.num_ranks == 1:
         remedy = "leave it out"
     near = _nearest(num_layers, placement, first, last)
@@ -263,6 +264,7 @@ def _nearest(
     distance = float("inf")
     for f in firsts:
         for n in _lasts(num_layers - f, others, step_last, last):
+            # Squares: two numbers that move by one are nearer than one that moves by two.
             away = (f - (first or 0)) ** 2 + (n - (last or 0)) ** 2
             if away < distance:
                 best = (f or None, n or None)
@@ -285,6 +287,7 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
             yield 0
         return
     if not others:
+        # The two ends are all stages: the last rank has whatever the first leaves.
         if rest and rest % step == 0:
             yield rest
         return

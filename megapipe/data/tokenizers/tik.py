@@ -93,6 +93,7 @@ def _ranks(path: str, count: int) -> list[bytes]:
     try:
         with open(path, encoding="utf-8") as file:
             entries: Any = json.load(file)
+        # A file may have more tokens than the run has ids: the rarest ones come last.
         ranks = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
     except OSError as error:
         raise DataError(f"--tokenizer-model {path}: {error.strerror}") from None

@@ -73,6 +73,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids."""
+        # The library takes Python's own integers alone, and ids may be numpy's.
         text: str = self._model.decode([int(i) for i in ids])
         return text
 
@@ -163,12 +164,14 @@ def tokenizer_files(data: TokenizerConfig) -> list[str]:
         return []
     if not os.path.isdir(path):
         return [path]
+    # A folder may also have a model's weights and other files that change no id.
     inside = [os.path.join(path, name) for name in ("tokenizer.json", "tokenizer_config.json")]
     return [file for file in inside if os.path.isfile(file)]
 
 
 def assumed_vocab_size(data: TokenizerConfig) -> int:
     """Return a vocabulary size for a plan that is made without the tokenizer's files."""
+    # The sizes of GPT-2's files, of Megatron-LM's default, and of Llama's model.
     defaults = {"GPT2BPETokenizer": 50257, "TikTokenizer": _TIKTOKEN_SIZE}
     return data.vocab_size or defaults.get(data.tokenizer, 32000)
 

@@ -78,6 +78,7 @@ def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
     everyone = world.gather_json(dict(facts))
     differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}
     if differing:
+        # A thousand ranks that differ from rank 0 mostly differ in the same way.
         shown = dict(list(differing.items())[:SHOWN])
         raise ConfigError(_differences({0: everyone[0], **shown}, len(differing)))
 

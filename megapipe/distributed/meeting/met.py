@@ -61,8 +61,10 @@ class Met:
             world_size = int(os.environ.get("WORLD_SIZE", "1"))
             rank = int(os.environ.get("RANK", "0"))
         grids = Grids.of(parallel, world_size)
+        # Nobody to meet, and no groups: a single rank runs without torch.distributed.
         if world_size == 1:
             return Met(rank, world_size, guest, None)
+        # A rank without its GPU would otherwise compute on a CPU, and hang the first collective.
         equal = {**(facts or grids.sizes), "the kind of device": device.type}
         if guest:
             check_backend(device)
@@ -85,6 +87,7 @@ class Met:
         if self.world_size == 1:
             return make()
         if self.rank > 0:
+            # Pickled by rank 0 of this run, and a plan of a large table is megabytes of repetition.
             result, problems = pickle.loads(zlib.decompress(self._receive(name)))
             if problems:
                 raise ConfigError(problems)

@@ -39,6 +39,7 @@ class Position:
         """Record the start of a step, before any of its passes."""
         self.step = step
         self.plan = None
+        # A rank may hang before its first pass, and is found by this place.
         self.at = ("the start", monotonic())
 
     def enter(self, call: str) -> None:

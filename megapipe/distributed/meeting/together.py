@@ -68,6 +68,7 @@ def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
 
 def room(error: BaseException, folder: Path | None) -> str:
     """Return a note on the space left on a disk, to append to an error; "" if it is not full."""
+    # No space, a full quota, or a file larger than the file system allows.
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if folder is None or not full or not folder.exists():
         return ""

@@ -119,6 +119,7 @@ class _Matrix:
         if self.block is None:
             expected = self.products.expected(amaxes, WEIGHT)
             margin = self.products.recipe.margin
+            # As one row: with one scale for all elements their shape does not matter.
             quantised = of_whole(shard[None, self.mine], self.dtype, expected, margin)
             return quantised.values[0], quantised.factors
         factors = factors_of(amaxes, self.dtype)
@@ -206,6 +207,7 @@ class InEightBits(FlatBuffers):
         sizes = [prod(matrix.scales) for matrix in self._matrices]
         # One all-reduce for all matrices, whose scales are small tensors.
         parts = torch.split(self.shares.all_reduce(largest, "max"), sizes)
+        # Quantised in place, where the gathering reads this rank's part.
         own = self._bytes.flat[self.share]
         given = list[tuple[Tensor, Tensor]]()
         for matrix, part in zip(self._matrices, parts, strict=True):
