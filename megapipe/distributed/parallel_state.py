@@ -341,7 +341,6 @@ def _fixed(name: str) -> Callable[[int | None], None]:
                 f"parallel_state.{name}({value}): the mesh says it, and nothing stands in its place"
             )
 
-    # help() of a name that is assigned below shows this text.
     setter.__doc__ = "Accept None, and raise ConfigError for a number: the mesh decides."
     return setter
 
