@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.keys import NEEDED, Fields, Json, Meaning
+from megapipe.convert.huggingface.keys import NEEDED, Fields, Json, Meaning, Same
 from megapipe.convert.huggingface.values import expected
 
+# A weight divided by itself is 1. Megatron-LM leaves a single one as it is.
+_ALONE = "here the weight of one expert is its sigmoid. It cannot be converted"
 _DENSE = "dense"
 _SPARSE = "sparse"
 
@@ -125,15 +127,9 @@ class SharedExperts(Meaning):
 
 @dataclass(frozen=True)
 class Renormalised(Meaning):
-    """Whether the weights of a token's experts are divided by their sum; only true goes.
-
-    Attributes:
-        default: of the family's class.
-        factor: the key of the factor on the weights.
-    """
+    """Whether the weights of a token's experts are divided by their sum; only true goes."""
 
     default: bool = True
-    factor: str = "routed_scaling_factor"
 
     def keys(self, key: str) -> Fields:
         return {key: self.default}
@@ -141,15 +137,23 @@ class Renormalised(Meaning):
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         problems += expected(content, {key: (True,)})
         if content["num_experts_per_tok"] == 1:
-            # A weight divided by itself. Megatron-LM leaves a single one as it is.
             problems.append(
-                f"num_experts_per_tok is 1 and {key} true, so that every weight is {self.factor}; "
-                "here the weight of one expert is its sigmoid. It cannot be converted"
+                f"num_experts_per_tok is 1 and {key} true, so that every weight is "
+                f"routed_scaling_factor; {_ALONE}"
             )
         return {}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
         return {key: True}
+
+
+class Chosen(Same):
+    """The number of a token's experts, whose weights are always divided by their sum."""
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        if content[key] == 1:
+            problems.append(f"{key} is 1, so that every weight is the same; {_ALONE}")
+        return super().read(key, content, problems)
 
 
 @dataclass(frozen=True)

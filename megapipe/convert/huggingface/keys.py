@@ -175,6 +175,16 @@ class Only(Meaning):
 
 
 @dataclass(frozen=True)
+class Unread(Meaning):
+    """A key of the family's class that decides nothing in the models that can be converted."""
+
+    default: Any = None
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+
+@dataclass(frozen=True)
 class Twin(Meaning):
     """A key that must have the value of another key, since one flag sets both.
 

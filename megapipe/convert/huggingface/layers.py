@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megapipe.config import ModelConfig
@@ -101,21 +101,26 @@ class SwitchedWindow(Meaning):
     """Qwen's sliding window: use_sliding_window turns it on.
 
     Attributes:
+        first: the default of max_window_layers.
         typed: layer_types says which layers have it; without, those from max_window_layers on.
         stated: layer_types must be given.
+        switch: the class has use_sliding_window. Without, a window is on if it is not null.
     """
 
     default: int | None = 4096
     first: int = 28
     typed: bool = True
     stated: bool = False
+    switch: bool = True
 
     def keys(self, key: str) -> Fields:
-        more = {"max_window_layers": self.first, "layer_types": None}
-        return {key: self.default, "use_sliding_window": False} | more
+        more: Fields = {key: self.default, "max_window_layers": self.first, "layer_types": None}
+        return more | {"use_sliding_window": False} if self.switch else more
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        width = content[key] if content["use_sliding_window"] else None
+        width = content[key]
+        if self.switch and not content["use_sliding_window"]:
+            width = None
         if not self.typed or width is None:
             return {"window_size": window_of(width)}
         if self.stated and not content["layer_types"]:
@@ -129,11 +134,74 @@ class SwitchedWindow(Meaning):
         found = of_layers(model, "window")
         widths = [width for width in found if width is not None]
         if not widths:
-            return {"use_sliding_window": False}
-        written = {"use_sliding_window": True, key: widths[0] + 1, "max_window_layers": 0}
+            return {"use_sliding_window": False} if self.switch else {key: None}
+        written = {key: widths[0] + 1, "max_window_layers": 0}
+        if self.switch:
+            written["use_sliding_window"] = True
         if not self.typed:
             return written
         return written | {"layer_types": [kind_of(width) for width in found]}
+
+
+@dataclass(frozen=True)
+class LayerWindow(Meaning):
+    """A sliding window in the layers that layer_types names.
+
+    Attributes:
+        default: of the family's class, in tokens.
+        missing: the kinds of layers where layer_types is missing, given the whole config.json.
+        more: further keys that `missing` reads, with their defaults.
+        plain: layers without a window have no rotation, if others have a window.
+    """
+
+    default: int | None
+    missing: Callable[[Json], list[str]]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    plain: bool = False
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default, "layer_types": None, **self.more}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        width = content[key]
+        kinds = content["layer_types"] or self.missing(content)
+        layers = windows(kinds, width, content["num_hidden_layers"], problems)
+        if self.plain and width is not None:
+            for layer in layers:
+                is_full = layer["window_size"] is None
+                layer["position_embedding_type"] = "none" if is_full else "rope"
+        return {LAYERS: layers}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        found = of_layers(model, "window")
+        widths = [width for width in found if width is not None]
+        kinds = [kind_of(width) for width in found]
+        return {key: widths[0] + 1 if widths else None, "layer_types": kinds}
+
+
+class RotatedLayers(Meaning):
+    """A list with 1 for each layer that rotates queries and keys, and 0 for the others.
+
+    In the name no_rope_layers the 1 means the opposite.
+    """
+
+    def keys(self, key: str) -> Fields:
+        return {key: None, "no_rope_layer_interval": 4}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        interval = content["no_rope_layer_interval"]
+        rotated = content[key]
+        if rotated is None:
+            rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        if len(rotated) < layers or any(value not in (0, 1) for value in rotated):
+            problems.append(f"{key} is a list of 0 or 1 for {layers} layers")
+        kinds = ["rope" if has else "none" for has in rotated[:layers]]
+        return {LAYERS: [{"position_embedding_type": kind} for kind in kinds]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        kinds = of_layers(model, "position_embedding_type")
+        return {key: [int(kind == "rope") for kind in kinds]}
 
 
 def windows(

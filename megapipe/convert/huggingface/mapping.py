@@ -18,7 +18,7 @@ from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.tensors import our_shapes
 
 # Buffers that old files have: causal masks, rotary frequencies.
-BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
+BUFFERS = re.compile(r"(.*\.)?((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)")
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OF_DEPTH = re.compile(r"mtp\.layers\.(\d+)\.(mtp_model_layer\.)?")
 _VOCABULARY = ("embedding.word_embeddings", "output_layer")

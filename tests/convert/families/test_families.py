@@ -1,0 +1,87 @@
+"""Families beside transformers: the same logits, and tensors and config.json that come back as they were."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn_families import DRAWN
+from random_models import TOKENS, theirs, transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint, load_full
+from megapipe.convert.huggingface.families import from_huggingface
+from megapipe.convert.huggingface.family import IGNORED
+from megapipe.convert.huggingface.tables import FAMILIES
+from megapipe.convert.tensors import whole_model
+from megapipe.distributed.axis import Axis
+from megapipe.errors import CheckpointError
+
+VARIANTS = 4
+
+
+def saved(config: Any, folder: Path) -> Tensor:
+    """A model with every parameter and every bias of a router at random, saved; its logits."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer += 0.1 * torch.randn_like(buffer)
+    model.save_pretrained(folder)
+    return theirs(folder)
+
+
+def ours(folder: Path, model: Any) -> Tensor:
+    module = whole_model(model)
+    load_full([module], SavedTensors(folder).read, Axis())
+    with torch.no_grad():
+        return module.float().eval()(TOKENS)[..., :101]
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, tmp_path):
+    for seed in range(VARIANTS):
+        folder = tmp_path / str(seed)
+        config = DRAWN[family](random.Random(f"{family}{seed}"))
+        want = saved(config, folder / "hf")
+        done = import_checkpoint(folder / "hf", folder / "ours", divisible_by=8)
+        difference = (ours(done.folder, done.config.model) - want).abs().max()
+        assert difference <= 2e-6 * want.abs().max(), seed
+
+        export_checkpoint(done.folder, folder / "back")
+        before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+        # config.json by the family's own table, without the one that was imported.
+        written = FAMILIES[family].write(done.config.model) | {"model_type": family, "vocab_size": 101}
+        again, its = type(config)(**json.loads(json.dumps(written))).to_dict(), config.to_dict()
+        assert {key: again.get(key) for key in its.keys() - IGNORED} == {key: its[key] for key in its.keys() - IGNORED}
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_a_key_that_is_left_out_means_what_the_class_of_transformers_means(family):
+    content = DRAWN[family](random.Random(7)).to_dict()
+    cls = type(transformers.AutoConfig.for_model(family))
+    others = {}
+    for key in content.keys() - {"model_type"}:
+        rest = {name: value for name, value in content.items() if name != key}
+        try:
+            mine = from_huggingface(rest)
+        except CheckpointError:
+            continue
+        try:
+            its = from_huggingface(cls(**rest).to_dict())
+        except Exception as error:  # what transformers refuses is no model
+            its = error
+        if mine != its:
+            others[key] = (mine, its)
+    assert others == {}
