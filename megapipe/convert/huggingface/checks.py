@@ -127,6 +127,8 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
     if model.norm_epsilon != ModelConfig.norm_epsilon:
         default = ModelConfig.norm_epsilon
         yield f"norm epsilon is {model.norm_epsilon:g}; our default is {default:g}"
+    if content.get("residual_dropout") and "embedding_dropout" not in content:
+        yield f"--hidden-dropout {model.hidden_dropout:g} drops embeddings too, which theirs does not"
     if model.position_embedding_type == "rope":
         yield from _rotation_notes(model)
     yield from _depth_notes(content, model)

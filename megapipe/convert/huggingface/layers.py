@@ -135,7 +135,8 @@ class SwitchedWindow(Meaning):
         widths = [width for width in found if width is not None]
         if not widths:
             return {"use_sliding_window": False} if self.switch else {key: None}
-        written = {key: widths[0] + 1, "max_window_layers": 0}
+        first = next(layer for layer, width in enumerate(found) if width is not None)
+        written = {key: widths[0] + 1, "max_window_layers": first}
         if self.switch:
             written["use_sliding_window"] = True
         if not self.typed:

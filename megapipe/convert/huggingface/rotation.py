@@ -108,7 +108,8 @@ class Rotation(Meaning):
     def write(self, key: str, model: ModelConfig) -> Fields:
         rope = {"rope_theta": model.rotary_base, "rope_type": "default", **self.stretch(model)}
         older: Fields = {self.base_key: model.rotary_base}
-        if self.share is not None:
+        # A class that rotates all channels by default need not say so.
+        if self.share is not None and (self.share, model.rotary_percent) != (1.0, 1.0):
             rope[_SHARE] = model.rotary_percent
             older[self.share_key] = model.rotary_percent
         # DeepSeek's own program reads a factor of anything but null.

@@ -19,6 +19,7 @@ _KINDS: dict[Any, str] = {
     int | None: """
         q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window
         n_shared_experts num_shared_experts original_max_position_embeddings
+        sliding_window_pattern
     """,
     float: """
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop

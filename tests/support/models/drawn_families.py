@@ -6,12 +6,61 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from random_models import rotary, transformers
+from random_models import latent, rotary, transformers
 
 
-def made(name: str, draw: random.Random, **more: Any) -> Any:
-    """The class of this model_type with a drawn size; more: further keys, None leaves one to the class."""
-    return transformers.AutoConfig.for_model(name, **rotary(draw) | more)
+def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
+    """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
+    sizes = {key: value for key, value in (rotary(draw) | more).items() if key not in without.split()}
+    return transformers.AutoConfig.for_model(name, **sizes)
 
 
-DRAWN: dict[str, Callable[[random.Random], Any]] = {}
+def biases(draw: random.Random) -> dict[str, Any]:
+    return dict.fromkeys(["attention_bias", "mlp_bias"], draw.random() < 0.5)
+
+
+def whole_heads(draw: random.Random) -> dict[str, Any]:
+    """Heads that add up to the hidden size."""
+    return {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": draw.choice([2, 4])}
+
+
+def partial(draw: random.Random, share: float) -> dict[str, Any]:
+    """Plain rotation of some of the channels; share: the class's own."""
+    rope = {"rope_type": "default", "rope_theta": draw.choice([1e4, 5e5])}
+    said = draw.choice([None, share, 1.0])
+    return {"rope_parameters": rope | ({} if said is None else {"partial_rotary_factor": said})}
+
+
+def sigmoid(draw: random.Random) -> dict[str, Any]:
+    """Experts chosen by a sigmoid and a bias, in groups or not."""
+    groups = draw.choice([1, 4])
+    return {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": draw.choice([2, 4]),
+        "n_group": groups,
+        "topk_group": min(groups, 2),
+        "n_shared_experts": draw.choice([1, 2]),
+        "moe_intermediate_size": 12,
+        "routed_scaling_factor": draw.choice([1.0, 2.5]),
+        "norm_topk_prob": True,
+    }
+
+
+def renamed(experts: dict[str, Any]) -> dict[str, Any]:
+    """The same with the numbers of experts under other keys."""
+    return {key.replace("n_routed", "num").replace("n_shared", "num_shared"): x for key, x in experts.items()}
+
+
+DRAWN: dict[str, Callable[[random.Random], Any]] = {
+    "smollm3": lambda draw: made(
+        "smollm3", draw, **biases(draw), num_hidden_layers=4, no_rope_layers=draw.choice([None, [0, 1, 1, 0]])
+    ),
+    "seed_oss": lambda draw: made(
+        "seed_oss",
+        draw,
+        attention_bias=draw.random() < 0.5,
+        head_dim=draw.choice([6, 12]),
+        residual_dropout=draw.choice([0.0, 0.2]),
+    ),
+    "internlm3": lambda draw: made("internlm3", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+}

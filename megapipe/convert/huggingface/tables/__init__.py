@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.convert.huggingface.family import Family
-from megapipe.convert.huggingface.tables import deepseek, gpt, llama, qwen
+from megapipe.convert.huggingface.tables import deepseek, dense, gpt, llama, qwen
 
 # An export takes the first one that can express the model.
 FAMILIES: dict[str, Family] = {
@@ -17,4 +17,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": qwen.QWEN3_MOE,
     "deepseek_v2": deepseek.V2,
     "deepseek_v3": deepseek.V3,
+    "smollm3": dense.SMOLLM3,
+    "seed_oss": dense.SEED_OSS,
+    "internlm3": dense.INTERNLM3,
 }

@@ -9,7 +9,7 @@ from megapipe.convert.huggingface.experts import (
     Renormalised,
     SharedExperts,
 )
-from megapipe.convert.huggingface.keys import Equals, Only, Same
+from megapipe.convert.huggingface.keys import Equals, Not, Only, Same
 from megapipe.convert.huggingface.layouts import Layout, Stack
 from megapipe.convert.huggingface.rotation import LatentRotation
 from megapipe.convert.huggingface.tables.llama import PLAIN

@@ -1,0 +1,76 @@
+"""Dense families that begin from Llama, with other biases, activations, rotations or layers."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface.keys import Groups, Json, Not, Only, Same, Twin, Unread
+from megapipe.convert.huggingface.layers import (
+    FULL,
+    SLIDING,
+    LayerWindow,
+    RotatedLayers,
+    Window,
+)
+from megapipe.convert.huggingface.layouts import Halves, Layout, Rows
+from megapipe.convert.huggingface.rotation import Rotation
+from megapipe.convert.huggingface.tables.llama import LLAMA, MISTRAL, PLAIN, head_share
+
+
+_CWM_ROPE = {
+    "rope_theta": 1e6,
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _all_but_every_fourth(content: Json) -> list[str]:
+    layers = range(content["num_hidden_layers"])
+    return [FULL if layer % 4 == 0 else SLIDING for layer in layers]
+
+
+def _all_sliding(content: Json) -> list[str]:
+    return [SLIDING] * int(content["num_hidden_layers"])
+
+
+SMOLLM3 = LLAMA.but(
+    "SmolLM3ForCausalLM",
+    "every size; every fourth layer, or any others, without rotation",
+    keys={
+        "num_key_value_heads": Groups(4),
+        "tie_word_embeddings": Not("untie_embeddings_and_output_weights", True),
+        "rope_parameters": Rotation(2e6),
+        "no_rope_layers": RotatedLayers(),
+        "use_sliding_window": Only(False),
+        # Of a window that is off.
+        "sliding_window": Unread(),
+        "layer_types": Unread(),
+    },
+)
+
+SEED_OSS = PLAIN.but(
+    "SeedOssForCausalLM",
+    "every size; its residual_dropout drops embeddings here, too",
+    keys={
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "attention_dropout": Same("attention_dropout", 0.1),
+        "residual_dropout": Same("hidden_dropout", 0.1),
+        "attention_bias": Same("add_qkv_bias", True),
+        "attention_out_bias": Only(False),
+        "mlp_bias": Only(False),
+    },
+)
+
+INTERNLM3 = LLAMA.but(
+    "LlamaForCausalLM",
+    "every size, as transformers has it: a Llama",
+    keys={
+        "num_key_value_heads": Groups(2),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        # InternLM's own names for the biases, in files for its own program.
+        "bias": Only(False, silent=True),
+        "qkv_bias": Only(False, silent=True),
+    },
+)
