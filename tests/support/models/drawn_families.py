@@ -63,4 +63,5 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         residual_dropout=draw.choice([0.0, 0.2]),
     ),
     "internlm3": lambda draw: made("internlm3", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+    "iquestcoder": lambda draw: made("iquestcoder", draw, **biases(draw), head_dim=draw.choice([6, 12])),
 }

@@ -20,4 +20,5 @@ FAMILIES: dict[str, Family] = {
     "smollm3": dense.SMOLLM3,
     "seed_oss": dense.SEED_OSS,
     "internlm3": dense.INTERNLM3,
+    "iquestcoder": dense.IQUESTCODER,
 }

@@ -74,3 +74,15 @@ INTERNLM3 = LLAMA.but(
         "qkv_bias": Only(False, silent=True),
     },
 )
+
+IQUESTCODER = LLAMA.but(
+    "LlamaForCausalLM",
+    "every size, as transformers has it: a Llama",
+    keys={
+        "num_key_value_heads": Groups(8),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "clip_qkv": Only(None, silent=True),
+        "use_sliding_window": Only(False, silent=True),
+    },
+)
