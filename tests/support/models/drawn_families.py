@@ -11,7 +11,8 @@ from random_models import latent, rotary, transformers
 
 def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
     """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
-    sizes = {key: value for key, value in (rotary(draw) | more).items() if key not in without.split()}
+    said = rotary(draw) | {"pad_token_id": 0} | more
+    sizes = {key: value for key, value in said.items() if key not in without.split()}
     return transformers.AutoConfig.for_model(name, **sizes)
 
 

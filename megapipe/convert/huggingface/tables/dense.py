@@ -54,6 +54,7 @@ SEED_OSS = PLAIN.but(
     "every size; its residual_dropout drops embeddings here, too",
     keys={
         "head_dim": Same("kv_channels", 128, null=head_share),
+        "num_key_value_heads": Groups(8),
         "attention_dropout": Same("attention_dropout", 0.1),
         "residual_dropout": Same("hidden_dropout", 0.1),
         "attention_bias": Same("add_qkv_bias", True),
