@@ -65,4 +65,21 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     ),
     "internlm3": lambda draw: made("internlm3", draw, **biases(draw), head_dim=draw.choice([6, 12])),
     "iquestcoder": lambda draw: made("iquestcoder", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+    "cwm": lambda draw: made(
+        "cwm",
+        draw,
+        head_dim=draw.choice([6, 12]),
+        sliding_window=3,
+        layer_types=draw.choice([None, ["sliding_attention", "full_attention"] * 2, ["full_attention"] * 4]),
+        num_hidden_layers=4,
+        rope_parameters=draw.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
+    ),
+    "ministral": lambda draw: made(
+        "ministral",
+        draw,
+        sliding_window=draw.choice([3, 5]),
+        layer_types=draw.choice([None, ["sliding_attention", "full_attention"] * 2]),
+        num_hidden_layers=4,
+    ),
+    "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
 }

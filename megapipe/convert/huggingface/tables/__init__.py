@@ -21,4 +21,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": dense.SEED_OSS,
     "internlm3": dense.INTERNLM3,
     "iquestcoder": dense.IQUESTCODER,
+    "cwm": dense.CWM,
+    "ministral": dense.MINISTRAL,
+    "arcee": dense.ARCEE,
 }

@@ -87,3 +87,33 @@ IQUESTCODER = LLAMA.but(
         "use_sliding_window": Only(False, silent=True),
     },
 )
+
+CWM = PLAIN.but(
+    "CwmForCausalLM",
+    "every size; a sliding window in the layers that layer_types names",
+    keys={
+        "num_key_value_heads": Groups(8),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "rope_parameters": Rotation(1e6, missing=_CWM_ROPE),
+        "mlp_bias": Only(False),
+        "sliding_window": LayerWindow(8192, _all_but_every_fourth),
+    },
+)
+
+MINISTRAL = MISTRAL.but(
+    "MinistralForCausalLM",
+    "every size; a sliding window in the layers that layer_types names",
+    keys={"sliding_window": LayerWindow(4096, _all_sliding)},
+)
+
+ARCEE = LLAMA.but(
+    "ArceeForCausalLM",
+    "AFM without yarn; biases everywhere or nowhere",
+    keys={
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "hidden_act": Only("relu2"),
+    },
+    always={"swiglu": False, "squared_relu": True},
+    names={"mlp.linear_fc1": Layout("mlp.up_proj")},
+)
