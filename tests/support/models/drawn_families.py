@@ -82,4 +82,5 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         num_hidden_layers=4,
     ),
     "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+    "helium": lambda draw: made("helium", draw, **whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
 }

@@ -24,4 +24,5 @@ FAMILIES: dict[str, Family] = {
     "cwm": dense.CWM,
     "ministral": dense.MINISTRAL,
     "arcee": dense.ARCEE,
+    "helium": dense.HELIUM,
 }

@@ -117,3 +117,17 @@ ARCEE = LLAMA.but(
     always={"swiglu": False, "squared_relu": True},
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
+
+HELIUM = PLAIN.but(
+    "HeliumForCausalLM",
+    "every size; neighbouring channels are rotated",
+    keys={
+        "num_key_value_heads": Groups(20),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-8),
+        "rope_parameters": Rotation(1e5),
+        "attention_bias": Same("add_qkv_bias", False),
+        "mlp_bias": Only(False),
+    },
+    always={"rotary_interleaved": True},
+)
