@@ -43,7 +43,7 @@ LATENT = replace(LLAMA, multi_latent_attention=True)
 def another(value: object) -> object:
     """As a file could have it instead."""
     if isinstance(value, list):
-        return ["full_attention", *value[1:]]
+        return ["sliding_attention" if value[:1] == ["full_attention"] else "full_attention", *value[1:]]
     if isinstance(value, dict):
         return value | {"partial_rotary_factor": 0.5}
     if isinstance(value, str):

@@ -177,7 +177,12 @@ class LayerWindow(Meaning):
         found = of_layers(model, "window")
         widths = [width for width in found if width is not None]
         kinds = [kind_of(width) for width in found]
-        return {key: widths[0] + 1 if widths else None, "layer_types": kinds}
+        written: Fields = {"layer_types": kinds}
+        if widths:
+            written[key] = widths[0] + 1
+        elif self.plain:
+            written[key] = None
+        return written
 
 
 class RotatedLayers(Meaning):

@@ -83,4 +83,5 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     ),
     "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
     "helium": lambda draw: made("helium", draw, **whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
+    "ernie4_5": lambda draw: made("ernie4_5", draw, use_bias=draw.random() < 0.5, head_dim=draw.choice([6, 12])),
 }

@@ -25,4 +25,5 @@ FAMILIES: dict[str, Family] = {
     "ministral": dense.MINISTRAL,
     "arcee": dense.ARCEE,
     "helium": dense.HELIUM,
+    "ernie4_5": dense.ERNIE4_5,
 }

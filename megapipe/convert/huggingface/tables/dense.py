@@ -131,3 +131,19 @@ HELIUM = PLAIN.but(
     },
     always={"rotary_interleaved": True},
 )
+
+ERNIE4_5 = PLAIN.but(
+    "Ernie4_5ForCausalLM",
+    "every dense size; neighbouring channels are rotated, biases everywhere or nowhere",
+    keys={
+        "num_key_value_heads": Groups(2),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        # transformers drops nothing in this family's attention, whatever is said.
+        "attention_dropout": Only(0.0, silent=True),
+        "tie_word_embeddings": Not("untie_embeddings_and_output_weights", True),
+        "rope_parameters": Rotation(5e5),
+        "use_bias": Not("disable_bias_linear", False),
+    },
+    always={"rotary_interleaved": True, "attention_dropout": 0.0},
+)
