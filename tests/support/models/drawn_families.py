@@ -84,4 +84,28 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
     "helium": lambda draw: made("helium", draw, **whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
     "ernie4_5": lambda draw: made("ernie4_5", draw, use_bias=draw.random() < 0.5, head_dim=draw.choice([6, 12])),
+    "phi3": lambda draw: made(
+        "phi3",
+        draw,
+        **partial(draw, 0.75),
+        sliding_window=draw.choice([None, 4]),
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=draw.choice([2, 4]),
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+    ),
+    "glm": lambda draw: made(
+        "glm", draw, **partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])
+    ),
+    "starcoder2": lambda draw: made(
+        "starcoder2",
+        draw,
+        without="rms_norm_eps",
+        norm_epsilon=draw.choice([1e-6, 1e-5]),
+        hidden_act=draw.choice(["gelu", "gelu_pytorch_tanh"]),
+        sliding_window=draw.choice([None, 4]),
+        residual_dropout=0.2,
+        embedding_dropout=0.2,
+    ),
 }

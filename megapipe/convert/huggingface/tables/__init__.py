@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.convert.huggingface.family import Family
-from megapipe.convert.huggingface.tables import deepseek, dense, gpt, llama, qwen
+from megapipe.convert.huggingface.tables import deepseek, dense, gpt, layernorm, llama, qwen
 
 # An export takes the first one that can express the model.
 FAMILIES: dict[str, Family] = {
@@ -26,4 +26,7 @@ FAMILIES: dict[str, Family] = {
     "arcee": dense.ARCEE,
     "helium": dense.HELIUM,
     "ernie4_5": dense.ERNIE4_5,
+    "phi3": dense.PHI3,
+    "glm": dense.GLM,
+    "starcoder2": layernorm.STARCODER2,
 }

@@ -147,3 +147,34 @@ ERNIE4_5 = PLAIN.but(
     },
     always={"rotary_interleaved": True, "attention_dropout": 0.0},
 )
+
+PHI3 = PLAIN.but(
+    "Phi3ForCausalLM",
+    "Phi-3 and Phi-4 of plain positions, without longrope; a window in all layers or in none",
+    keys={
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "rope_parameters": Rotation(share=1.0),
+        "resid_pdrop": Same("hidden_dropout", 0.0),
+        "embd_pdrop": Twin("resid_pdrop", 0.0, "--hidden-dropout is both"),
+        "attention_bias": Only(False, silent=True),
+        "sliding_window": Window(None),
+    },
+    names={
+        "self_attention.linear_qkv": Rows("self_attn.qkv_proj"),
+        "mlp.linear_fc1": Halves("mlp.gate_up_proj"),
+    },
+)
+
+GLM = PLAIN.but(
+    "GlmForCausalLM",
+    "GLM-4-9B as transformers has it; neighbours among half of the channels are rotated",
+    keys={
+        "num_key_value_heads": Groups(2),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1.5625e-7),
+        "rope_parameters": Rotation(share=0.5),
+        "attention_bias": Same("add_qkv_bias", True),
+    },
+    always={"rotary_interleaved": True},
+    names={"mlp.linear_fc1": Halves("mlp.gate_up_proj")},
+)

@@ -1,0 +1,47 @@
+"""Dense families with LayerNorm: GPT-NeoX's, StarCoder's, and Llamas with another norm."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface.keys import Choice, Groups, Not, Only, Same, Twin, Unread
+from megapipe.convert.huggingface.layers import Window
+from megapipe.convert.huggingface.layouts import Layout, Rows
+from megapipe.convert.huggingface.rotation import Rotation
+from megapipe.convert.huggingface.tables.gpt import GPT2
+from megapipe.convert.huggingface.tables.llama import BIASES, LLAMA, PLAIN
+
+_GELU = {"gelu_pytorch_tanh": False, "gelu_new": False, "gelu": True}
+_GELU_ERF = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
+_GPT = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False}
+
+# GPT-NeoX has the rows of each head together, query, key and value, as Megatron-LM.
+_QUERY_KEY_VALUE = {
+    "self_attention.linear_qkv": Layout("attention.query_key_value"),
+    "self_attention.linear_proj": Layout("attention.dense"),
+    "mlp.linear_fc1": Layout("mlp.dense_h_to_4h"),
+    "mlp.linear_fc2": Layout("mlp.dense_4h_to_h"),
+}
+_PERSIMMON = _QUERY_KEY_VALUE | {
+    "self_attention.linear_qkv": Layout("self_attn.query_key_value"),
+    "self_attention.linear_proj": Layout("self_attn.dense"),
+    "self_attention.q_layernorm": Layout("self_attn.q_layernorm"),
+    "self_attention.k_layernorm": Layout("self_attn.k_layernorm"),
+}
+
+STARCODER2 = PLAIN.but(
+    "Starcoder2ForCausalLM",
+    "every size, with biases; a window in all layers or in none",
+    keys={
+        "num_key_value_heads": Groups(2),
+        "rms_norm_eps": None,
+        "norm_epsilon": Same("norm_epsilon", 1e-5),
+        "tie_word_embeddings": Not("untie_embeddings_and_output_weights", True),
+        "hidden_act": Choice("no_bias_gelu_fusion", _GELU, "gelu_pytorch_tanh"),
+        # Without a bias GELU is its erf form here.
+        "use_bias": Only(True),
+        "residual_dropout": Same("hidden_dropout", 0.0),
+        "embedding_dropout": Twin("residual_dropout", 0.0, "--hidden-dropout is both"),
+        "sliding_window": Window(None),
+    },
+    always=_GPT,
+    names={"mlp.linear_fc1": Layout("mlp.c_fc"), "mlp.linear_fc2": Layout("mlp.c_proj")},
+)
