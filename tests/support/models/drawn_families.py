@@ -108,4 +108,22 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         residual_dropout=0.2,
         embedding_dropout=0.2,
     ),
+    "nemotron": lambda draw: made(
+        "nemotron",
+        draw,
+        **biases(draw),
+        without="rms_norm_eps",
+        norm_eps=draw.choice([1e-6, 1e-5]),
+        **partial(draw, 0.5),
+        **whole_heads(draw),
+    ),
+    "stablelm": lambda draw: made(
+        "stablelm",
+        draw,
+        without="rms_norm_eps",
+        layer_norm_eps=1e-4,
+        **partial(draw, 0.25),
+        **whole_heads(draw),
+        use_qkv_bias=draw.random() < 0.5,
+    ),
 }

@@ -29,4 +29,6 @@ FAMILIES: dict[str, Family] = {
     "phi3": dense.PHI3,
     "glm": dense.GLM,
     "starcoder2": layernorm.STARCODER2,
+    "nemotron": layernorm.NEMOTRON,
+    "stablelm": layernorm.STABLELM,
 }

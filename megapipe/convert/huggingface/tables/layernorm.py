@@ -45,3 +45,38 @@ STARCODER2 = PLAIN.but(
     always=_GPT,
     names={"mlp.linear_fc1": Layout("mlp.c_fc"), "mlp.linear_fc2": Layout("mlp.c_proj")},
 )
+
+NEMOTRON = LLAMA.but(
+    "NemotronForCausalLM",
+    "Nemotron-4 and Minitron; biases everywhere or nowhere",
+    keys={
+        "rms_norm_eps": None,
+        "norm_eps": Same("norm_epsilon", 1e-5),
+        "hidden_act": Only("relu2"),
+        "rope_parameters": Rotation(share=0.5),
+    },
+    always={
+        "normalization": "LayerNorm",
+        "apply_layernorm_1p": True,
+        "swiglu": False,
+        "squared_relu": True,
+    },
+    names={"mlp.linear_fc1": Layout("mlp.up_proj")},
+)
+
+STABLELM = PLAIN.but(
+    "StableLmForCausalLM",
+    "StableLM 2 without norms of heads; a quarter of the channels is rotated",
+    keys={
+        "num_key_value_heads": Groups(32),
+        "rms_norm_eps": None,
+        "layer_norm_eps": Same("norm_epsilon", 1e-5),
+        "rope_parameters": Rotation(share=0.25),
+        "use_qkv_bias": Same("add_qkv_bias", False),
+        # Each head's norm has a weight of its own there.
+        "qk_layernorm": Only(False),
+        "use_parallel_residual": Only(False),
+        "hidden_dropout": Only(0.0),
+    },
+    always={"normalization": "LayerNorm"},
+)
