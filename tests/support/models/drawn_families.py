@@ -126,4 +126,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **whole_heads(draw),
         use_qkv_bias=draw.random() < 0.5,
     ),
+    "jais2": lambda draw: made(
+        "jais2", draw, without="rms_norm_eps", **biases(draw), layer_norm_eps=1e-4, head_dim=draw.choice([6, 12])
+    ),
 }

@@ -31,4 +31,5 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": layernorm.STARCODER2,
     "nemotron": layernorm.NEMOTRON,
     "stablelm": layernorm.STABLELM,
+    "jais2": layernorm.JAIS2,
 }

@@ -80,3 +80,17 @@ STABLELM = PLAIN.but(
     },
     always={"normalization": "LayerNorm"},
 )
+
+JAIS2 = LLAMA.but(
+    "Jais2ForCausalLM",
+    "every size; biases everywhere or nowhere",
+    keys={
+        "rms_norm_eps": None,
+        "layer_norm_eps": Same("norm_epsilon", 1e-5),
+        "hidden_act": Only("relu2"),
+        "mlp_bias": Not("disable_bias_linear", True),
+        "attention_bias": Twin("mlp_bias", True, BIASES),
+    },
+    always={"normalization": "LayerNorm", "swiglu": False, "squared_relu": True},
+    names={"mlp.linear_fc1": Layout("mlp.up_proj")},
+)

@@ -1,0 +1,98 @@
+"""Which families of Hugging Face models can be converted, and why known others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapipe.config.typed import shown
+from megapipe.convert.huggingface.family import IGNORED
+from megapipe.convert.huggingface.tables import FAMILIES
+
+# (model_types, the nearest family, what the model here lacks)
+_REFUSED = [
+    ("gemma", "llama", "a scaled embedding, and GELU in a gated MLP"),
+    (
+        "gemma2 gemma3 gemma3_text",
+        "llama",
+        "norms after attention and MLP, a scaled embedding, a scale of scores, capped logits",
+    ),
+    ("gemma3n gemma4 gemma4_text", "llama", "inputs and keys that layers share, and other norms"),
+    ("glm4", "glm", "norms after attention and MLP"),
+    ("olmo", "llama", "LayerNorm without a weight"),
+    ("olmo2 olmo3 flex_olmo exaone4", "qwen3", "norms after attention and MLP, and none before"),
+    ("olmoe minimax_m2", "qwen3_moe", "a norm over all heads of queries and of keys"),
+    ("gpt_oss", "qwen3_moe", "attention sinks, and a clamped activation"),
+    ("llama4 llama4_text", "mixtral", "attention in chunks, and weights before the experts"),
+    (
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
+        "qwen3_moe",
+        "layers of linear attention",
+    ),
+    ("kimi_linear bailing_hybrid minimax", "deepseek_v3", "layers of linear attention"),
+    ("granite hyperclovax minicpm minicpm3", "llama", "factors on embedding, halves and logits"),
+    ("granitemoe granitemoeshared", "mixtral", "factors on embedding, halves and logits"),
+    ("granitemoehybrid nemotron_h falcon_h1 mamba mamba2", "llama", "layers of Mamba"),
+    ("phi falcon gptj codegen", "gpt_neox", "attention and MLP that read the same input"),
+    ("cohere cohere2", "llama", "attention and MLP that read the same input, scaled logits"),
+    ("bloom", "gpt2", "ALiBi positions"),
+    ("opt", "gpt2", "ReLU"),
+    ("gpt_neo", "gpt2", "scores without a scale"),
+    ("afmoe", "qwen3_moe", "norms after attention and MLP, and a gate on attention"),
+    ("apertus", "qwen3", "xIELU"),
+    ("ernie4_5_moe", "ernie4_5", "a bias of a router with softmax"),
+    ("hunyuan_v1_dense", "qwen3", "norms of heads after their rotation"),
+    ("hunyuan_v1_moe", "qwen3_moe", "norms of heads after their rotation"),
+    ("mimo_v2_flash", "qwen3_moe", "attention sinks, and values of another width"),
+    ("ministral3 mistral3", "mistral", "yarn without latents, and a temperature of scores"),
+    ("deepseek_v32 glm_moe_dsa", "deepseek_v3", "sparse attention"),
+    ("glm4_moe_lite", "deepseek_v3", "an epsilon of its own for the norms of latents"),
+    ("deepseek_v4", "deepseek_v3", "several residual streams, and compressed keys"),
+]
+
+
+def lacking(name: str) -> tuple[str, str] | None:
+    """Return (nearest family, what is lacking) of a model_type that is refused, None if unknown."""
+    for names, nearest, what in _REFUSED:
+        if name in names.split():
+            return nearest, what
+    return None
+
+
+def nearest_by_keys(content: Mapping[str, Any]) -> str:
+    """Return the family whose table suits the keys of a config.json best."""
+    own = content.keys() - IGNORED
+
+    def mismatch(name: str) -> int:
+        # Keys that it lacks, and its own that the file does not have.
+        return len(own ^ FAMILIES[name].defaults.keys())
+
+    return min(FAMILIES, key=mismatch)
+
+
+def refusal(content: Mapping[str, Any]) -> str:
+    """Return why a config.json of an unknown model_type is refused, and the nearest family."""
+    name = content.get("model_type")
+    if isinstance(name, str) and (found := lacking(name)):
+        nearest, what = found
+        return (
+            f"model_type {name} cannot be converted: there is nothing here for {what}. "
+            f"The nearest family is {nearest}"
+        )
+    known = ", ".join(FAMILIES)
+    return (
+        f"model_type {shown(name)} is none of {known}. "
+        f"By its keys {nearest_by_keys(content)} is the nearest family"
+    )
+
+
+def listing() -> Iterator[str]:
+    """Yield the lines of `megapipe convert --list`."""
+    width = max(map(len, FAMILIES)) + 2
+    yield "Families of Hugging Face models (model_type of config.json), both ways:"
+    for name, family in FAMILIES.items():
+        yield f"  {name:{width}}{family.what}"
+    yield ""
+    yield "Refused (what is lacking; the nearest family):"
+    for names, nearest, what in _REFUSED:
+        yield f"  {', '.join(names.split())}: {what} ({nearest})"
