@@ -21,7 +21,7 @@ from megapipe.errors import CheckpointError
 _NO_MODEL = (
     "transformers_version architectures output_hidden_states return_dict dtype chunk_size_feed_forward id2label "
     "label2id is_encoder_decoder problem_type initializer_range use_cache bos_token_id eos_token_id pad_token_id "
-    "_name_or_path output_attentions pretraining_tp "
+    "_name_or_path output_attentions pretraining_tp is_decoder "
     "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
 )
 DECIDES_NOTHING = {
@@ -29,10 +29,12 @@ DECIDES_NOTHING = {
     "reorder_and_upcast_attn",  # of the same sums
     "max_window_layers",  # where layer_types stands beside it
     "sliding_window_pattern",  # the same
+    "original_max_position_embeddings",  # of positions that are not stretched
     "no_rope_layer_interval",  # where no_rope_layers stands beside it
     "vocab_size",  # which tensors and padding say
     "output_router_logits",  # which a training asks for
     "num_nextn_predict_layers",  # whose layers are left out, as transformers leaves them
+    "embedding_initializer_range",
     "router_aux_loss_coef",  # of a training, see docs/huggingface.md
 }
 
@@ -45,7 +47,7 @@ def another(value: object) -> object:
     if isinstance(value, list):
         return ["sliding_attention" if value[:1] == ["full_attention"] else "full_attention", *value[1:]]
     if isinstance(value, dict):
-        return value | {"partial_rotary_factor": 0.5}
+        return value | {"partial_rotary_factor": 0.75}
     if isinstance(value, str):
         return "relu"
     return not value if isinstance(value, bool) else (value or 16) * 2  # type: ignore[operator]
@@ -58,12 +60,19 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     given = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
     if family == "qwen2_moe":  # by its own rule no layer would have one
         given["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
+    if family == "gpt_neox":
+        given = {"use_parallel_residual": False}
+    if family == "dots1":
+        given = {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "norm_topk_prob": True}
+        given["max_window_layers"] = 0
     if family == "deepseek_v2":  # whose default names no number of experts
         groups = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
         given = groups | {"topk_method": "group_limited_greedy"}
     content = type(config)(**given).to_dict()
     want, silent = from_huggingface(content), []
     unread = {key for key, meaning in FAMILIES[family].keys.items() if isinstance(meaning, Unread)}
+    if "mlp_layer_types" in content:
+        unread.add("first_k_dense_replace")
     for key in content.keys() - DECIDES_NOTHING - unread:
         try:
             if from_huggingface(content | {key: another(content[key])}) == want:

@@ -180,7 +180,7 @@ class LayerWindow(Meaning):
         written: Fields = {"layer_types": kinds}
         if widths:
             written[key] = widths[0] + 1
-        elif self.plain:
+        elif self.plain and "rope" in of_layers(model, "position_embedding_type"):
             written[key] = None
         return written
 

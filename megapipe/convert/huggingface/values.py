@@ -25,13 +25,14 @@ _KINDS: dict[Any, str] = {
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
         resid_pdrop embd_pdrop attention_dropout residual_dropout embedding_dropout
         hidden_dropout factor router_jitter_noise routed_scaling_factor router_scaling_factor
-        rotary_pct
     """,
     bool: """
         tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_sliding_window
         norm_topk_prob qkv_bias use_qk_norm qk_layernorm
     """,
-    float | None: "rope_theta rotary_emb_base partial_rotary_factor mscale mscale_all_dim",
+    float | None: """
+        rope_theta rotary_emb_base rotary_pct partial_rotary_factor mscale mscale_all_dim
+    """,
     dict | None: "rope_parameters rope_scaling",
     list | None: "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
 }

@@ -33,7 +33,7 @@ def saved(config: Any, folder: Path) -> Tensor:
         for param in model.parameters():
             param += 0.1 * torch.randn_like(param)
         for name, buffer in model.named_buffers():
-            if "bias" in name:
+            if buffer.is_floating_point() and "bias" in name:
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     return theirs(folder)

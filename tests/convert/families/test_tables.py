@@ -43,7 +43,7 @@ _DRAWN = {
     "topk_group": [1],
     "topk_method": ["greedy", "group_limited_greedy"],
     "rope_theta rotary_emb_base": [1e4, 5e5],
-    "partial_rotary_factor": [None, 1.0],
+    "partial_rotary_factor rotary_pct": [None, 1.0],
     "rope_scaling rope_parameters original_max_position_embeddings": [None],
     "no_rope_layers": [None, [1, 0, 1, 1]],
     "no_rope_layer_interval": [2, 3],
@@ -59,6 +59,9 @@ def drawn(name: str, draw: random.Random) -> dict[str, object]:
     for key, default in family.defaults.items():
         meaning = family.keys.get(key)
         if isinstance(meaning, keys.Equals):
+            continue
+        if isinstance(meaning, keys.Unread):
+            content[key] = default
             continue
         if isinstance(meaning, keys.Only):
             content[key] = draw.choice(meaning.values)

@@ -8,6 +8,8 @@ from typing import Any
 
 from random_models import latent, rotary, transformers
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
 
 def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
     """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
@@ -69,16 +71,16 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         "cwm",
         draw,
         head_dim=draw.choice([6, 12]),
-        sliding_window=3,
-        layer_types=draw.choice([None, ["sliding_attention", "full_attention"] * 2, ["full_attention"] * 4]),
         num_hidden_layers=4,
+        **draw.choice([{"sliding_window": 3}, {"layer_types": ["full_attention"] * 4}, MIXED | {"sliding_window": 3}]),
         rope_parameters=draw.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
     ),
     "ministral": lambda draw: made(
         "ministral",
         draw,
+        head_dim=draw.choice([6, 12]),
         sliding_window=draw.choice([3, 5]),
-        layer_types=draw.choice([None, ["sliding_attention", "full_attention"] * 2]),
+        **draw.choice([{}, MIXED]),
         num_hidden_layers=4,
     ),
     "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
@@ -128,5 +130,89 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     ),
     "jais2": lambda draw: made(
         "jais2", draw, without="rms_norm_eps", **biases(draw), layer_norm_eps=1e-4, head_dim=draw.choice([6, 12])
+    ),
+    "gpt_neox": lambda draw: made(
+        "gpt_neox",
+        draw,
+        **partial(draw, 0.25),
+        without="rms_norm_eps num_key_value_heads",
+        **whole_heads(draw),
+        layer_norm_eps=1e-4,
+        hidden_act=draw.choice(["gelu", "gelu_new"]),
+        use_parallel_residual=False,
+        hidden_dropout=0.2,
+    ),
+    "persimmon": lambda draw: made(
+        "persimmon",
+        draw,
+        **partial(draw, 0.5),
+        without="rms_norm_eps num_key_value_heads",
+        **whole_heads(draw),
+        layer_norm_eps=1e-4,
+        qk_layernorm=draw.random() < 0.5,
+    ),
+    "gpt_bigcode": lambda draw: transformers.GPTBigCodeConfig(
+        n_embd=32,
+        n_head=draw.choice([2, 4]),
+        n_layer=draw.choice([2, 4]),
+        n_inner=draw.choice([None, 24]),
+        n_positions=24,
+        vocab_size=101,
+        activation_function=draw.choice(["gelu_pytorch_tanh", "gelu"]),
+        tie_word_embeddings=draw.random() < 0.5,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+    "glm4_moe": lambda draw: made(
+        "glm4_moe",
+        draw,
+        **partial(draw, 0.5),
+        **sigmoid(draw),
+        head_dim=draw.choice([8, 12]),
+        attention_bias=draw.random() < 0.5,
+        use_qk_norm=draw.random() < 0.5,
+        first_k_dense_replace=draw.choice([0, 1]),
+        num_nextn_predict_layers=0,
+    ),
+    "solar_open": lambda draw: made(
+        "solar_open",
+        draw,
+        without="intermediate_size",
+        **sigmoid(draw),
+        head_dim=draw.choice([8, 12]),
+        attention_bias=draw.random() < 0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4} | draw.choice([{}, {"partial_rotary_factor": 0.5}]),
+    ),
+    "dots1": lambda draw: made(
+        "dots1",
+        draw,
+        **sigmoid(draw),
+        first_k_dense_replace=draw.choice([0, 1]),
+        **draw.choice([{"sliding_window": None}, *({"sliding_window": 3, "max_window_layers": n} for n in (0, 1))]),
+    ),
+    "exaone_moe": lambda draw: made(
+        "exaone_moe",
+        draw,
+        **renamed(sigmoid(draw)),
+        num_hidden_layers=4,
+        **draw.choice([{}, {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": 0}]),
+        sliding_window=3,
+        layer_types=draw.choice([None, ["full_attention", "sliding_attention"] * 2]),
+    ),
+    "hy_v3": lambda draw: made(
+        "hy_v3",
+        draw,
+        head_dim=draw.choice([6, 12]),
+        num_hidden_layers=4,
+        num_experts=8,
+        num_experts_per_tok=draw.choice([2, 4]),
+        num_shared_experts=draw.choice([1, 2]),
+        moe_intermediate_size=12,
+        router_scaling_factor=1.5,
+        mlp_layer_types=draw.choice([None, ["sparse", "dense", "sparse", "sparse"]]),
+    ),
+    "youtu": lambda draw: transformers.YoutuConfig(
+        **{key: value for key, value in latent(draw).items() if key not in sigmoid(draw) and "dense" not in key}
     ),
 }

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from megapipe.convert.huggingface.family import Family
-from megapipe.convert.huggingface.tables import deepseek, dense, gpt, layernorm, llama, qwen
+from megapipe.convert.huggingface.tables import (
+    deepseek,
+    dense,
+    gpt,
+    layernorm,
+    llama,
+    qwen,
+    sigmoid,
+)
 
 # An export takes the first one that can express the model.
 FAMILIES: dict[str, Family] = {
@@ -32,4 +40,13 @@ FAMILIES: dict[str, Family] = {
     "nemotron": layernorm.NEMOTRON,
     "stablelm": layernorm.STABLELM,
     "jais2": layernorm.JAIS2,
+    "gpt_neox": layernorm.GPT_NEOX,
+    "persimmon": layernorm.PERSIMMON,
+    "gpt_bigcode": layernorm.GPT_BIGCODE,
+    "glm4_moe": sigmoid.GLM4_MOE,
+    "solar_open": sigmoid.SOLAR_OPEN,
+    "dots1": sigmoid.DOTS1,
+    "exaone_moe": sigmoid.EXAONE_MOE,
+    "hy_v3": sigmoid.HY_V3,
+    "youtu": deepseek.YOUTU,
 }

@@ -114,3 +114,13 @@ V3 = _LATENT.but(
     published=(61,),
     aliases={"num_local_experts": "n_routed_experts"},
 )
+
+YOUTU = _LATENT.but(
+    "YoutuForCausalLM",
+    "every size: DeepSeek's latent attention without experts",
+    keys={
+        "num_key_value_heads": Equals(lambda content: content["num_attention_heads"], 16),
+        "tie_word_embeddings": Not("untie_embeddings_and_output_weights", True),
+        "rope_interleave": Only(True),
+    },
+)

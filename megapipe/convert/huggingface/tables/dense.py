@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapipe.convert.huggingface.keys import Groups, Json, Not, Only, Same, Twin, Unread
+from megapipe.convert.huggingface.keys import Equals, Groups, Json, Not, Only, Same, Twin, Unread
 from megapipe.convert.huggingface.layers import (
     FULL,
     SLIDING,
@@ -123,7 +123,8 @@ HELIUM = PLAIN.but(
     "every size; neighbouring channels are rotated",
     keys={
         "num_key_value_heads": Groups(20),
-        "head_dim": Same("kv_channels", 128, null=head_share),
+        # Its output projection is square.
+        "head_dim": Equals(head_share, 128),
         "rms_norm_eps": Same("norm_epsilon", 1e-8),
         "rope_parameters": Rotation(1e5),
         "attention_bias": Same("add_qkv_bias", False),

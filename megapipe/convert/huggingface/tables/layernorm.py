@@ -69,6 +69,7 @@ STABLELM = PLAIN.but(
     "StableLM 2 without norms of heads; a quarter of the channels is rotated",
     keys={
         "num_key_value_heads": Groups(32),
+        "head_dim": None,
         "rms_norm_eps": None,
         "layer_norm_eps": Same("norm_epsilon", 1e-5),
         "rope_parameters": Rotation(share=0.25),
@@ -93,4 +94,66 @@ JAIS2 = LLAMA.but(
     },
     always={"normalization": "LayerNorm", "swiglu": False, "squared_relu": True},
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
+)
+
+GPT_NEOX = PLAIN.but(
+    "GPTNeoXForCausalLM",
+    "models with use_parallel_residual false; Pythia's is true",
+    keys={
+        **dict.fromkeys(["rms_norm_eps", "num_key_value_heads", "head_dim"]),
+        "layer_norm_eps": Same("norm_epsilon", 1e-5),
+        "hidden_act": Choice("no_bias_gelu_fusion", _GELU_ERF, "gelu"),
+        "rope_parameters": Rotation(1e4, 0.25, "rotary_emb_base", "rotary_pct"),
+        "use_parallel_residual": Only(False, default=True),
+        "attention_bias": Only(True),
+        "hidden_dropout": Same("hidden_dropout", 0.0),
+        "classifier_dropout": Unread(0.1),
+    },
+    always=_GPT,
+    names={
+        **_QUERY_KEY_VALUE,
+        "embedding.word_embeddings": Layout("gpt_neox.embed_in"),
+        "decoder.final_layernorm": Layout("gpt_neox.final_layer_norm"),
+        "output_layer": Layout("embed_out"),
+    },
+    layer="gpt_neox.layers.{n}.",
+)
+
+GPT_BIGCODE = GPT2.but(
+    "GPTBigCodeForCausalLM",
+    "StarCoder and SantaCoder: one key and value head for all queries",
+    keys={
+        "activation_function": Choice("no_bias_gelu_fusion", _GELU, "gelu_pytorch_tanh"),
+        "scale_attn_by_inverse_layer_idx": None,
+        "multi_query": Only(True),
+        "num_key_value_heads": Only(1, silent=True),
+        "attention_softmax_in_fp32": Unread(True),
+        "scale_attention_softmax_in_fp32": Unread(True),
+    },
+    always={"group_query_attention": True, "num_query_groups": 1},
+    names={
+        "self_attention.linear_qkv": Rows("attn.c_attn"),
+        "self_attention.linear_proj": Layout("attn.c_proj"),
+        "mlp.linear_fc1": Layout("mlp.c_fc"),
+        "mlp.linear_fc2": Layout("mlp.c_proj"),
+    },
+)
+
+PERSIMMON = PLAIN.but(
+    "PersimmonForCausalLM",
+    "every size; half of the channels is rotated",
+    keys={
+        **dict.fromkeys(["rms_norm_eps", "num_key_value_heads", "head_dim"]),
+        "layer_norm_eps": Same("norm_epsilon", 1e-5),
+        "hidden_act": Only("relu2"),
+        "rope_parameters": Rotation(share=0.5),
+        "qk_layernorm": Same("qk_layernorm", True),
+        # There it drops the MLP's output alone.
+        "hidden_dropout": Only(0.0),
+    },
+    always=_GPT | {"squared_relu": True},
+    names={
+        **_PERSIMMON,
+        "decoder.final_layernorm": Layout("model.final_layernorm"),
+    },
 )

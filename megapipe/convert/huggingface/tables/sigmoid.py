@@ -1,0 +1,149 @@
+"""Families with DeepSeek-V3's router, a sigmoid and a bias, on plain attention."""
+
+from __future__ import annotations
+
+from megapipe.convert.huggingface.depths import Depths
+from megapipe.convert.huggingface.experts import (
+    Chosen,
+    DenseFirst,
+    ExpertGroups,
+    MlpTypes,
+    Renormalised,
+    SharedExperts,
+)
+from megapipe.convert.huggingface.keys import Groups, Json, Meaning, Only, Same, Unread
+from megapipe.convert.huggingface.layers import FULL, SLIDING, LayerWindow, SwitchedWindow
+from megapipe.convert.huggingface.layouts import Layout, Stack
+from megapipe.convert.huggingface.rotation import Rotation
+from megapipe.convert.huggingface.tables.deepseek import SHARED
+from megapipe.convert.huggingface.tables.llama import PLAIN, head_share
+from megapipe.convert.huggingface.tables.qwen import EXPERTS
+
+_SIGMOID = PLAIN.but(
+    "",
+    "",
+    keys={
+        "num_key_value_heads": Groups(8),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "n_routed_experts": Same("num_experts"),
+        "n_shared_experts": SharedExperts(1),
+        "num_experts_per_tok": Same("moe_router_topk"),
+        "moe_intermediate_size": Same("moe_ffn_hidden_size"),
+        "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 1.0, unset=1.0),
+        "norm_topk_prob": Renormalised(),
+        "n_group": ExpertGroups(2),
+    },
+    always={
+        # As transformers, whatever the activations are.
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    names={
+        **EXPERTS,
+        **SHARED,
+        "mlp.router.expert_bias": Layout("mlp.gate.e_score_correction_bias"),
+    },
+    aliases={"num_local_experts": "n_routed_experts"},
+)
+
+# Some families count the same experts under other keys.
+_NUM_EXPERTS: dict[str, Meaning | None] = {
+    "n_routed_experts": None,
+    "n_shared_experts": None,
+    "num_experts": Same("num_experts"),
+}
+_HY_V3 = {
+    "mlp.router": Layout("mlp.router.gate"),
+    "mlp.router.expert_bias": Layout("mlp.expert_bias"),
+    "mlp.shared_experts.linear_fc1": Stack("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+    "mlp.shared_experts.linear_fc2": Layout("mlp.shared_mlp.down_proj"),
+}
+
+
+def _by_pattern(content: Json) -> list[str]:
+    layers = range(content["num_hidden_layers"])
+    pattern = content["sliding_window_pattern"]
+    if content["sliding_window"] is None or not pattern:
+        return [FULL for _ in layers]
+    return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
+
+
+GLM4_MOE = _SIGMOID.but(
+    "Glm4MoeForCausalLM",
+    "GLM-4.5 to 4.7 and Air, with multi-token prediction",
+    keys={
+        "rope_parameters": Rotation(share=0.5),
+        "attention_bias": Same("add_qkv_bias", False),
+        "use_qk_norm": Same("qk_layernorm", False),
+        "first_k_dense_replace": DenseFirst(),
+        "num_nextn_predict_layers": Depths(),
+    },
+    # Of GLM-4.5 and of Air.
+    published=(92, 46),
+)
+
+SOLAR_OPEN = _SIGMOID.but(
+    "SolarOpenForCausalLM",
+    "every size; all layers have experts",
+    keys={
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rope_parameters": Rotation(1e6, share=1.0),
+        "attention_bias": Same("add_qkv_bias", False),
+        # Its layers have no MLP of this width.
+        "intermediate_size": Unread(10240),
+    },
+)
+
+DOTS1 = _SIGMOID.but(
+    "Dots1ForCausalLM",
+    "every size; a sliding window in all layers, in some or in none",
+    keys={
+        "num_key_value_heads": Groups(32),
+        "rms_norm_eps": Same("norm_epsilon", 1e-6),
+        "attention_bias": Only(False),
+        "first_k_dense_replace": DenseFirst(),
+        "n_shared_experts": SharedExperts(None),
+        "norm_topk_prob": Renormalised(False),
+        "sliding_window": SwitchedWindow(4096, 62, switch=False),
+    },
+    always={"qk_layernorm": True},
+)
+
+EXAONE_MOE = _SIGMOID.but(
+    "ExaoneMoeForCausalLM",
+    "K-EXAONE without its multi-token prediction; layers without a window rotate nothing",
+    keys={
+        **_NUM_EXPERTS,
+        "num_key_value_heads": Groups(32),
+        "num_shared_experts": SharedExperts(1),
+        "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 2.5, unset=1.0),
+        "mlp_layer_types": MlpTypes("first_k_dense_replace"),
+        "sliding_window": LayerWindow(4096, _by_pattern, {"sliding_window_pattern": 4}, plain=True),
+    },
+    always={"qk_layernorm": True},
+    names={"mlp.router.expert_bias": Layout("mlp.e_score_correction_bias")},
+    aliases={},
+)
+
+HY_V3 = _SIGMOID.but(
+    "HYV3ForCausalLM",
+    "every size",
+    keys={
+        **_NUM_EXPERTS,
+        **dict.fromkeys(["n_group", "norm_topk_prob", "routed_scaling_factor"]),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rope_parameters": Rotation(11_158_840.0),
+        "attention_bias": Only(False),
+        "mlp_bias": Only(False),
+        "num_experts_per_tok": Chosen("moe_router_topk"),
+        "num_shared_experts": SharedExperts(1),
+        "router_scaling_factor": Same("moe_router_topk_scaling_factor", 2.826, unset=1.0),
+        "mlp_layer_types": MlpTypes(),
+        # Of the sum in 16 bits.
+        "enable_moe_fp32_combine": Unread(True),
+    },
+    always={"qk_layernorm": True},
+    names=_HY_V3,
+    aliases={},
+)
