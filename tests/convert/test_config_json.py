@@ -56,7 +56,7 @@ def another(value: object) -> object:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     """embd_pdrop was dropped: a GPT-2 with 0.3 came in with the rate of resid_pdrop."""
-    config = transformers.AutoConfig.for_model(family)
+    config = transformers.AutoConfig.for_model(FAMILIES[family].computed_as or family)
     given = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
     if family == "qwen2_moe":  # by its own rule no layer would have one
         given["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
@@ -68,7 +68,7 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     if family == "deepseek_v2":  # whose default names no number of experts
         groups = {"n_routed_experts": 160, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
         given = groups | {"topk_method": "group_limited_greedy"}
-    content = type(config)(**given).to_dict()
+    content = type(config)(**given).to_dict() | {"model_type": family}
     want, silent = from_huggingface(content), []
     unread = {key for key, meaning in FAMILIES[family].keys.items() if isinstance(meaning, Unread)}
     if "mlp_layer_types" in content:
@@ -90,7 +90,15 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
         ({"num_attention_heads": 0}, "num_attention_heads is an integer from 1 to 524288, got 0"),
         ({"rope_parameters": [1]}, "rope_parameters is an object, got [1]"),
         ({"rope_parameters": {"rope_theta": "a"}}, 'rope_parameters.rope_theta is a finite number, got "a"'),
-        ({"model_type": ["llama"]}, f'model_type ["llama"] is none of {", ".join(FAMILIES)}'),
+        (
+            {"model_type": ["llama"]},
+            f'model_type ["llama"] is none of {", ".join(FAMILIES)}. By its keys llama is the nearest family',
+        ),
+        (
+            {"model_type": "gemma"},
+            "model_type gemma cannot be converted: there is nothing here for a scaled embedding, and GELU in a gated "
+            "MLP. The nearest family is llama",
+        ),
     ],
 )
 def test_a_value_that_is_none_is_named(change, line):

@@ -19,7 +19,7 @@ from megapipe.checkpoint.resume import resume_problems
 from megapipe.commands import convert, generate
 from megapipe.config import Config, ModelConfig
 from megapipe.convert import export_checkpoint, import_checkpoint
-from megapipe.convert.huggingface.families import FAMILIES, to_huggingface
+from megapipe.convert.huggingface.families import to_huggingface
 from megapipe.data.build import build_datasets
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import CheckpointError, ConfigError
@@ -66,7 +66,11 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
             "config.json: rope_theta is null; it has to be the base of the rotation, as 10000",
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json: rope_type yarn is not default or llama3"),
-        ({"model_type": "bloom"}, f'config.json: model_type "bloom" is none of {", ".join(FAMILIES)}'),
+        (
+            {"model_type": "bloom"},
+            "config.json: model_type bloom cannot be converted: there is nothing here for ALiBi positions. The nearest "
+            "family is gpt2",
+        ),
     ],
 )
 def test_what_we_cannot_express_is_refused(tmp_path, change, line):
@@ -80,14 +84,15 @@ def test_a_model_that_no_family_has_is_not_exported(tmp_path):
     saved("llama", 0, tmp_path / "hf")
     done = import_checkpoint(tmp_path / "hf", tmp_path / "ours")
     state = done.folder / "state.json"
-    state.write_text(state.read_text().replace('"rotary_interleaved": false', '"rotary_interleaved": true'))
+    state.write_text(state.read_text().replace('"apply_layernorm_1p": false', '"apply_layernorm_1p": true'))
     files = commit.read_manifest(done.folder)
     (done.folder / commit.MANIFEST).write_text(
         commit._manifest_text(0, files | commit.digest(done.folder, ["state.json"]))
     )
     (tmp_path / "ours" / "huggingface" / "config.json").unlink()
-    assert refused(lambda: export_checkpoint(done.folder, tmp_path / "back"))[1:] == (
-        "--rotary-interleaved is True, but llama has False",
+    assert refused(lambda: export_checkpoint(done.folder, tmp_path / "back")) == (
+        "no family of Hugging Face models is like this one; nearest is llama:",
+        "--apply-layernorm-1p is True, but llama has False",
     )
 
 

@@ -7,6 +7,7 @@ meaning on the other side.
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -128,7 +129,10 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         default = ModelConfig.norm_epsilon
         yield f"norm epsilon is {model.norm_epsilon:g}; our default is {default:g}"
     if content.get("residual_dropout") and "embedding_dropout" not in content:
-        yield f"--hidden-dropout {model.hidden_dropout:g} drops embeddings too, which theirs does not"
+        yield (
+            f"--hidden-dropout {model.hidden_dropout:g} drops embeddings too, "
+            "which residual_dropout does not"
+        )
     if model.position_embedding_type == "rope":
         yield from _rotation_notes(model)
     yield from _depth_notes(content, model)
@@ -201,7 +205,8 @@ def compare_logits(
     length = min(64, model.max_position_embeddings or 64)
     tokens = torch.randint(0, vocab_size, (1, length))
     try:
-        reference: Any = AutoModelForCausalLM.from_pretrained(theirs, trust_remote_code=False)
+        config = _config(theirs)
+        reference: Any = AutoModelForCausalLM.from_pretrained(theirs, config=config)
     except Exception as error:  # its classes of errors have nothing in common
         raise CheckpointError(f"{theirs}: transformers cannot load it: {error}") from None
     module: GPTModel = whole_model(replace(model, **_ALL_TOKENS))
@@ -210,6 +215,17 @@ def compare_logits(
         want = _rounded(reference, dtype)(tokens).logits
         got = _rounded(module, dtype)(tokens)[..., :vocab_size]
     return (got - want).abs().max().item(), want.abs().max().item()
+
+
+def _config(folder: Path) -> Any:
+    """Return transformers' configuration of a folder, also of a family that it has no name for."""
+    from transformers import AutoConfig
+
+    content = json.loads((folder / "config.json").read_text())
+    family = FAMILIES.get(content.get("model_type"))
+    if family is None or not family.computed_as:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return AutoConfig.for_model(**content | {"model_type": family.computed_as})
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from typing import Any
 
 from megapipe.checkpoint.resume import resume_problems
 from megapipe.config import Config, ModelConfig
-from megapipe.config.typed import shown
 from megapipe.convert.huggingface.layers import canonical
+from megapipe.convert.huggingface.listing import refusal
 from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.huggingface.values import unfit
 from megapipe.errors import CheckpointError
@@ -28,8 +28,7 @@ def from_huggingface(content: Json) -> ModelConfig:
     """
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(f"config.json: model_type {shown(name)} is none of {known}")
+        raise CheckpointError(f"config.json: {refusal(content)}")
     family = FAMILIES[name]
     problems = list(family.unknown(content))
     content = family.filled(content)
@@ -58,7 +57,8 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """
     if unsaid := _unsaid(model):
         raise CheckpointError(unsaid)
-    nearest: list[str] = []
+    nearest = ""
+    fewest: list[str] = []
     for name, family in FAMILIES.items():
         if (
             family.is_sparse != model.has_experts
@@ -73,9 +73,11 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         differences = differing(model, content, name)
         if not differences:
             return content
-        if not nearest or len(differences) < len(nearest):
-            nearest = differences
-    raise CheckpointError(["no family of Hugging Face models is like this one; nearest:", *nearest])
+        if not nearest or len(differences) < len(fewest):
+            nearest = name
+            fewest = differences
+    head = f"no family of Hugging Face models is like this one; nearest is {nearest}:"
+    raise CheckpointError([head, *fewest])
 
 
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:

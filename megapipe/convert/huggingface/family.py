@@ -52,6 +52,7 @@ class Family:
         names: our module or tensor -> their names and an operation.
         layer: what precedes their names within a layer.
         published: numbers of layers after which transformers expects multi-token prediction.
+        computed_as: the model_type under which transformers computes it, if it has no own one.
         aliases: another name of a key -> the key, as transformers reads them.
         defaults: each key that the table knows, with the default of the family's class.
     """
@@ -63,6 +64,7 @@ class Family:
     names: Mapping[str, Layout]
     layer: str = "model.layers.{n}."
     published: tuple[int, ...] = ()
+    computed_as: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Fields = field(init=False)
 

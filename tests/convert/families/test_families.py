@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_models
 import torch
 from drawn_families import DRAWN
 from random_models import TOKENS, theirs, transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint, load_full
+from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
 from megapipe.convert.huggingface.families import from_huggingface
 from megapipe.convert.huggingface.family import IGNORED
 from megapipe.convert.huggingface.tables import FAMILIES
@@ -65,6 +66,19 @@ def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, t
         written = FAMILIES[family].write(done.config.model) | {"model_type": family, "vocab_size": 101}
         again, its = type(config)(**json.loads(json.dumps(written))).to_dict(), config.to_dict()
         assert {key: again.get(key) for key in its.keys() - IGNORED} == {key: its[key] for key in its.keys() - IGNORED}
+
+
+def test_a_kimi_is_computed_as_a_deepseek(tmp_path):
+    want = saved(random_models.FAMILIES["deepseek_v3"](random.Random(1)), tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "x"}})
+    )
+    done = import_checkpoint(tmp_path / "hf", tmp_path / "ours", divisible_by=8)
+    assert (ours(done.folder, done.config.model) - want).abs().max() <= 2e-6 * want.abs().max()
+    found = compare_logits(tmp_path / "hf", done.folder, done.config.model, 101)
+    assert found is not None
+    assert found[0] < 1e-5 < found[1]
 
 
 @pytest.mark.parametrize("family", DRAWN)

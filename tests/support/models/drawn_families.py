@@ -182,7 +182,6 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **sigmoid(draw),
         head_dim=draw.choice([8, 12]),
         attention_bias=draw.random() < 0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4} | draw.choice([{}, {"partial_rotary_factor": 0.5}]),
     ),
     "dots1": lambda draw: made(
         "dots1",
@@ -198,7 +197,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         num_hidden_layers=4,
         **draw.choice([{}, {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": 0}]),
         sliding_window=3,
-        layer_types=draw.choice([None, ["full_attention", "sliding_attention"] * 2]),
+        **draw.choice([{}, MIXED]),
     ),
     "hy_v3": lambda draw: made(
         "hy_v3",

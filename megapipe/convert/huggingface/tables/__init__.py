@@ -49,4 +49,5 @@ FAMILIES: dict[str, Family] = {
     "exaone_moe": sigmoid.EXAONE_MOE,
     "hy_v3": sigmoid.HY_V3,
     "youtu": deepseek.YOUTU,
+    "kimi_k2": deepseek.KIMI_K2,
 }

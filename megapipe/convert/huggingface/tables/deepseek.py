@@ -124,3 +124,10 @@ YOUTU = _LATENT.but(
         "rope_interleave": Only(True),
     },
 )
+
+# Kimi's program is DeepSeek-V3's under a name of its own, and transformers has none for it.
+KIMI_K2 = V3.but(
+    "DeepseekV3ForCausalLM",
+    "Kimi K2: a DeepSeek-V3, and without its config.json exported as one",
+    computed_as="deepseek_v3",
+)

@@ -14,7 +14,6 @@ from megapipe.convert.huggingface.layouts import Halves, Layout, Rows
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.llama import LLAMA, MISTRAL, PLAIN, head_share
 
-
 _CWM_ROPE = {
     "rope_theta": 1e6,
     "rope_type": "llama3",

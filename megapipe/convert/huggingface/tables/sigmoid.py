@@ -88,7 +88,7 @@ SOLAR_OPEN = _SIGMOID.but(
     "every size; all layers have experts",
     keys={
         "head_dim": Same("kv_channels", 128, null=head_share),
-        "rope_parameters": Rotation(1e6, share=1.0),
+        "rope_parameters": Rotation(1e6),
         "attention_bias": Same("add_qkv_bias", False),
         # Its layers have no MLP of this width.
         "intermediate_size": Unread(10240),
