@@ -52,7 +52,10 @@ _REFUSED = [
 
 
 def lacking(name: str) -> tuple[str, str] | None:
-    """Return (nearest family, what is lacking) of a model_type that is refused, None if unknown."""
+    """Return the nearest family of a model_type and the features that are lacking here.
+
+    Returns: None for a model_type that is in no list.
+    """
     for names, nearest, what in _REFUSED:
         if name in names.split():
             return nearest, what
@@ -93,6 +96,6 @@ def listing() -> Iterator[str]:
     for name, family in FAMILIES.items():
         yield f"  {name:{width}}{family.what}"
     yield ""
-    yield "Refused (what is lacking; the nearest family):"
+    yield "Refused, for features that are lacking here (with the nearest family):"
     for names, nearest, what in _REFUSED:
         yield f"  {', '.join(names.split())}: {what} ({nearest})"

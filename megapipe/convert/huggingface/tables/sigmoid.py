@@ -90,8 +90,8 @@ SOLAR_OPEN = _SIGMOID.but(
         "head_dim": Same("kv_channels", 128, null=head_share),
         "rope_parameters": Rotation(1e6),
         "attention_bias": Same("add_qkv_bias", False),
-        # Its layers have no MLP of this width.
-        "intermediate_size": Unread(10240),
+        # All layers have experts, and no layer has this width.
+        "intermediate_size": Same("ffn_hidden_size", 10240),
     },
 )
 
