@@ -2,6 +2,7 @@
 
 No more than one tensor is in memory at a time.
 
+    megapipe convert --list
     megapipe convert --from-huggingface Qwen3-0.6B --save checkpoints/qwen3
     megapipe convert --load checkpoints/qwen3 --to-huggingface Qwen3-0.6B-tuned
 
@@ -37,6 +38,7 @@ from megapipe.convert import (
     export_ranks,
     import_checkpoint,
     import_megatron,
+    listing,
 )
 from megapipe.data.files import folder_problems
 from megapipe.distributed.device import lacks_memory
@@ -121,6 +123,9 @@ class Flags:
     tensor-parallel size must divide it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights. auto: as they are, with float16 as float32."""
+    list: bool = False
+    """Show the families of Hugging Face models that can be converted, and why others are refused.
+    No other flag goes with it."""
     no_check: bool = False
     """Leave out the comparison of logits, which holds both models in memory."""
 
@@ -134,6 +139,9 @@ def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     if problems := list(_problems(flags)):
         raise ConfigError(problems)
+    if flags.list:
+        print("\n".join(listing()))
+        return
     try:
         _convert(flags)
     # A full disk, or a folder without permission.
@@ -288,6 +296,10 @@ def _bar() -> Callable[[int, int], None]:
 
 def _problems(flags: Flags) -> Iterator[str]:
     """Yield a sentence for each problem of the flags and their folders."""
+    if flags.list:
+        if flags != Flags(list=True):
+            yield "--list shows the families and converts nothing. Leave the other flags out."
+        return
     # Which flags are read depends on the direction, so there must be one.
     directions = [name for name in _DIRECTIONS if getattr(flags, name)]
     if len(directions) == 1:

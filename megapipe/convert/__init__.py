@@ -2,6 +2,7 @@
 
 from megapipe.convert.checkpoints import Converted, export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.checks import compare_logits
+from megapipe.convert.huggingface.listing import listing
 from megapipe.convert.megatron.ranks import Sizes, export_ranks
 from megapipe.convert.megatron.run import import_megatron
 from megapipe.convert.megatron.write import export_megatron
@@ -17,5 +18,6 @@ __all__ = [
     "export_ranks",
     "import_checkpoint",
     "import_megatron",
+    "listing",
     "load_full",
 ]
