@@ -62,7 +62,7 @@ class Composed:
         recipe: the recipe that the flags ask for.
         built: the tables that were made on the way.
         schedule: the finished table, with the passes around the step.
-        notes: lines to print on flags that were read in a special way.
+        notes: a line for each flag whose passes the file already has.
     """
 
     recipe: Recipe
@@ -166,7 +166,7 @@ def refuse_idle(args: argparse.Namespace, own: Mapping[str, object]) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return the recipe that the flags of `show` ask for, before any search.
+    """Return the recipe that the flags of `show` ask for. Nothing is searched yet.
 
     Raises: ScheduleError for flags that do not go with the schedule.
     """
@@ -213,7 +213,10 @@ def _step(args: argparse.Namespace) -> StepPasses:
 
 
 def stated(costs: Costs, args: argparse.Namespace) -> Costs:
-    """Return the costs with the numbers of --vocabulary, --shard, --step and --copy-ratio."""
+    """Return the costs with the numbers of the flags that add passes.
+
+    These are --vocabulary, --shard, --step and --copy-ratio. Without numbers the costs stay.
+    """
     numbers = {**(args.vocabulary or {}), **(args.shard or {})}
     # --step may name passes, and then has no numbers.
     if not isinstance(args.step, StepPasses):
@@ -287,7 +290,7 @@ def _order(args: argparse.Namespace) -> Recipe:
 
 
 def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
-    """Return the settings of zb-auto's search for a recipe of its size."""
+    """Return the settings of zb-auto's search for a table of the recipe's size."""
     objective = args.objective or "makespan"
     # A given --effort has no limit of CPU seconds, so that equal efforts give equal tables.
     effort, seconds = _LONGEST

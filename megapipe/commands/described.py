@@ -17,7 +17,14 @@ from megapipe.schedule.views.sliced import describe_keys, describe_slices, refer
 
 
 def described(built: Built, args: Namespace) -> list[str]:
-    """Return the lines on a table: flags without effect, then slices, search, pairs and copies."""
+    """Return the lines that describe a table of `show`.
+
+    First come flags without effect, then slices, the search, pairs, copies and shards.
+
+    Args:
+        built: the table, and the tables from which it was made.
+        args: the flags of `show`, after `composed`.
+    """
     recipe = built.recipe
     table = built.table
     costs = args.costs

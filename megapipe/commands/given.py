@@ -124,7 +124,7 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
 
     Args:
         names: the fields, in the order of the numbers. At least the first two must be given.
-        wanted: a sentence for the error, without its last words.
+        wanted: the beginning of the error: the numbers that are needed, and an example.
     """
 
     def read(text: str) -> dict[str, float]:
@@ -151,7 +151,7 @@ def step_of(text: str) -> dict[str, float] | StepPasses:
 
 
 def _numbers(text: str) -> list[float]:
-    """Return the numbers from 0 to 1e100 between commas; an empty list if any word is another."""
+    """Return the numbers from 0 to 1e100 between commas; an empty list if there are others."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _validate(flags: Flags) -> None:
-    """Raise ConfigError with all problems of the flags."""
+    """Check the flags. Raises: ConfigError with all problems."""
     problems = []
     if not flags.input:
         problems.append("--input is missing: --input corpus.jsonl, or text files")

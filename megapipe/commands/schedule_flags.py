@@ -299,7 +299,7 @@ def _parts(one: argparse.ArgumentParser) -> None:
 
 
 def _details(one: argparse.ArgumentParser) -> None:
-    """Add the flags of `show` that change the order itself, as the line of a recipe does."""
+    """Add the flags of `show` that change the order itself."""
     one.add_argument(
         "--no-pairs",
         action="store_true",

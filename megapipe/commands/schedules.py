@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of all four commands. The command's function is `run` of its result."""
+    """Return the parser of all four commands.
+
+    The parsed arguments have the function of the command as `run`.
+    """
     top = Parser(prog=program(), description=__doc__, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="list|show|compare|site")
     yours = "and yours: .json, .csv, or FILE.py:NAME of a function"
@@ -208,7 +211,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _write_table(table: Schedule, shown: Schedule, line: str, args: argparse.Namespace) -> bool:
-    """Write the files that `show` was asked for, without its figures.
+    """Write the files of the table that flags of `show` name; a figure is written elsewhere.
 
     Args:
         table: one training step, for files that a run reads.

@@ -37,6 +37,8 @@ _TROUBLE = ("megapipe:", "ALARM", "DAMAGED", "error:", "Error", "belonged to a r
 class Launched:
     """A running command with all processes that it starts on this machine.
 
+    `hit` and `signal_all` send signals, `sees`, `trains` and `wait` wait, and `end` kills all.
+
     Attributes:
         log: the file that its output is written to.
         iterations: number and time of each iteration line.
@@ -187,7 +189,10 @@ class Launched:
         return False
 
     def trains(self, seconds: float, until: float) -> bool:
-        """Let it train for some seconds. Return False if it ends or reaches the time `until`."""
+        """Let the run train for some seconds.
+
+        Returns: False if the run ends first, or the clock reaches the time `until`.
+        """
         self.sees(lambda: time.monotonic() >= until, seconds)
         return self.process.poll() is None and time.monotonic() < until
 
@@ -234,7 +239,11 @@ class Fault:
             self.noticed_s = time.monotonic() - self.at
 
     def look(self, run: Launched) -> None:
-        """Record when training has continued in `run`, the same launch or a later one."""
+        """Record when training has continued after the fault, and how many iterations were lost.
+
+        Args:
+            run: the launch that was broken, or a later one.
+        """
         # Iterations before that moment may come from ranks that the fault has not reached yet.
         noticed = self.at + (self.noticed_s or 0)
         after = [(n, at) for n, at in run.iterations if at > noticed]

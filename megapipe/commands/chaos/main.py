@@ -70,6 +70,8 @@ class Options:
 class Chaos:
     """A run that is broken and started again.
 
+    `run` does both until the time is over. Each kind of fault has a method of its name.
+
     Attributes:
         command: the launch line.
         root: the folder for logs and checkpoints.
@@ -170,6 +172,7 @@ class Chaos:
     # one if there was nothing to break.
 
     def kill(self, run: Launched) -> str:
+        """Kill a drawn rank, or the launcher, half of the time while a checkpoint is written."""
         where = "in a step"
         # A folder iter_*.tmp-* exists as long as a checkpoint is being written.
         if self.draw.random() < 0.5 and run.sees(lambda: any(self.save.glob("iter_*.tmp-*")), 30):
@@ -178,9 +181,11 @@ class Chaos:
         return run.hit(self.draw, signal.SIGKILL, launcher=self.draw.random() < 0.3, where=where)
 
     def stop(self, run: Launched) -> str:
+        """Stop a drawn rank for good."""
         return run.hit(self.draw, signal.SIGSTOP)
 
     def delay(self, run: Launched) -> str:
+        """Stop a drawn rank for at most two seconds."""
         # A delay must cost nothing, so it is shorter than the usual timeouts.
         seconds = self.draw.uniform(0.1, 2.0)
         text: str = run.hit(self.draw, signal.SIGSTOP)
@@ -189,6 +194,7 @@ class Chaos:
         return text and f"{text}, {seconds:.1f} s"
 
     def disk(self, run: Launched) -> str:
+        """Let files grow to a part of a checkpoint, until the next save has failed or passed."""
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
         if not sizes:
             return ""
@@ -209,6 +215,7 @@ class Chaos:
         return f"files of at most {limit:,} bytes"
 
     def damage(self, run: Launched) -> str:
+        """Change, cut or remove a file of the newest checkpoint, and kill a drawn rank."""
         sound = newest_sound(self.save)
         # Without a second checkpoint the run could only start from the beginning.
         if sound is None or len(list(self.save.glob("iter_???????"))) < 2:
@@ -307,7 +314,11 @@ def _problems(options: Options) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Break the run and compare it. Return exit status 0 if all is bitwise equal."""
+    """Break the run for some minutes and compare it with an unbroken one.
+
+    Returns: exit status 0 if weights and printed numbers are bitwise equal, else 1.
+    Raises: ConfigError for wrong flags, and for a run that does not recover.
+    """
     at = place_of_dashes(argv, _EXAMPLE)
     options = parse(Options, argv[:at])
     command = [*argv[at + 1 :]]

@@ -176,7 +176,12 @@ def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]
 def _run(
     case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[str, Outcome]
 ) -> tuple[str, str, Steps]:
-    """Run a case in a process of its own. Return its result, figure and steps."""
+    """Run a case in a process of its own. Return its result, figure and steps, as in `Outcome`.
+
+    Args:
+        limit: seconds after which the case fails.
+        before: the outcomes of earlier cases, by name.
+    """
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
     # Lines of an earlier call would be read as this one's steps.
     shutil.rmtree(place, ignore_errors=True)
@@ -288,9 +293,10 @@ def _process(
 
 
 def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str, str]:
-    """Return result and figure of a training that has ended.
+    """Return the result and the figure of a training that has ended, as in `Outcome`.
 
     Args:
+        steps: the numbers of its iterations.
         before: the outcomes of earlier cases, by name; the reference is among them.
     """
     # Mistakes of any training come first.
@@ -325,7 +331,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
 
 
 def _result(passed: bool) -> str:
-    """Return the word of the table."""
+    """Return the word of the table: pass or FAIL."""
     return "pass" if passed else "FAIL"
 
 

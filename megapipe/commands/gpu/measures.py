@@ -249,7 +249,10 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """Append the seconds that the block takes to the list; a GPU measures with its own clock."""
+    """Measure the block of a `with` statement.
+
+    Yields: an empty list. When the block has ended, the list has its seconds.
+    """
     taken: list[float] = []
     # A GPU works on after the host has returned, so its own events are the clock.
     if device.type == "cuda":

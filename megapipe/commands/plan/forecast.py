@@ -41,7 +41,10 @@ class Forecast:
 
 
 def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
-    """Return all that the times of a stage depend on; stages of equal work compare equal."""
+    """Return a value that is equal for two stages if their passes take equal times.
+
+    It has the stage's embedding and loss, its depth of prediction, and its layers.
+    """
     span = plan.spans[stage]
     layers = [layer_config(config.model, layer) for layer in span.layers]
     return span.embedding, span.loss, span.depth, layers
@@ -98,7 +101,7 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
 
 
 def _durations(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
-    """Return a function from a pass of the table to its seconds."""
+    """Return a function that returns the seconds of a pass of the table."""
     # None is the part of a pass of whole microbatches, or of a whole stage.
     durations = {}
     for part in (*table.parts, None):

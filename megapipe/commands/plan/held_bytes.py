@@ -13,9 +13,10 @@ from megapipe.training.pretrain import Training
 
 
 def parts_of(training: Training) -> dict[str, float]:
-    """Run steps and return the bytes of their peak, by purpose.
+    """Run steps of a training and return the bytes at their peak, by purpose.
 
-    On a GPU the part `other` is the rest of the allocator's peak.
+    The parts are weights, gradients, optimizer, activations and head. On a GPU the part `other` is
+    the rest of the allocator's peak.
     """
     run = training.run
     device = run.mesh.device
@@ -53,7 +54,7 @@ def parts_of(training: Training) -> dict[str, float]:
 
 
 def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
-    """Return identity and bytes of each storage once, as tensors may share one."""
+    """Return (identity, bytes) of each storage of the tensors, which may share one."""
     return {(x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in tensors}
 
 
@@ -61,7 +62,8 @@ def held_in_step(training: Training, wide: int = 0) -> Held:
     """Run a step and return the bytes that its autograd graphs held.
 
     Args:
-        wide: the last dimension of logits on this rank; 0 not to count them separately.
+        wide: the last dimension of logits on this rank. Tensors of that width count as the head's
+            too; 0 counts none of them.
     """
     held = Held(training.run.modules, wide)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, held.unpack):

@@ -136,7 +136,11 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
 
 
 def _of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> tuple[float, float]:
-    """Return the seconds that a layer's forward and backward wait for collectives."""
+    """Return (forward, backward): the seconds that a layer's pass waits for its collectives.
+
+    Args:
+        costs: seconds of computation, which hides a part of them with --tp-comm-overlap.
+    """
     model = config.model
     t = config.parallel.tensor_model_parallel_size
     c = config.parallel.context_parallel_size
@@ -176,7 +180,10 @@ def _of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> tuple
 
 
 def _stage_extent(config: Config) -> int:
-    """Return the devices from one rank of a stage to the same rank of the next stage."""
+    """Return how many devices lie from a rank of a stage to its neighbour in the next stage.
+
+    The number decides whether a message stays in a node.
+    """
     par = config.parallel
     extent = par.context_parallel_size * par.tensor_model_parallel_size
     # In Megatron's order of ranks, data parallel comes before pipeline parallel.
@@ -237,6 +244,11 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
 
     With --tp-comm-overlap a product is computed in pieces, while the collective of another piece
     runs. The first or last piece has nothing to hide with.
+
+    Args:
+        sent: seconds of the collectives of a layer's pass.
+        computed: seconds of the products of that pass.
+        ranks: the number of tensor-parallel ranks.
     """
     if model.sequence_parallel:
         # A piece for each rank; the first one is this rank's own and needs no communication.
@@ -250,7 +262,7 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
 
 
 def replicas(plan: Plan, config: Config) -> int:
-    """Return the devices from the first to the last rank that has the same weights."""
+    """Return how many devices lie from the first to the last rank with the same weights."""
     # With this order of ranks, pipeline comes before data parallel.
     if config.parallel.use_tp_pp_dp_mapping:
         return config.world_size

@@ -93,7 +93,9 @@ def main(argv: Sequence[str]) -> None:
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
     """Return the configuration of a run of `world_size` processes, and its plan.
 
-    Raises: ConfigError with every problem.
+    Args:
+        argv: the flags of the run.
+    Raises: ConfigError with every problem, also for a run that cannot be rehearsed.
     """
     config = as_here(parse(Config, argv))
     problems = []
@@ -152,7 +154,12 @@ def world_ranks(config: Config) -> list[int]:
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
-    """Return the pipeline ranks of the global ranks that --ranks lists; None for all."""
+    """Return the pipeline ranks of the global ranks that --ranks lists; None for all.
+
+    Args:
+        ranks: the value of --ranks, numbers between commas.
+    Raises: ConfigError for a word that is no rank of the run.
+    """
     if ranks is None:
         return None
     numbers = ranks.split(",")
@@ -171,7 +178,7 @@ def _positions(config: Config, ranks: str | None) -> set[int] | None:
 
 
 def first_equal(config: Config, plan: Plan) -> list[int]:
-    """Return for each pipeline rank the first one that has equal work.
+    """Return, for each pipeline rank, the first pipeline rank that has equal work.
 
     Such ranks have equal stages and the same order of passes, so that one of them is rehearsed.
     """

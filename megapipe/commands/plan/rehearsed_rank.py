@@ -61,13 +61,18 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return the passes or copies of a step as they run on a rank with these stages."""
+        """Return passes or copies of a step with the stages of another rank of equal work.
+
+        Args:
+            step: passes or copies of this rank.
+            stages: the stages of the other rank.
+        """
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
 
     @property
     def peak(self) -> float:
-        """Bytes at the peak."""
+        """Return the bytes at the peak."""
         return sum(self.parts.values())
 
 
@@ -131,7 +136,7 @@ class Alone(Axis):
 
 
 class _World(Alone):
-    """The world, over which counts are summed: every rank has the same, so sums are multiples."""
+    """The axis of all processes. All have equal counts, so a sum is a multiple of one count."""
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x.mul_(self.size) if op == "sum" else x)
@@ -151,7 +156,12 @@ class _Asking(Alone):
 def mesh_of(
     config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()
 ) -> ProcessMesh:
-    """Return the mesh of a rank of the run, without the other ranks. rank: in the world."""
+    """Return the mesh of a rank of the run, without the other ranks.
+
+    Args:
+        rank: the global rank.
+        answers: from `answers_of`; none for a mesh on which no rank asks.
+    """
     # The process groups are left out, as there are no other ranks to join them.
     mesh = build_mesh(
         Grids.of(config.parallel, config.world_size),
@@ -173,7 +183,9 @@ def mesh_of(
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
-    """Return the answers that the ranks of a pipeline give each other. They need no storage.
+    """Return the answers that the ranks of a pipeline give each other before the first step.
+
+    The modules that are asked are built without storage, so all ranks fit on this machine.
 
     Args:
         ranks: the global ranks of the pipeline.
@@ -182,7 +194,7 @@ def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
 
 
 def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
-    """Return what a rank answers to each question. rank: in the world."""
+    """Return the answer of a rank to each question. rank: the global rank."""
     mesh = mesh_of(config, plan, rank, torch.device("cpu"))
     mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
     place = plan.schedule.placement
@@ -248,7 +260,12 @@ class _Noise:
 
 
 def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps: int) -> Rehearsed:
-    """Run a rank alone for `steps` timed steps, and return its measurements. rank: in the world."""
+    """Run a rank alone for `steps` timed steps, and return its measurements.
+
+    Args:
+        rank: the global rank.
+        answers: from `answers_of`.
+    """
     training = rank_alone(config, plan, rank, answers)
     # The first step allocates and compiles.
     timed_step(training)
@@ -272,7 +289,12 @@ def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], fl
 
 
 def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Training:
-    """Return a run without other ranks, before its first step."""
+    """Return a training of one rank without the other ranks, before its first step.
+
+    Args:
+        rank: the global rank.
+        answers: from `answers_of`.
+    """
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
     # The lines of a run's start would be printed once for each rank.
     with (
@@ -286,7 +308,7 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
 
 
 def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
-    """Return a run on random tokens, which neither loads nor saves nor logs."""
+    """Return a training on random tokens, which neither loads nor saves nor logs."""
     vocab = (config.model.padded_vocab_size or 2) - 1
     # Nothing is loaded, saved, logged or evaluated, and no worker reads ahead.
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
@@ -301,7 +323,10 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
 
 
 def delivered(ops: list[Op]) -> Sequence[_There]:
-    """Post messages that arrive at once, in place of `Transport.post`."""
+    """Fill each tensor that is to be received with noise, in place of `Transport.post`.
+
+    Returns: for each operation, a message that has arrived.
+    """
     for op in ops:
         if not op.sends:
             op.tensor.copy_(_noise(op.tensor.shape, op.tensor.device))

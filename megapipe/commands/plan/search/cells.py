@@ -44,6 +44,7 @@ def cell_of(
     """Return the configuration of a cell.
 
     Args:
+        config: the user's; its layout and recomputation are replaced.
         gpus: the number of processes.
         vocab: the size of the tokenizer.
         shards: shard weights and gradients over data parallel too.
@@ -90,7 +91,14 @@ def cell_of(
 
 
 def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
-    """Return (ep, etp) for the experts of a stage on `ranks` ranks: split as an MLP, or whole."""
+    """Return each (ep, etp) to try for the experts of a stage.
+
+    Experts are either split over tensor parallelism like an MLP, or whole and spread over ep ranks.
+
+    Args:
+        tp: the tensor-parallel size of the other layers.
+        ranks: the number of ranks of the stage.
+    """
     if not config.model.has_experts:
         return [(1, tp)]
     # Whole experts: each rank has some of them, and ep must divide their number.

@@ -67,7 +67,7 @@ class Search:
     lost: Counter[str] = field(default_factory=Counter)
 
     def limit(self, layout: Layout) -> float:
-        """Return the seconds that a step of this layout must not exceed to be of interest."""
+        """Return the seconds that a step of this layout must not exceed to be kept."""
         # The report has the ten best layouts, and of each layout the best plan.
         limit = inf
         if len(self.best) >= BEST:
@@ -87,7 +87,7 @@ class Search:
         self.lost[SLOWER] += other is not None
 
     def take_whole(self, timed: Timed, memory: float) -> None:
-        """Keep a plan that was simulated with its own batch."""
+        """Keep a plan that was simulated with its own batch, if it is the best so far."""
         self.take(timed, memory)
         plain = timed.peak <= memory and not timed.moves
         if plain and (self.plain is None or timed.step < self.plain.step):
@@ -102,7 +102,7 @@ def search(
     vocab: int,
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> Search:
-    """Search the best plans.
+    """Search for the best plans on a number of devices.
 
     Args:
         config: the model, its data and its batch; the layout is ignored.
@@ -110,6 +110,7 @@ def search(
         memory: bytes of a device.
         vocab: the size of the tokenizer.
         progress: called with the part that is done and a text.
+    Returns: the best plan of each layout, and the number of plans that are out, by reason.
     """
     found = Search()
     # The lowest bounds come first: a fast plan that is found early saves the simulation of others.
@@ -171,9 +172,10 @@ def _with_limit(x: Timed, device: Device, memory: float) -> Timed:
 def _tight(
     found: Search, device: Device, memory: float, progress: Callable[[float, str], None]
 ) -> None:
-    """Take the plans that need too much memory, if they may still be the fastest.
+    """Try the plans that were put aside because they need too much memory.
 
-    Their activations are offloaded or recomputed.
+    Their activations are offloaded or recomputed. A plan whose lower bound exceeds the steps
+    already found is skipped.
     """
     # The lowest bounds first, as above.
     found.tight.sort(key=itemgetter(0))
@@ -190,7 +192,7 @@ def _tight(
 
 
 def _as_run(x: Timed, device: Device, memory: float) -> Timed:
-    """Return a plan with its own batch, and offloading as a run with its flags chooses it."""
+    """Return the plan simulated with its own batch, and with the offloading that a run chooses."""
     if not x.moves:
         return under(x.plan, x.config, x.config, device)
     limit = memory
@@ -209,7 +211,10 @@ def _as_run(x: Timed, device: Device, memory: float) -> Timed:
 
 
 def _any_order(found: Search, x: Timed, device: Device, memory: float) -> None:
-    """Take a layout's plans under zb-auto, as a run with these flags searches the table."""
+    """Search a layout's table with zb-auto, as a run with these flags would, and keep the best.
+
+    The plan is tried without and with offloaded activations.
+    """
     name = next(name for name, entry in SCHEDULES.items() if entry.searched)
     config = _limited(cells.under(x.config, name, None), memory)
     with suppress(ConfigError, ScheduleError):
@@ -303,10 +308,14 @@ def screen(
     *,
     moves: bool = False,
 ) -> None:
-    """Take a layout's plan under the schedule of `config`.
+    """Simulate a layout's plan under the schedule of `config`, and keep it if it is the best.
 
     Its step is extrapolated from two shorter batches.
+
     Args:
+        found: the search, which keeps the plan or counts why it is out.
+        plan: the plan of the layout under 1F1B.
+        memory: bytes of a device.
         bound: a lower bound of the step.
         moves: offload or recompute activations that do not fit. If False, keep the plan for later.
     Raises: ConfigError, ScheduleError if there is no such plan.

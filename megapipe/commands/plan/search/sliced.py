@@ -24,10 +24,13 @@ CELLS = 4096
 
 
 def try_slices(found: Search, asked: str, memory: float, device: Device) -> None:
-    """Take the plans in slices that are faster than the plans of whole microbatches.
+    """Try each layout with slices, and keep the plans that are faster than without.
 
     The fastest layouts come first. A layout that does not fit with whole microbatches is left out.
+
     Args:
+        found: the result of a search, which gets the plans.
+        memory: bytes of a device.
         asked: the value of --pipeline-slices.
     """
     # The first choice is one slice, a whole microbatch.

@@ -99,9 +99,12 @@ class Room(NamedTuple):
 def under(
     plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
 ) -> Timed:
-    """Return a layout's plan under the schedule of `config` and the batch of `batch`, with times.
+    """Return a layout's plan with another schedule and batch, and the times of its step.
 
     Args:
+        plan: the plan of the layout under 1F1B.
+        config: has the schedule.
+        batch: has the number of microbatches.
         room: offload or recompute activations that do not fit; None to leave them.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """
@@ -127,7 +130,7 @@ def under(
 
 
 def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
-    """Return the plan with activations offloaded or recomputed until it fits.
+    """Return the plan with activations offloaded or recomputed until it fits `room`.
 
     Raises: ScheduleError if it cannot fit.
     """
@@ -231,5 +234,5 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 
 
 def work_of(costs: Costs) -> float:
-    """Return the seconds of a microbatch's work in the whole model."""
+    """Return the seconds of a microbatch's passes on all stages together."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))
