@@ -215,7 +215,7 @@ def _step(args: argparse.Namespace) -> StepPasses:
 def stated(costs: Costs, args: argparse.Namespace) -> Costs:
     """Return the costs with the numbers of the flags that add passes.
 
-    These are --vocabulary, --shard, --step and --copy-ratio. Without numbers the costs stay.
+    These are --vocabulary, --shard, --step and --copy-ratio.
     """
     numbers = {**(args.vocabulary or {}), **(args.shard or {})}
     # --step may name passes, and then has no numbers.
@@ -386,7 +386,6 @@ def _remedied(error: ScheduleError, args: argparse.Namespace) -> str:
     """
     text = str(error)
     problems = text.split("\n  ")
-    # A headline and one problem.
     single = len(problems) == 2
     if single:
         text = " ".join(problems)
