@@ -44,8 +44,8 @@ class Flags:
     """Pythons for each use. They take turns."""
 
 
-def main() -> None:
-    rounds = parse(Flags).rounds
+def main(argv: list[str]) -> None:
+    rounds = parse(Flags, argv).rounds
     times = [[took(code) for code in USES.values()] for _ in range(rounds)]
     print("| | least ms | median ms |\n|---|---:|---:|")
     for name, column in zip(USES, zip(*times, strict=True), strict=True):
