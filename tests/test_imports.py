@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.docs import wings
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megapipe"
 
@@ -251,3 +253,37 @@ def test_recipes_alone_call_transforms_of_tables():
                 found |= {name for name in names if name.startswith("with_")}
             found |= names & {"solve", "sharded_within"}
     assert found == set()
+
+
+# Arrows from one wing of schedule/ to another that do not lead through its core. Nothing may be added: a wing asks the
+# core, or what it needs becomes a part of the core.
+BETWEEN_WINGS = {
+    ("families", "generators"): "the compiled moves",
+    ("families", "search"): "offload searches an order that its copies fit",
+    ("families", "transforms"): "shares of the vocabulary are merged into a row",
+    ("generators", "shapes"): "orders of slices",
+    ("search", "generators"): "what a search plays: orders, clock, fit, compiled moves",
+    ("search", "shapes"): "a search in pairs and in slices",
+    ("shapes", "families"): "depths next to a shared vocabulary",
+    ("shapes", "generators"): "the compiled moves",
+    ("shapes", "search"): "the lower bound of a table in pairs",
+    ("shapes", "transforms"): "depths are merged into a row",
+    ("views", "shapes"): "how microbatches are cut, and the lower bound of a table in pairs",
+}
+
+
+def test_wings_of_schedule_meet_in_its_core():
+    assert wings.between(wings.imports()).keys() == BETWEEN_WINGS.keys()
+
+
+def test_an_import_between_wings_is_found_and_drawn(tmp_path):
+    (tmp_path / "views").mkdir()
+    (tmp_path / "views" / "lines.py").write_text(
+        "def f():\n    from megapipe.schedule.families.offload.rules import MOVES\n"
+    )
+    (tmp_path / "verify.py").write_text("from megapipe.schedule.families import FAMILIES\n")
+    found = wings.imports(tmp_path)
+    assert found == {("views", "families"): [("views/lines.py:2", "families.offload.rules")]}
+    assert wings.drawing(found).endswith(
+        "views -> families\n  views/lines.py:2                     families.offload.rules"
+    )

@@ -20,11 +20,10 @@ from megapipe.schedule.families.offload.solve import FEW_TRIES, searched, tables
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import Fixed, Search
+from megapipe.schedule.ingredients import Fixed, Search, placements
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
-from megapipe.schedule.search.auto import placements
 from megapipe.schedule.search.paired import search_pairs
 from megapipe.schedule.shapes.pairs.asked import Pairing
 from megapipe.schedule.shapes.slices.cuts import Cutting

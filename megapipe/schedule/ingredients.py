@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Placement, Schedule
 
 # {0} and {1} become the user's names of the two parts, such as flags.
@@ -105,3 +106,38 @@ class Search:
     effort: float = 4.0
     seconds: float = inf
     progress: Callable[[float], None] | None = field(default=None, compare=False, repr=False)
+
+
+def placements(
+    ranks: int,
+    microbatches: int,
+    placement: str | None,
+    chunks: int | None,
+    costs: Costs,
+    objective: str,
+) -> list[Placement]:
+    """Return the placements to try. Raises: ScheduleError if arguments contradict each other."""
+    if ranks < 1 or microbatches < 1:
+        raise ScheduleError(
+            f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}."
+        )
+    if placement not in (None, "loop", "v"):
+        raise ScheduleError(f'zb-auto has the placements "loop" and "v", not "{placement}".')
+    if objective not in ("makespan", "period"):
+        raise ScheduleError(
+            f'zb-auto has the objectives "makespan" and "period", not "{objective}".'
+        )
+    if chunks is not None and (chunks < 1 or (placement == "v" and chunks != 2)):
+        raise ScheduleError(
+            f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2."
+        )
+    places = []
+    if placement != "loop" and chunks in (None, 2):
+        places.append(vee(ranks))
+    if placement != "v":
+        counts = (1, 2, 4) if chunks is None else (chunks,)
+        places += [loop(ranks, v) for v in counts]
+    fields = costs.f, costs.b, costs.w, costs.mem_b, costs.mem_w
+    lengths = {len(x) for x in fields if isinstance(x, tuple)}
+    # If no placement has this number of stages, the costs themselves say so when they are used.
+    return [place for place in places if lengths <= {place.chain}] or places

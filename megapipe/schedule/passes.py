@@ -203,6 +203,16 @@ class Schedule:
         """Return the kinds of pass in the table."""
         return frozenset([item[0] for item in self.passes()])
 
+    @property
+    def streams(self) -> list[tuple[int, Lane]]:
+        """Return (rank, stream) of the streams in use, rank by rank, the compute stream first.
+
+        A rank has its compute stream even if it computes nothing.
+        """
+        there = {Lane.COMPUTE, *(kind.traits.lane for kind in self.kinds)}
+        used = [lane for lane in Lane if lane in there]
+        return [(rank, lane) for rank in range(len(self.ranks)) for lane in used]
+
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
         """Return the needs of each kind in the table, without needs that do not apply to it."""

@@ -8,7 +8,7 @@ the activations of one microbatch in one device share.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,7 +16,12 @@ from typing import Any
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.generators.blocks import v_half, v_min
+from megapipe.schedule.generators.blocks import (
+    v_half,
+    v_half_patterns,
+    v_min,
+    v_min_patterns,
+)
 from megapipe.schedule.generators.classic import gpipe, naive, one_f_one_b, zb_h1, zb_h2
 from megapipe.schedule.generators.dualpipe import dualpipe, dualpipe_v
 from megapipe.schedule.generators.fused_v import one_f_one_b_v
@@ -54,6 +59,7 @@ class Entry:
         searched: it is searched for the costs and the memory limit, which takes seconds.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
         pairs: has overlapped pairs of a forward and a backward.
+        choices: where costs choose among several tables, returns these tables and their memory.
     """
 
     generate: Callable[..., Schedule]
@@ -65,6 +71,7 @@ class Entry:
     searched: bool = False
     dominated: bool = False
     pairs: bool = False
+    choices: Callable[[int, int], tuple[Sequence[Schedule], int]] | None = None
 
     @property
     def grouped(self) -> bool:
@@ -130,11 +137,23 @@ PATTERNS: dict[str, Entry] = {
     "hanayo": Entry(
         hanayo, "wave", None, "waves down and up; bubble 2(p-1)F/v at F = BW, memory p"
     ),
-    "zb-v": Entry(zb_v, "v", 2, "no bubble at F = B = W, memory p", split=True),
-    "v-half": Entry(
-        v_half, "v", 2, "memory (p+2)//2, below half of 1F1B's bubble at F = B = W", split=True
+    "zb-v": Entry(
+        zb_v,
+        "v",
+        2,
+        "no bubble at F = B = W, memory p",
+        split=True,
+        choices=lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
     ),
-    "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True),
+    "v-half": Entry(
+        v_half,
+        "v",
+        2,
+        "memory (p+2)//2, below half of 1F1B's bubble at F = B = W",
+        split=True,
+        choices=v_half_patterns,
+    ),
+    "v-min": Entry(v_min, "v", 2, "memory (p+4)//3", split=True, choices=v_min_patterns),
     # Li and Hoefler 2021, "Chimera". Two copies of the model, so that ramps meet in the middle.
     "chimera": Entry(
         chimera, "mirror", 2, "1F1B both ways; bubble (p-2)F at F = BW, memory p", copies=2

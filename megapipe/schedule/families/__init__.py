@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.schedule.families.offload import OFFLOAD, OffloadCosts
-from megapipe.schedule.families.sharding import SHARDING, ShardingCosts
+from megapipe.schedule.families.offload import OFFLOAD as OFFLOAD
+from megapipe.schedule.families.offload import OffloadCosts
+from megapipe.schedule.families.sharding import SHARDING as SHARDING
+from megapipe.schedule.families.sharding import ShardingCosts
 from megapipe.schedule.families.step import STEP, StepCosts
 from megapipe.schedule.families.vocabulary import VOCABULARY, VocabularyCosts
 

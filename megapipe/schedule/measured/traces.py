@@ -22,7 +22,6 @@ from typing import Any
 from megapipe.errors import DataError
 from megapipe.schedule import Costs, Kind, Pass, Placement, Schedule, Timeline, simulate
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.views.scene import tracks
 
 Event = dict[str, Any]
 _PASS = re.compile(rf"^(\d+)({'|'.join(Kind)})(\d+)(?:\.(\d+))?$")
@@ -335,7 +334,7 @@ def merge(
     # A number that is no rank's. Its sort index puts the prediction above all ranks.
     pid = 1_000_000 + pipeline[0].rank
     yield from _process(pid, "predicted from the measured passes", -1)
-    threads = {track: number for number, track in enumerate(tracks(schedule))}
+    threads = {track: number for number, track in enumerate(schedule.streams)}
     for (rank, lane), thread in threads.items():
         name = f"rank {pipeline[rank].rank}"
         if lane is not Lane.COMPUTE:

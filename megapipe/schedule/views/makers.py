@@ -12,7 +12,6 @@ from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line
-from megapipe.schedule.search.auto import zb_auto
 from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.sliced import in_slices
 
@@ -35,8 +34,8 @@ def makers_of(
     def fixed(name: str, chunks: int | None = None) -> Make:
         return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
 
-    def searched(objective: str) -> Make:
-        return lambda report: zb_auto(
+    def searched(name: str, objective: str) -> Make:
+        return lambda report: entry_of(name).generate(
             ranks,
             microbatches,
             costs=costs,
@@ -55,8 +54,8 @@ def makers_of(
         # An order that is best with a barrier is seldom best without, so there are two searches.
         elif not is_file(name) and entry_of(name).searched:
             searches |= {
-                name.lower(): searched("makespan"),
-                f"{name.lower()} period": searched("period"),
+                name.lower(): searched(name, "makespan"),
+                f"{name.lower()} period": searched(name, "period"),
             }
             makers |= searches
         elif not is_file(name) and entry_of(name).any_chunks:

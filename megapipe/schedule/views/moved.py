@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import Costs, PerStage
-from megapipe.schedule.families.offload.rules import MOVES
-from megapipe.schedule.families.sharding.runs import REDUCES, SHARDS
-from megapipe.schedule.kinds import Kind
+from megapipe.schedule.families import OFFLOAD, SHARDING
+from megapipe.schedule.kinds import Kind, Made
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.views.scene import short
@@ -32,7 +31,7 @@ def price_copies(costs: Costs, ratio: float) -> Costs:
 
 def describe_shards(made: Schedule, costs: Costs) -> list[str]:
     """Return lines on each rank's gathers and reductions, their memory and their time."""
-    before = simulate(made.without(SHARDS), costs)
+    before = simulate(made.without(SHARDING.kinds), costs)
     time = simulate(made, costs)
     # With all other memory at 0, what remains are gathered weights and gradients.
     own = replace(costs, mem_b=0.0, mem_w=0.0, mem_s=0.0, mem_o=0.0, mem_r=0.0, mem_k=0.0)
@@ -40,10 +39,10 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
     duration = costs.durations(made.placement)
     rows = [_SHARES]
     for rank, row in enumerate(made.ranks):
-        beside = [x for step in row for x in step if x.kind in SHARDS]
+        beside = [x for step in row for x in step if x.kind in SHARDING.kinds]
         # Time on the stream of collectives. Only the makespans say how much of it delays passes.
         took = sum(duration[x.kind][x.stage] for x in beside)
-        sums = sum(x.kind in REDUCES for x in beside)
+        sums = sum(Made.SCATTERED in x.kind.traits.makes for x in beside)
         shown = map(short, (whole[rank], time.peak[rank], took))
         rows.append((str(rank), str(len(beside) - sums), str(sums), *shown))  # type: ignore[arg-type]
     return [
@@ -80,7 +79,7 @@ def describe_moves(
         also: returns the end of the first line, given the timelines without and with the moves.
     """
     # The same order without the moves: what it would take and hold.
-    plain = made.without(MOVES)
+    plain = made.without(OFFLOAD.kinds)
     before = simulate(plain, costs)
     now = simulate(made, costs)
     place = plain.placement

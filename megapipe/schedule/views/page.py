@@ -11,14 +11,12 @@ import gzip
 import json
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES
-from megapipe.schedule.generators.blocks import v_half_patterns, v_min_patterns
-from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.views.scene import chunks
@@ -32,13 +30,6 @@ MOST_MICROBATCHES = 256
 CHUNKS = (2, 3, 4)
 SLICES = (1, 2, 3, 4, 6, 8)
 """Stages of a rank where the schedule leaves a choice, and slices of a microbatch."""
-
-_FITTED: dict[str, Callable[[int, int], tuple[Sequence[Schedule], int]]] = {
-    "zb-v": lambda ranks, microbatches: ([zb_v(ranks, microbatches)], ranks),
-    "v-half": v_half_patterns,
-    "v-min": v_min_patterns,
-}
-"""Schedules in which costs move W: the function that returns (tables to choose from, memory)."""
 
 
 class Case(NamedTuple):
@@ -114,8 +105,8 @@ def _packed(case: Case) -> str:
     memory = 0
     try:
         # The browser puts W of these into waits under the reader's costs, within this memory.
-        if name in _FITTED:
-            patterns, memory = _FITTED[name](p, m)
+        if entry.choices is not None:
+            patterns, memory = entry.choices(p, m)
         else:
             patterns = [entry.generate(p, m, **options)]
     except ScheduleError as error:

@@ -93,14 +93,6 @@ def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
     return Scene(schedule, time, tuple(_tracks(schedule, time, costs)))
 
 
-def tracks(schedule: Schedule) -> list[tuple[int, Lane]]:
-    """Return (rank, stream) of each line: the compute stream first, then others that are used."""
-    # The compute stream also where a rank has nothing but gathers, because its line has the name.
-    there = {Lane.COMPUTE, *(kind.traits.lane for kind in schedule.kinds)}
-    used = [lane for lane in Lane if lane in there]
-    return [(rank, lane) for rank in range(len(schedule.ranks)) for lane in used]
-
-
 @uncollected()
 def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
     """Return the tracks of a table with this timeline.
@@ -112,7 +104,7 @@ def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
            h2d |          L0
     """
     found = []
-    for rank, lane in tracks(schedule):
+    for rank, lane in schedule.streams:
         name = f"rank {rank}"
         if lane is not Lane.COMPUTE:
             name = lane.value
