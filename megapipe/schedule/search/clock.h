@@ -27,12 +27,15 @@ typedef struct {
 
 static int kind_of(const Problem *p, int x) { return x / p->microbatches % 3; }
 
+/* The time of a rank that the objective counts: its end for the makespan, its span for the period. */
 static double end_of(const Problem *p, const int *order, const double *end, int r) {
     double e = end[order[p->row[r + 1] - 1]];
     int first = order[p->row[r]];
     return p->period ? e - end[first] + p->duration[first] : e;
 }
 
+/* The objective: the maximum over ranks, plus the mean by the weight `spread`. The maximum alone is flat: most moves change
+   other ranks than the last one to end, and the mean says whether they lead somewhere. */
 static double length(const Problem *p, const int *order, const double *end, double spread) {
     double most = 0.0, sum = 0.0;
     for (int r = 0; r < p->ranks; r++) {
@@ -43,7 +46,8 @@ static double length(const Problem *p, const int *order, const double *end, doub
     return most + spread * sum / p->ranks;
 }
 
-/* Plays on from at[] and now[]. 0 if ranks wait for each other for ever, or once the length must be above the limit. */
+/* Plays on from at[] and now[]. Returns 0 if ranks deadlock, or once the length must be above the limit. rest[r] is the
+   least possible end of rank r: the time so far and all passes to come, without a wait. */
 static int play(const Problem *p, const int *order, double *end, Scratch *s, double limit, double spread) {
     const int *row = p->row;
     int ready = 0, left = 0, n = p->passes;
@@ -89,7 +93,8 @@ static int play(const Problem *p, const int *order, double *end, Scratch *s, dou
     return left == 0;
 }
 
-/* Plays an order that differs from an older one only in passes that there start at t or later. */
+/* Plays an order that differs from an older one only in passes that there start at t or later. What starts before t has
+   the same times in both, and is not played again. */
 static int play_from(const Problem *p, const int *old, const double *was, double t, const int *order, double *end,
                      Scratch *s, double limit, double spread) {
     memcpy(end, was, sizeof(double) * (p->passes + 1));

@@ -1,15 +1,22 @@
-/* Moves of a search. anneal.py says what they are. */
+/* Moves of a search: push and shift, as anneal.py describes them.
+
+   A pass x is a number: class * microbatches + microbatch, with class 3 * stage + kind (F 0, B 1, W 2). So x + m is the B
+   of an F, and the W of a B. An order holds the rows of all ranks one after another; row[r] is where rank r begins. */
 
 #include "clock.h"
 
 static const int SETS[] = {1, 2, 6, 4, 3}; /* kinds of passes that a shift moves, bit k for kind k of F, B, W */
-static const double PATIENCE[] = {0.0, 0.3, 0.6, 1.0};
+static const double PATIENCE[] = {0.0, 0.3, 0.6, 1.0}; /* seeds.OVERRUNS */
 
+/* A random number from 0 to n - 1. Our own generator (Knuth's MMIX), because rand() differs between C libraries. */
 static int below(State *s, int n) {
     s->draws = s->draws * 6364136223846793005ULL + 1442695040888963407ULL;
     return (int)((s->draws >> 33) * (uint64_t)n >> 31);
 }
 
+/* Walks a critical path back from the end of a rank: to the pass before on the rank if that ends when this one starts, else
+   to the pass whose result arrives last. In nine of ten moves the end
+   is the latest one. */
 static void find_critical(const Problem *p, State *s) {
     int rank = below(s, p->ranks);
     if (below(s, 10)) {
@@ -38,6 +45,7 @@ static void find_critical(const Problem *p, State *s) {
     }
 }
 
+/* Renumbers the microbatches of each class in a part of an order: they run in ascending order, wherever a move put them. */
 static void in_order(const Problem *p, int *part, int count, int *next) {
     int m = p->microbatches;
     for (int i = 0; i < count; i++) next[part[i] / m] = p->passes;
@@ -46,6 +54,8 @@ static void in_order(const Problem *p, int *part, int count, int *next) {
     for (int i = 0; i < count; i++) part[i] = next[part[i] / m]++;
 }
 
+/* Moves a pass of the critical path some places forward, or the pass before it some places back, out of its way. Most
+   moves are short, because a long one nearly always makes the schedule longer. 0 if the order is not better than limit. */
 static int push(const Problem *p, State *st, Scratch *s, double limit) {
     if (!st->path_length) find_critical(p, st);
     if (!st->path_length) return 0;
@@ -80,6 +90,7 @@ static int push(const Problem *p, State *st, Scratch *s, double limit) {
     return play_from(p, st->orders, st->end, t, s->order, s->end, s, limit, st->spread);
 }
 
+/* orders.backward_sooner: where an F does not fit the memory, a later B whose F has run comes before it. 0 if there is none. */
 static int backward_sooner(const Problem *p, const int *order, int count, int rank, int *out, Scratch *s) {
     int m = p->microbatches, made = 0, first = 0, backs = 0, good = 1, *back = s->owed, *done = s->mark;
     double held = 0.0;
@@ -109,6 +120,7 @@ static int backward_sooner(const Problem *p, const int *order, int count, int ra
     return good;
 }
 
+/* The same with W: where a pass does not fit the memory, a W that is owed comes before it. */
 static int weights_sooner(const Problem *p, const int *order, int count, int rank, int *out, Scratch *s) {
     int m = p->microbatches, made = 0, first = 0, owes = 0, good = 1, *owed = s->owed, *done = s->mark;
     double held = 0.0;
@@ -138,6 +150,8 @@ static void swap_if_more(int *a, int *b) {
     *a = low;
 }
 
+/* Lets passes of some kinds, ranks, microbatches and perhaps one chunk start sooner or later by one random time, and sorts
+   each row again. In four of ten moves W are taken out and fill the waits anew, as their old places fit the old times. */
 static int shift(const Problem *p, State *st, Scratch *s, double limit) {
     int ranks = p->ranks, m = p->microbatches;
     int rank = below(st, ranks), way = below(st, 3);
@@ -187,7 +201,10 @@ static int shift(const Problem *p, State *st, Scratch *s, double limit) {
     return play_from(p, st->orders, st->end, changed ? t : 0.0, s->order, s->end, s, limit, st->spread);
 }
 
-/* So many moves of an annealing. Returns those made: fewer where the goal is met. */
+/* Tries a number of moves of an annealing, and returns how many it tried: fewer if the goal is met.
+
+   A move is taken if it ends below cost + heat * d, with d an exponential random number (`decay`). That is Metropolis' rule
+   with its random number drawn first, so play() can stop as soon as the limit is exceeded. */
 int anneal(const Problem *p, State *st, int moves) {
     size_t n = (size_t)p->passes + p->ranks + 1;
     Scratch s;
