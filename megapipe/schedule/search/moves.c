@@ -15,8 +15,7 @@ static int below(State *s, int n) {
 }
 
 /* Walks a critical path back from the end of a rank: to the pass before on the rank if that ends when this one starts, else
-   to the pass whose result arrives last. In nine of ten moves the end
-   is the latest one. */
+   to the pass whose result arrives last. In nine of ten moves it is the end of the last rank, else of any. */
 static void find_critical(const Problem *p, State *s) {
     int rank = below(s, p->ranks);
     if (below(s, 10)) {
