@@ -89,7 +89,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _OUTSIDE.sub(copied, markdown)
 
 
-_OUTSIDE = re.compile(r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)\)")
+_OUTSIDE = re.compile(r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)")  # a copy as text has no headings
 
 
 def outside(file: File) -> list[str]:
