@@ -180,6 +180,25 @@ def test_every_page_stands_in_the_sites_table_of_contents():
     assert set(re.findall(r"[\w/]+\.md", nav)) == manual | {"index.md", "api.md", "flags.md"}
 
 
+def test_the_menu_names_what_a_reader_looks_for():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2]
+    looked_for = {
+        "First run": "first_run.md",
+        "Schedules, with pictures": "schedules.md",
+        "From Megatron-LM": "megatron.md",
+        "Train experts": "experts.md",
+        "Long sequences": "long_sequences.md",
+        "Fit in memory": "memory.md",
+        "Run on a cluster": "cluster.md",
+        "Watch and profile": "watch.md",
+        "Survive faults": "troubleshooting.md",
+        "Extend": "extending.md",
+        "Use as a library": "",  # its first page
+    }
+    for title, page in looked_for.items():
+        assert re.search(rf"^ +- {title}: \[?{page}", nav, re.M), title
+
+
 def test_the_api_page_has_what_a_model_and_a_data_set_need_and_each_name_is_there():
     """An own data set needs the fields of Datasets, which stood in no page."""
     names = re.findall(r"^::: (\S+)$", hooks.api(), re.M)

@@ -36,9 +36,16 @@ def compare_labels(name: str) -> list[Row]:
 
 def test_committed_pictures_are_what_the_command_makes():
     searched = [] if library() is None else ["zb-auto"]
-    for name in [*FIXED, *SLICED, *searched, "1f1b-vocabulary"]:
+    for name in [*FIXED, *SLICED, *searched, "1f1b-vocabulary", *pictures.PARTS]:
         committed = ROOT / "docs" / "schedules" / f"{name}.svg"
         assert pictures.drawn(name) == committed.read_text(encoding="utf-8"), f"run tools/docs/pictures.py {name}"
+
+
+def test_each_picture_of_another_page_stands_next_to_its_command():
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    for name, command in pictures.PARTS.items():
+        (page,) = (page for page in pages if f"](schedules/{name}.svg)" in page)
+        assert f"$ megapipe schedules show {command}\n" in page
 
 
 def test_the_docs_have_a_section_and_a_picture_for_every_schedule():

@@ -1,19 +1,23 @@
-"""Pictures of docs/: every schedule, and each figure by the command that stands beside it in docs/figures.md.
+"""Pictures of docs/: every schedule, and each figure by its command in docs/figures.md.
 
 python tools/docs/pictures.py [NAME ...]        names of docs/schedules/*.svg or docs/figures/*.svg; all by default
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+from megapipe.commands import schedules  # noqa: E402
 from megapipe.schedule import SCHEDULES, Costs, build  # noqa: E402
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary  # noqa: E402
 from megapipe.schedule.patterns import SLICED  # noqa: E402
@@ -27,6 +31,16 @@ SHOWN["zb-auto"] |= {"effort": 1.0}
 SHOWN |= {name: {"ranks": 4, "microbatches": 2, "slices": 4} for name in SLICED}
 SHOWN["1f1b-vocabulary"] = {**SHOWN["1f1b"], "costs": Costs(s=0.5, t=0.25)}
 """What docs/schedules.md shows of each."""
+PARTS = {
+    "1f1b-slices": "1f1b --pp 4 --microbatches 2 --slices 4 --attention-share 0.6",
+    "1f1b-offload": "1f1b --pp 4 --microbatches 4 --copy-ratio 0.5",
+    "breadth-first-sharded": "breadth-first --pp 2 --microbatches 4 --chunks 4 --shard 0.5,1,1,2 --memory 5.2",
+    "breadth-first-reduced": "breadth-first --pp 2 --microbatches 4 --step 2,0,0",
+    "zb-h2-two-steps": "zb-h2 --pp 4 --microbatches 6 --step 0,0 --post-validation",
+    "interleaved-zb-pairs": "interleaved-zb --chunks 2 --pp 4 --microbatches 8 --costs 10,11,8 --comm-share 0.23 "
+    "--pairs",
+}
+"""What other pages show by `megapipe schedules show`: pictures of the commands that stand there."""
 _COMMAND = re.compile(r"^python (tools/.*--svg docs/figures/[\w-]+\.svg)$", re.M)
 FIGURES = {
     Path(words[-1]).stem: words
@@ -37,6 +51,11 @@ FIGURES = {
 
 def drawn(name: str) -> str:
     """A schedule as the docs show it."""
+    if name in PARTS:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            path = Path(folder) / f"{name}.svg"
+            schedules.main(["show", *shlex.split(PARTS[name]), "--svg", str(path)])
+            return path.read_text(encoding="utf-8")
     of = SHOWN[name]
     made = build(name.removesuffix("-vocabulary"), **of)
     made = with_vocabulary(made, of["costs"]) if name.endswith("-vocabulary") else made
@@ -44,12 +63,12 @@ def drawn(name: str) -> str:
 
 
 def main(names: list[str]) -> int:
-    known = [*SHOWN, *FIGURES]
+    known = [*SHOWN, *PARTS, *FIGURES]
     if unknown := [name for name in names if name not in known]:
         print(f"pictures.py: error: no picture {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     for name in names or known:
-        if name in SHOWN:
+        if name in SHOWN or name in PARTS:
             (ROOT / "docs" / "schedules" / f"{name}.svg").write_text(drawn(name), encoding="utf-8")
         else:
             subprocess.run([sys.executable, *FIGURES[name]], cwd=ROOT, check=True)
