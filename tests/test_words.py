@@ -29,6 +29,7 @@ ROOMS = [
     "megapipe/flags",
     "megapipe/library",
     "megapipe/convert",
+    "megapipe/convert/megatron",
     "megapipe/convert/huggingface",
     "megapipe/convert/huggingface/tables",
     "megapipe/data",

@@ -20,7 +20,7 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.resume import settings
 from megapipe.checkpoint.save_load import STATE
 from megapipe.checkpoint.saved_config import saved_config, saved_provider
-from megapipe.config import Config, DataConfig, ModelConfig, PrecisionConfig
+from megapipe.config import Config, DataConfig, PrecisionConfig
 from megapipe.convert.folders import copy_others, fresh_folder, read_json, scratch, write_json
 from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes, other_copies
 from megapipe.convert.huggingface.depths import copies, depths_in
@@ -82,6 +82,7 @@ def import_checkpoint(
     content = read_json(source / "config.json")
     model = from_huggingface(content)
     vocab_size: int = content["vocab_size"]
+    # Rows of padding, so that tensor parallelism divides the vocabulary.
     model = replace(model, padded_vocab_size=-(-vocab_size // divisible_by) * divisible_by)
     if commit.iterations_in(target):
         raise CheckpointError(f"{target} holds checkpoints already; give another folder")
@@ -192,12 +193,15 @@ def export_checkpoint(
     left = folder.parent / COMPANION
     if companion is None and (left / "config.json").exists():
         companion = left
-    content: dict[str, Any] = {}
     if companion is not None:
-        content = _companion_config(companion, model, folder.name)
+        content = read_json(companion / "config.json")
+        if problems := differing(model, content, folder.name):
+            head = f"{companion}/config.json is of another model than {folder.name}:"
+            raise CheckpointError([head, *problems])
         vocab_size = vocab_size or content["vocab_size"]
     vocab_size = vocab_size or _vocab_size(config)
     check_ours(saved, model, folder.name)
+    # Rows after the last id are padding, which is left out.
     rows, *_ = saved.shapes[WORD_EMBEDDINGS]
     if vocab_size > rows:
         raise CheckpointError(
@@ -238,23 +242,6 @@ def export_checkpoint(
     if missing:
         lines.append(f"no tokenizer is written: {missing}")
     return Converted(target, config, tuple(lines), vocab_size, dtype=dtype)
-
-
-def _companion_config(companion: Path, model: ModelConfig, name: str) -> dict[str, Any]:
-    """Return the config.json of a Hugging Face folder.
-
-    Args:
-        companion: the folder.
-        model: the model of the checkpoint that is exported.
-        name: name of the checkpoint, for errors.
-
-    Raises: CheckpointError if it is of another model.
-    """
-    content = read_json(companion / "config.json")
-    if problems := differing(model, content, name):
-        head = f"{companion}/config.json is of another model than {name}:"
-        raise CheckpointError([head, *problems])
-    return content
 
 
 def _write_others(config: Config, companion: Path | None, target: Path) -> str | None:

@@ -20,6 +20,7 @@ def copy_others(source: Path, target: Path) -> None:
     The index of the weights is left out too.
     """
     target.mkdir(parents=True, exist_ok=True)
+    # A conversion writes weights and config.json itself.
     for path in sorted(source.iterdir()):
         if path.suffix not in (".json", ".txt", ".model", ".jinja") or not path.is_file():
             continue

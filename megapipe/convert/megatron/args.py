@@ -107,6 +107,7 @@ def config_of(args: Args, name: str) -> Config:
         name: name of the checkpoint, for errors.
     Raises: CheckpointError with every argument that is missing or has an unsupported value.
     """
+    # A model that megapipe lacks is refused first: its other values need no check.
     model = _taken(args, _MODEL.split()) | experts.fields_of(args) | _latents(args)
     # An older flag of Megatron-LM for the same choice.
     if args.get("use_rotary_position_embeddings"):
@@ -181,6 +182,7 @@ def left_out(args: Args) -> list[str]:
 
     An import drops them: the weights do not depend on them.
     """
+    # Only fields with a list of choices can have a choice that is unknown here.
     found = []
     for name in _RUN.split():
         choices = _choices(KINDS[name])

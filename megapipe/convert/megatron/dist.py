@@ -99,6 +99,7 @@ class DistributedTensors:
         parts: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for key, value in metadata["state_dict_metadata"].items():
             entry = value.fields()
+            # Entries of objects have no chunks.
             if "chunks" in entry:
                 self.sizes[key] = _numbers(entry["size"])
                 for item in entry["chunks"]:
@@ -114,6 +115,7 @@ class DistributedTensors:
                 offsets = _numbers(index.fields()["offset"])
                 chunk = Chunk(offsets, parts[key, offsets], *place)
                 self._chunks.setdefault(key, []).append(chunk)
+            # The end of an object's key numbers its shards.
             else:
                 self.objects[key.split("/shard_")[0]] = Chunk((), (), *place)
 
@@ -160,6 +162,7 @@ class DistributedTensors:
                 found = torch.empty(shape, dtype=part.dtype)
             part = part[_slices(low, high, chunk.offsets)]
             found[_slices(low, high, start)] = part
+            # Chunks do not overlap, so that counting elements finds a missing chunk.
             left -= part.numel()
         if found is None or left:
             raise CheckpointError(f"{self.folder} has not all of {key}")
@@ -198,6 +201,7 @@ class DistributedTensors:
         key, layer = self.places[kind, name]
         stop = list(self.sizes[key])
         start = [0] * len(stop)
+        # One row of a stacked tensor: the chunks of other layers are not read.
         if layer is not None:
             start[0] = layer
             stop[0] = layer + 1
@@ -217,6 +221,7 @@ class DistributedTensors:
         buckets = [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
         def read(kind: str, start: int, stop: int) -> Tensor:
+            # Buckets follow each other; `first` is the first number of the current one.
             parts = []
             first = 0
             for key in buckets:

@@ -142,6 +142,7 @@ def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None)
     config = exportable(folder, target)
     saved = SavedTensors(folder)
     _check_model(config, folder.name)
+    # Every name and shape, before the first tensor is read.
     check_ours(saved, config.model, folder.name)
     content = json.loads((folder / STATE).read_text())
     steps: int | None = None
@@ -184,6 +185,8 @@ def _check_optimizer(config: Config, name: str) -> None:
     Args:
         name: name of the checkpoint, for errors.
     """
+    # Adam's moments are the same in both programs. A decoupled rate makes groups of their own, and
+    # the numbers of all parameters follow the groups.
     flags = config.optimizer
     if flags.optimizer != "adam":
         flag = f"--optimizer {flags.optimizer}"

@@ -67,6 +67,7 @@ class FlatState:
         for rank, rows in enumerate(self.rows):
             places: dict[str, tuple[Row, int]] = {}
             for row in rows:
+                # Orders differ by version and kind of layers: numbers that fit decide.
                 ways = (self._starts(row, order[::-1], rank, weight) for order in row.orders)
                 starts = next((way for way in ways if way is not None), None)
                 if starts is None:
@@ -85,6 +86,7 @@ class FlatState:
         Args:
             kind: exp_avg, exp_avg_sq or master.
         """
+        # Tensor-parallel slices have one size, and each rank's row the slice of that rank.
         numel = math.prod(layout.local(Axis(size=len(self.rows))))
         parts = []
         for places in self.places:

@@ -75,6 +75,7 @@ class LegacyTensors:
             self.paths = {(t, 0, e): path for (t, e, _), path in self.paths.items()}
             self.contents = {(t, 0, e): content for (t, e, _), content in self.contents.items()}
         self.tp, self.pp, self.ep = (1 + max(numbers) for numbers in zip(*self.paths, strict=True))
+        # None, or absent in older versions: experts are split as all other weights.
         self.etp: int = args.get("expert_tensor_parallel_size") or self.tp
         self._check_ranks()
 
@@ -294,7 +295,7 @@ class LegacyTensors:
 
 
 def rank_folder(rank: Rank, pp: int, ep: int) -> str:
-    """Return the name of a rank's folder. It has no number for a size of 1.
+    """Return the name of a rank's folder, which leaves out the ranks of sizes of 1.
 
     Args:
         pp: number of pipeline ranks.

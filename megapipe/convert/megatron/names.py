@@ -104,6 +104,7 @@ _DEPTH = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.")
 
 def common_name(name: str) -> str:
     """Return megapipe's name of a parameter, given its name under either kind of layers."""
+    # "module." is a wrapper's; the second "experts." is in the keys of `torch_dist` only.
     name = name.removeprefix("module.").replace("mlp.experts.experts.", "mlp.experts.")
     name = _DEPTH.sub(rf"\1{_DEPTH_LAYER}", name)
     for fused, norm in _FUSED.items():

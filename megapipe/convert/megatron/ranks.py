@@ -74,6 +74,7 @@ class Sizes:
         # The rest divides by the sizes.
         if min(sizes.values()) < 1:
             return
+        # Dimensions that tensor parallelism splits.
         split = {
             "heads": model.heads,
             "query groups": model.query_groups,
@@ -96,8 +97,8 @@ class Sizes:
                 "--ckpt-format torch_dist"
             )
         if self.ep > 1 and (not model.has_experts or model.experts % self.ep):
-            count = model.num_experts or 0
-            yield f"{flags['expert']} does not divide the model's {count} experts"
+            experts = model.num_experts or 0
+            yield f"{flags['expert']} does not divide the model's {experts} experts"
 
 
 def export_ranks(
@@ -129,6 +130,7 @@ def export_ranks(
             ranks += [(t, p, e) for t in range(sizes.tp)]
     iteration = f"iter_{export.iteration:07d}"
     with fresh_folder(target) as made:
+        # Rank by rank, so that memory holds the slices of one rank only.
         for rank in counted(ranks, progress):
             path = made / iteration / rank_folder(rank, sizes.pp, sizes.ep)
             path.mkdir(parents=True)
@@ -144,7 +146,7 @@ def export_ranks(
 
 
 class _RankFile:
-    """The file of one rank; `content` returns what is saved in it.
+    """The file of one rank; `content` returns the object that is saved in it.
 
     Args:
         t: the tensor-parallel rank.
@@ -163,6 +165,7 @@ class _RankFile:
         if sizes.pp == 1:
             whole = self.layouts.items()
             self.layouts = {name: layout for name, layout in whole if layout.tied_to is None}
+        # Each tensor-parallel rank has a slice of each of its experts.
         experts = {"ep": Axis(e, sizes.ep), "etp": Axis(t, sizes.tp)}
         self.axis = Axis(t, sizes.tp, expert_axes=experts)
         # Latent attention has one order in both kinds of layers.
@@ -208,6 +211,7 @@ class _RankFile:
                 continue
             layout = self.layouts[name]
             owner = layout.tied_to or name
+            # Megatron-LM keeps the state in float32, unless a flag says otherwise.
             if kind:
                 whole = self.export.saved.read(f"optimizer.{kind}.{owner}").float()
             else:

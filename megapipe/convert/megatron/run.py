@@ -64,6 +64,7 @@ def import_megatron(
     names = []
     for kind in kinds:
         names += [(kind, name) for name in run.layouts if not kind or is_trained(name)]
+    # The type in which the run computed. Main parameters and moments stay in float32.
     dtype = torch.float32
     if run.config.precision.bf16:
         dtype = torch.bfloat16
@@ -83,6 +84,7 @@ def import_megatron(
     for name in left_out(run.args):
         flag = name.replace("_", "-")
         notes.append(f"--{flag} {run.args[name]} is not here; the flags leave it out")
+    # A stage trains its copy with the same gradients, so that copies differ only after a fault.
     for name in run.source.copies:
         notes.append(f"{name} is the first stage's; a later one has other numbers in its copy")
     return Converted(final, run.config, tuple(notes), run.args["padded_vocab_size"], steps)
@@ -116,6 +118,7 @@ def find_folder(source: Path, step: int | None = None) -> Path:
         )
     elif there:
         folder = source / there[0]
+    # A file that is missing further on would say nothing about a wrong folder.
     if not (folder / ".metadata").exists() and not any(folder.glob("mp_rank_*")):
         text = (
             f"{folder} is no checkpoint of Megatron-LM: it has neither a .metadata (torch_dist) "

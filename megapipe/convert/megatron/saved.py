@@ -23,7 +23,7 @@ from megapipe.convert.tensors import is_trained, our_layouts
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout
 from megapipe.errors import CheckpointError
-from megapipe.partition.spans import LayerSpan, partition
+from megapipe.partition.spans import partition
 from megapipe.schedule import loop
 
 _WEIGHTS_ALONE = "; convert the weights alone with --no-load-optim"
@@ -83,6 +83,7 @@ class SavedRun:
         self.common = self.source.common
         self.args = self.common["args"].fields() if "args" in self.common else {}
         self.config = config_of(self.args, str(folder))
+        # Megatron-LM may save a repeated weight on each stage that has it, megapipe saves it once.
         self.layouts: dict[str, Layout] = {}
         self.tied: dict[str, str] = {}
         for name, layout in our_layouts(self.config.model).items():
@@ -90,6 +91,7 @@ class SavedRun:
                 self.layouts[name] = layout
             else:
                 self.tied[name] = layout.tied_to
+        # Weights in 16 bits have main parameters in float32.
         self.kinds = ["exp_avg", "exp_avg_sq"]
         if self.config.precision.half:
             self.kinds.append("master")
@@ -103,6 +105,7 @@ class SavedRun:
         for name, layout in self.layouts.items():
             if not kind or is_trained(name):
                 needed[name] = layout.local(Axis(size=self.source.pieces(name)))
+        # Copies of a tied weight are there or not, by the number of stages that saved.
         found = self.source.shapes(kind)
         there = {name: shape for name, shape in found.items() if name not in self.tied}
         where = f"{self.source.folder}, {kind}" if kind else str(self.source.folder)
@@ -112,6 +115,7 @@ class SavedRun:
         """Return whether the optimizer's state was saved, in any form."""
         if self.source.shapes("exp_avg"):
             return True
+        # Tensors decide; without them, the arguments may say that none was saved.
         named = self.common.get("optimizer") or self._objects()
         return bool(named and not self.args.get("no_save_optim"))
 
@@ -147,6 +151,7 @@ class SavedRun:
                 self.check(kind)
             return source.read, steps.pop()
 
+        # Places in rows are found now, by comparing all weights: an error comes before any writing.
         flat = FlatState(rows, self.layouts, self.tied)
         flat.find(lambda name: source.read("", name, self.layouts[name]))
 
@@ -184,6 +189,7 @@ class SavedRun:
         tp = int(args["tensor_model_parallel_size"])
         pp = int(args["pipeline_model_parallel_size"])
         chunks = int(args.get("virtual_pipeline_model_parallel_size") or 1)
+        # The stages of the run that saved, by the flags that both programs have.
         spans = partition(
             self.config.model.layers,
             loop(pp, chunks),
@@ -198,18 +204,12 @@ class SavedRun:
             for stage, span in enumerate(spans):
                 # Megatron-LM numbers the groups of data-parallel ranks, and chunks on a rank.
                 group = stage % pp * tp + t
-                names = self._params(span, alone=len(spans) == 1)
+                names = [x for x in stage_layouts(self.config.model, span) if is_trained(x)]
+                # On the embedding's own stage, a tied head is no parameter of its own.
+                if len(spans) == 1:
+                    names = [name for name in names if name not in self.tied]
                 found[t].append(source.row(group, stage // pp, list(orders(names))))
         return found
-
-    def _params(self, span: LayerSpan, alone: bool) -> list[str]:
-        """Return the names of a stage's parameters.
-
-        Args:
-            alone: whether there is no other stage. Then a tied head is no parameter of its own.
-        """
-        names = [name for name in stage_layouts(self.config.model, span) if is_trained(name)]
-        return [name for name in names if name not in self.tied] if alone else names
 
 
 def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -226,6 +226,8 @@ def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def _steps(held: Any) -> Iterator[Any]:
     """Yield every value that is called a step, at any depth of dicts and lists."""
+    # torch's Adam counts for each parameter, fused ones for a group, and `torch_dist` has one
+    # common_step for all.
     if isinstance(held, dict):
         for key, value in held.items():
             if key in ("step", "common_step") and value is not None:

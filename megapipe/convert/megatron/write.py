@@ -111,6 +111,7 @@ class Writer:
             offsets: its first index in each dimension of the tensor.
             size: the tensor's shape.
         """
+        # A copy: torch.save would write all of the tensor that a part is a view of.
         info = self._write(part.clone(memory_format=torch.contiguous_format))
         for key in keys:
             chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
@@ -127,6 +128,7 @@ class Writer:
 
     def close(self) -> None:
         """Write .metadata, which completes the checkpoint."""
+        # Last of all: without it, a checkpoint that was cut off cannot be taken for a whole one.
         self._file.close()
         metadata = Metadata(self._entries, None, self._where, StorageMeta())
         with (self.folder / ".metadata").open("wb") as file:
@@ -177,9 +179,7 @@ def export_megatron(
     if problems := list(Sizes(ep=ep).problems(model)):
         raise CheckpointError(problems)
     with_state = export.steps is not None
-    names = list(export.saved.shapes)
-    if not with_state:
-        names = [name for name in names if not name.startswith("optimizer.")]
+    names = [x for x in export.saved.shapes if with_state or not x.startswith("optimizer.")]
     with fresh_folder(target) as made:
         out = made / f"iter_{export.iteration:07d}"
         out.mkdir()
@@ -306,26 +306,32 @@ def _state(export: Export, separate: bool) -> dict[str, Any]:
     """
     if export.steps is None:
         return {}
-    optimizer: dict[Any, Any] = _optimizer(export, of_experts=False)
+    steps = {}
+    if not export.fused:
+        steps["common_step"] = torch.tensor(float(export.steps))
+    optimizer: dict[Any, Any] = _optimizer(export, steps, of_experts=False)
     if separate:
-        optimizer = {0: optimizer, 1: _optimizer(export, of_experts=True)}
+        optimizer = {0: optimizer, 1: _optimizer(export, steps, of_experts=True)}
     return {"optimizer": optimizer, "opt_param_scheduler": export.scheduler()}
 
 
-def _optimizer(export: Export, of_experts: bool) -> dict[str, Any]:
-    """Return the data of one optimizer other than tensors."""
+def _optimizer(export: Export, steps: dict[str, Tensor], of_experts: bool) -> dict[str, Any]:
+    """Return the data of one optimizer other than the state of its parameters.
+
+    Args:
+        steps: the number of steps, as torch's Adam needs it; empty for a fused Adam.
+        of_experts: whether it is an optimizer of experts alone.
+    """
     groups = export.groups()
     for group in groups:
         group["is_expert_parallel"] = of_experts
     # Experts without biases have no parameter in the group without weight decay.
     if of_experts and not export.config.model.bias:
         groups = groups[:1]
-    state = {}
-    if not export.fused:
-        state["common_step"] = torch.tensor(float(export.steps or 0))
-    inner = {"state": state, "param_groups": groups}
     # The optimizer of float32 weights has it at the top, the others one level deeper.
-    return inner | {
-        "optimizer": {"state": dict(state), "param_groups": groups},
+    return {
+        "state": dict(steps),
+        "param_groups": groups,
+        "optimizer": {"state": dict(steps), "param_groups": groups},
         "param_state_sharding_type": _FORM["distrib_optim_sharding_type"],
     }
