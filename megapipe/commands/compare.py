@@ -161,11 +161,12 @@ def main(argv: Sequence[str]) -> None:
     flags.check()
     rows: list[Row] = []
     for pp in flags.pp:
-        # Every plan is made before the first training, so that wrong flags show at once.
+        # All plans of these ranks are made before they train, so that wrong flags show at once.
         configs = [_config(name, pp, flags) for name in flags.schedules]
         plans = [make_plan(config) for config in configs]
         runs = list(zip(configs, plans, strict=True))
-        # All ranks return the same rows.
+        # All ranks return the same rows. They are forked from a process that has imported torch,
+        # which takes seconds.
         rows += run_ranks(pp, _rank, runs, flags.steps, preload=("megapipe.training.pretrain",))[0]
     columns = COLUMNS | WHY if flags.why else COLUMNS
     text = to_markdown(rows, columns)
@@ -183,7 +184,7 @@ def _write(folder: Path, text: str, rows: Sequence[Row]) -> None:
     """Write the table `text` to runs.md of the folder, and the rows to runs.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     write_complete(folder / "runs.md", text + "\n")
-    # The csv module writes its own ends of lines. A file of the user may have any bytes as name.
+    # The csv module writes its own ends of lines. A schedule may be a file whose name is no text.
     path = folder / "runs.csv"
     with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
@@ -232,6 +233,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
     training = Training(
         config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan
     )
+    # The first step allocates memory, so it is slower than the others.
     training.driver.whole()
     stages = training.run.stages
     sent = _count_sent(stages.engine.transport)
@@ -277,6 +279,7 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
 
 def _bubble(ranks: list[list[Ran]]) -> float:
     """Return the mean share of a step's passes in which a rank runs no pass."""
+    # From the first pass of any rank to the last pass of any rank.
     span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
     return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
 

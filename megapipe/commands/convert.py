@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _convert(flags: Flags) -> None:
     """Convert, print the result and the flags of a run that loads it, and compare the logits."""
-    ours: Path
+    # `theirs` is the other program's folder, `ours` the checkpoint of megapipe.
     if flags.save:
         theirs = Path(flags.from_megatron or flags.from_huggingface or "")
         done = _import(flags, theirs, Path(flags.save))
@@ -222,7 +222,7 @@ def _export(flags: Flags, ours: Path, theirs: Path) -> Converted:
             dtype=_dtype(flags),
             progress=_bar(),
         )
-    # Both formats of Megatron-LM take these.
+    # Both formats of Megatron-LM take these. None lets the type of the weights decide.
     state: dict[str, Any] = {
         "optimizer": not flags.no_load_optim,
         "fused": None if flags.megatron_adam == "auto" else flags.megatron_adam == "fused",
@@ -272,6 +272,7 @@ def check(theirs: Path, ours: Path, done: Converted) -> None:
     Raises: CheckpointError if the models differ by more than TOLERANCE.
     """
     found = compare_logits(theirs, ours, done.config.model, done.vocab_size, done.dtype)
+    # The library is optional: nothing else needs it.
     if found is None:
         print(
             "logits not compared: the transformers library is not installed "
@@ -312,6 +313,7 @@ def _problems(flags: Flags) -> Iterator[str]:
         if directions:
             text += f", not {' and '.join(map(flag, directions))}"
         yield text
+    # A conversion takes minutes, so all folders are looked at before it begins.
     for name in (*_INWARD, "load"):
         folder = getattr(flags, name)
         if folder and not Path(folder).is_dir():

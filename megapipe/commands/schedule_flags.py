@@ -38,6 +38,7 @@ def add_flags(show: argparse.ArgumentParser, both: argparse.ArgumentParser) -> N
     """
     # A day is the longest search that is allowed; a longer one is a slip of the keyboard.
     effort = partial(given.positive, most=86400)
+    # 1F1B is always compared, as the reference of the advice.
     both.add_argument(
         "--only",
         type=given.schedule,
@@ -59,6 +60,7 @@ def add_flags(show: argparse.ArgumentParser, both: argparse.ArgumentParser) -> N
         metavar="V",
         help="stages per rank, where the schedule leaves a choice",
     )
+    # These change the table, and `compare` changes all its tables in the same way.
     for one in (show, both):
         _slices(one)
         _copies(one)
@@ -268,6 +270,7 @@ def _parts(one: argparse.ArgumentParser) -> None:
 
     A flag without numbers takes them from --costs.
     """
+    # As for --shard, `{}` asks for the passes without giving their times.
     one.add_argument(
         "--vocabulary",
         type=given.costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25"),
@@ -315,6 +318,7 @@ def _details(one: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave W where the paper has it, whatever costs say",
     )
+    # May be given several times, once for each option.
     one.add_argument(
         "--option",
         type=given.option,

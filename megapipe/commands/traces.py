@@ -87,18 +87,21 @@ def main(argv: Sequence[str]) -> None:
         raise DataError(
             f"{flags.traces} holds no rank-N.json.gz. --profile --use-pytorch-profiler writes them"
         )
+    # Without matplotlib a figure is refused now, and not after all traces have been read.
     flags.check()
     found = _Results()
     # With data or tensor parallelism there are several pipelines, and each has its own summary.
     for number, ranks in enumerate(pipelines([read(path) for path in paths])):
         try:
             schedule, predicted = predict(ranks)
+        # `predict` knows the ranks alone; the user must know which files they came from.
         except UserError as error:
             raise DataError(f"{flags.traces}, pipeline {number}: {error}") from None
         rows = summarise(ranks, schedule, predicted)
         found.text += _lines(number, schedule, rows)
         found.numbers += [{"pipeline": number} | asdict(row) for row in rows]
         found.events += merge(ranks, schedule, predicted)
+        # A figure shows one step: passes of a whole trace would be too narrow to see.
         if flags.named:
             panel = (_one_step(ranks, schedule, predicted), schedule.placement)
             worst = max(rows, key=lambda row: row.bubble)

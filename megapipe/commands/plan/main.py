@@ -105,6 +105,7 @@ def main(argv: Sequence[str]) -> None:
     ]
     if flags.parts:
         text += ["", parts_table(parts(config))]
+    # Most plans have no changes, whose text is then empty.
     tell("\n".join(line for line in text if line), numbers(plan), flags.json)
     # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
