@@ -132,6 +132,8 @@ def placements(
             f"zb-auto cannot cut a {placement or 'loop'} in {chunks} chunks per rank; a V has 2."
         )
     places = []
+    # The V first: of equal results the first wins, and a V has no message from the last rank back
+    # to the first.
     if placement != "loop" and chunks in (None, 2):
         places.append(vee(ranks))
     if placement != "v":

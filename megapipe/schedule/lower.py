@@ -159,6 +159,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     for row in schedule.ranks:
         steps = map(evaluated, row)
         rows.append(tuple(step for step in steps if step))
+    # Only copies share streams, and an evaluation keeps no activations to copy.
     return replace(schedule, ranks=tuple(rows), shared=())
 
 

@@ -69,6 +69,7 @@ def _given(
     table: Schedule | Recipe, ranks: int, microbatches: int, costs: Costs, memory: float | None
 ) -> tuple[str, Make]:
     """Return the label of a table or recipe, and the function that makes its table."""
+    # Both become recipes, so that a table gets the same treatment as one that flags describe.
     if isinstance(table, Recipe):
         recipe = table
         label = f"{recipe.order} {parts_line(recipe)}".rstrip()

@@ -67,6 +67,7 @@ def to_page(
     Args:
         progress: called with the share of the work done and the next schedule.
     """
+    # A line for each case begins with its key, by which the browser finds it.
     lines = []
     for i, case in enumerate(cases):
         progress(i / len(cases), case.name)
