@@ -159,7 +159,10 @@ def _own_stages(plan: Plan) -> _Own:
 
 
 def _most_of_a_rank(table: Schedule, kinds: frozenset[Kind]) -> int:
-    return max(sum(x.kind in kinds for step in row for x in step) for row in table.ranks)
+    most = 0
+    for row in table.ranks:
+        most = max(most, sum(x.kind in kinds for step in row for x in step))
+    return most
 
 
 def _of(config: Config, *_: Schedule | None) -> Sharding | None:
