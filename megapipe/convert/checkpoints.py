@@ -26,6 +26,7 @@ from megapipe.convert.huggingface.checks import check_ours, check_theirs, notes,
 from megapipe.convert.huggingface.depths import copies, depths_in
 from megapipe.convert.huggingface.families import differing, from_huggingface, to_huggingface
 from megapipe.convert.huggingface.mapping import Tensors, rules
+from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.huggingface.vocabulary import token_ids, write_tokenizer
 from megapipe.convert.sound import model_problems
 from megapipe.convert.tensors import Progress, SavedTensors, ShardWriter, counted, saved_dtype
@@ -217,11 +218,12 @@ def export_checkpoint(
     content["torch_dtype"] = str(dtype).removeprefix("torch.")
     # The newer name of torch_dtype; all versions of transformers read the older one.
     content.pop("dtype", None)
-    if model.depths and content["model_type"] == "gpt2":
+    family = content["model_type"]
+    if model.depths and not FAMILIES[family].has_depths:
         raise CheckpointError(
-            f"{folder.name}: --mtp-num-layers {model.depths}: a gpt2 has no names for depths"
+            f"{folder.name}: --mtp-num-layers {model.depths}: a {family} has no names for depths"
         )
-    table = rules(model, content["model_type"], vocab_size)
+    table = rules(model, family, vocab_size)
     further = copies(model)
 
     with fresh_folder(target) as out:

@@ -32,6 +32,7 @@ class Depths(Meaning):
 
 def depths_in(names: Collection[str], layers: int) -> int:
     """Return the number of depths among a folder's tensors, after the model's layers."""
+    # Each depth has one such tensor, so there are fewer depths than names.
     numbers = range(len(names) + 1)
     return next(n for n in numbers if f"model.layers.{layers + n}.eh_proj.weight" not in names)
 

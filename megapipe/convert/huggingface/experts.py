@@ -21,6 +21,7 @@ def settled(fields: Fields) -> Fields:
     Args:
         fields: moe_layer_freq, if given, is a list with a 1 for each layer that has experts.
     """
+    # A model without any layer of experts is dense: its flags of experts would have no effect.
     sparse = fields.get("moe_layer_freq")
     if sparse is not None:
         if not any(sparse):
@@ -100,6 +101,7 @@ class SparseStep(Meaning):
         dense = content["mlp_only_layers"] or []
         if not all(type(layer) is int for layer in dense):
             problems.append(f"mlp_only_layers is a list of integers, got {dense}")
+        # Counted from 1: with a step of 2 the first layer is dense.
         sparse = [layer not in dense and (layer + 1) % content[key] == 0 for layer in range(layers)]
         return {"moe_layer_freq": [int(has) for has in sparse]}
 
@@ -184,6 +186,7 @@ class ExpertGroups(Meaning):
                 )
             if how != self.method:
                 return {}
+        # null is one group, and one group is none.
         groups = content[key] or 1
         chosen = content["topk_group"] or 1
         if chosen > groups:

@@ -35,7 +35,9 @@ _IGNORED = """
     forced_eos_token_id pretraining_tp gradient_checkpointing initializer_range
     embedding_initializer_range router_aux_loss_coef aux_loss_alpha seq_aux ep_size n_ctx
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    reorder_and_upcast_attn model_max_length base_model_tp_plan quantization_config
+    inference_runner max_batch_size max_sequence_length pad_key_length
+    pre_allocate_kv_cache validate_runner_input reorder_and_upcast_attn model_max_length
+    base_model_tp_plan quantization_config
 """
 IGNORED = frozenset(_IGNORED.split())
 
@@ -90,6 +92,7 @@ class Family:
             changes: of the other attributes.
         """
         merged: dict[str, Any] = {}
+        # The order of the kin's keys stays, so that files of one kind look the same.
         for attribute, more in (("keys", keys), ("always", always), ("names", names)):
             both = {**getattr(self, attribute), **(more or {})}
             merged[attribute] = {name: x for name, x in both.items() if x is not None}
@@ -101,12 +104,19 @@ class Family:
         return "num_experts_per_tok" in self.defaults
 
     @property
+    def has_depths(self) -> bool:
+        """Return whether its tables have names for multi-token prediction."""
+        # `depths.depths_in` and `depths.copies` ask for them under this name.
+        return "eh_proj" in self.names and self.layer == "model.layers.{n}."
+
+    @property
     def is_latent(self) -> bool:
         """Return whether its models have latent attention."""
         return "kv_lora_rank" in self.defaults
 
     def filled(self, content: Json) -> Fields:
         """Return a config.json with the family's default for each key that it leaves out."""
+        # A file's null stays: it may mean something else than a missing key.
         filled = {key: value for key, value in self.defaults.items() if value is not NEEDED}
         filled |= content
         for alias, key in self.aliases.items():
@@ -116,6 +126,7 @@ class Family:
 
     def unknown(self, content: Json) -> Iterator[str]:
         """Yield a text for each key that the table does not know. Null says nothing, and passes."""
+        # A key that changes the model and is not read makes it another model, without any error.
         for key, value in content.items():
             known = key in self.defaults or key in self.aliases or key in IGNORED
             if value is not None and not known:
@@ -140,6 +151,7 @@ class Family:
             if LAYERS in found:
                 lists.append(found.pop(LAYERS))
             fields |= found
+        # With problems the lists may have other lengths.
         if lists and not problems:
             layers: list[Fields] = [{} for _ in lists[0]]
             for settings in lists:
@@ -154,6 +166,7 @@ class Family:
         The family may be unable to express the model. Reading the keys again shows that.
         """
         content: Fields = {"architectures": [self.architecture]}
+        # Two rounds: a key that follows from others is written after them.
         for key, meaning in self.keys.items():
             content |= meaning.write(key, model)
         for key, meaning in self.keys.items():

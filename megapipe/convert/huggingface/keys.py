@@ -90,6 +90,7 @@ class Same(Meaning):
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         value = content[key]
+        # All problems of a file are reported at once, so reading goes on.
         if self.only:
             problems += expected(content, {key: self.only})
         if value is None and self.null is not None:
@@ -99,6 +100,7 @@ class Same(Meaning):
         return dict.fromkeys(self.fields.split(), value)
 
     def write(self, key: str, model: ModelConfig) -> Fields:
+        # The resolved value: a written file does not rest on defaults of the other side.
         value = value_of(model, self.fields.split()[0])
         return {key: self.unset if value is None else value}
 
@@ -246,6 +248,7 @@ class Groups(Meaning):
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         heads = content["num_attention_heads"]
+        # One for each head is no grouping here: --num-query-groups has no effect then.
         groups = content[key] or heads
         grouped = groups != heads
         return {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.config.layers import layer_config, parse_overrides
+from megapipe.config.layers import inline, layer_config, parse_overrides
 from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
 
 FULL = "full_attention"
@@ -30,6 +30,7 @@ def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
         # From the last layer on, as the first of equal counts wins.
         counts = Counter(layer[name] for layer in reversed(layers))
         common[name] = counts.most_common(1)[0][0]
+    # Layers with equal differences share an entry, in the order of their first layers.
     others: dict[str, list[int]] = {}
     for number, layer in enumerate(layers):
         differs = {name: layer[name] for name in sorted(layer) if layer[name] != common[name]}
@@ -57,8 +58,10 @@ def canonical(model: ModelConfig) -> ModelConfig:
     # A factor of 1 does nothing, and None is none.
     if model.moe_router_topk_scaling_factor == 1.0:
         model = replace(model, moe_router_topk_scaling_factor=None)
+    model = inline(model)
     if model.per_layer_overrides is None:
         return model
+    # A text may say the same in many ways: in another order, or with values that change nothing.
     overrides = parse_overrides(model.per_layer_overrides, model.layers)
     names = {name for fields in overrides.values() for name in fields}
     layers = [
@@ -119,6 +122,7 @@ class SwitchedWindow(Meaning):
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         width = content[key]
+        # A file may keep a width while the window is off.
         if self.switch and not content["use_sliding_window"]:
             width = None
         if not self.typed or width is None:
@@ -127,12 +131,14 @@ class SwitchedWindow(Meaning):
             problems.append("use_sliding_window is True without layer_types to say in which layers")
         layers = content["num_hidden_layers"]
         first = min(content["max_window_layers"], layers)
+        # layer_types wins over max_window_layers, as in transformers.
         kinds = content["layer_types"] or [FULL] * first + [SLIDING] * (layers - first)
         return {LAYERS: windows(kinds, width, layers, problems)}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
         found = of_layers(model, "window")
         widths = [width for width in found if width is not None]
+        # Layers with several widths are written as if they had one. Reading them again shows that.
         if not widths:
             return {"use_sliding_window": False} if self.switch else {key: None}
         first = next(layer for layer, width in enumerate(found) if width is not None)

@@ -82,6 +82,7 @@ class Rows(Layout):
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         groups = model.query_groups
+        # A cut of the fused rows by group is what tensor parallelism needs.
         if len(parts) == 1:
             parts = torch.split(parts[0], _rows(model))
         grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -115,6 +116,7 @@ class Experts(Layout):
     """A matrix for each expert [f, h] -> [E, f, h]; or two, gate and up -> [E, 2, f, h]."""
 
     def parts(self, model: ModelConfig) -> list[str]:
+        # Gate and up of one expert follow each other, so that a view has both.
         numbers = range(model.experts)
         return [name.format(e=number) for number in numbers for name in self.names]
 

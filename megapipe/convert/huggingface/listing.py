@@ -9,7 +9,8 @@ from megapipe.config.typed import shown
 from megapipe.convert.huggingface.family import IGNORED
 from megapipe.convert.huggingface.tables import FAMILIES
 
-# (model_types, the nearest family, what the model here lacks)
+# (model_types, the nearest family, what the model here lacks). Read in transformers 5.23; an entry
+# goes when its feature comes. A family that is in no list is answered by its keys.
 _REFUSED = [
     ("gemma", "llama", "a scaled embedding, and GELU in a gated MLP"),
     (
@@ -64,6 +65,7 @@ def lacking(name: str) -> tuple[str, str] | None:
 
 def nearest_by_keys(content: Mapping[str, Any]) -> str:
     """Return the family whose table suits the keys of a config.json best."""
+    # Keys say more than names: a fine-tuned model often has a model_type of its own.
     own = content.keys() - IGNORED
 
     def mismatch(name: str) -> int:

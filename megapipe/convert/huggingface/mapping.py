@@ -64,6 +64,7 @@ def rules(
         if found := _IN_LAYER.fullmatch(ours):
             number, inner = int(found[1]), found[2]
             before = table.layer.format(n=number)
+            # A layer may have other heads than the rest.
             own = layer_config(model, number)
         # A name with its kind, such as a router's bias, is looked up before the module.
         module, _, kind = inner.rpartition(".")
@@ -73,6 +74,7 @@ def rules(
         if not prefix:
             theirs = [name.removeprefix(_GPT2) for name in theirs]
         if module in _VOCABULARY:
+            # Their files have no padding.
             rows = model.padded_vocab_size or vocab_size
             return Tensors(
                 ours,

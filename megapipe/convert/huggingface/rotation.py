@@ -52,6 +52,7 @@ class Rotation(Meaning):
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         rope = self.settings(content)
         fields = self._share(rope, problems)
+        # transformers 4, reading a file of transformers 5, takes 10000 without a word.
         base: Any = rope["rope_theta"]
         if base is None:
             problems.append(
@@ -63,6 +64,7 @@ class Rotation(Meaning):
 
     def settings(self, content: Json) -> Fields:
         """Return the settings of the rotation under their names in rope_parameters."""
+        # transformers 5 prefers the older rope_scaling where a file has both.
         rope = content["rope_scaling"] or content["rope_parameters"] or self.missing or {}
         found = {"rope_theta": content[self.base_key], **rope}
         if content[self.share_key] is not None:
@@ -88,6 +90,7 @@ class Rotation(Meaning):
             rope: as `settings`.
             problems: receives what ModelConfig cannot express.
         """
+        # Other rules, such as longrope or dynamic, choose by the length of a text.
         if kind == "default":
             return {}
         if kind != "llama3":

@@ -134,6 +134,12 @@ def test_a_key_that_no_table_knows_is_refused_by_name(name):
     assert from_huggingface(content | {"mystery_factor": None, "temperature": 0.7, "auto_map": {"a": "b"}})
 
 
+def test_families_with_other_names_of_layers_have_none_for_depths():
+    """An export looked for them under the names of a Llama."""
+    without = {name for name, family in FAMILIES.items() if not family.has_depths}
+    assert without == {"gpt2", "gpt_bigcode", "gpt_neox"}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_key_decides_something_and_nothing(name):
     assert FAMILIES[name].defaults.keys().isdisjoint(IGNORED)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from random_models import latent, rotary, transformers
+from random_models import latent, rotary, sparse, transformers
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -54,7 +54,21 @@ def renamed(experts: dict[str, Any]) -> dict[str, Any]:
     return {key.replace("n_routed", "num").replace("n_shared", "num_shared"): x for key, x in experts.items()}
 
 
+def windows(draw: random.Random) -> dict[str, Any]:
+    """A window in some layers, said by layer_types or by the number of layers before it."""
+    where = draw.choice([{"max_window_layers": 2}, MIXED | {"max_window_layers": 0}])
+    return {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3} | where
+
+
 DRAWN: dict[str, Callable[[random.Random], Any]] = {
+    "qwen2": lambda draw: made("qwen2", draw, **windows(draw)),
+    "qwen3": lambda draw: made("qwen3", draw, **windows(draw), head_dim=draw.choice([6, 12])),
+    "qwen2_moe": lambda draw: made(
+        "qwen2_moe",
+        draw,
+        **sparse(draw) | windows(draw) | MIXED | {"max_window_layers": 0},
+        shared_expert_intermediate_size=20,
+    ),
     "smollm3": lambda draw: made(
         "smollm3", draw, **biases(draw), num_hidden_layers=4, no_rope_layers=draw.choice([None, [0, 1, 1, 0]])
     ),

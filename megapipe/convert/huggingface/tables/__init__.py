@@ -13,7 +13,8 @@ from megapipe.convert.huggingface.tables import (
     sigmoid,
 )
 
-# An export takes the first one that can express the model.
+# An export takes the first one that can express the model: the well-known ones stand first. Names are
+# model_type in config.json.
 FAMILIES: dict[str, Family] = {
     "gpt2": gpt.GPT2,
     "llama": llama.LLAMA,

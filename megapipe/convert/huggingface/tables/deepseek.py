@@ -27,6 +27,7 @@ _LATENT = PLAIN.but(
     "",
     keys={
         "num_key_value_heads": Equals(lambda content: content["num_attention_heads"]),
+        # transformers calls the rotated channels a head.
         "head_dim": Equals(lambda content: content["qk_rope_head_dim"]),
         "q_lora_rank": Same("q_lora_rank", 1536),
         "kv_lora_rank": Same("kv_lora_rank"),
@@ -68,6 +69,8 @@ _EXPERTS = {
     "mlp_bias": Only(False, silent=True),
 }
 
+# A group of experts counts by its best one, as in DeepSeek's own program. Megatron-LM takes a sum.
+# transformers ignores norm_topk_prob, which DeepSeek's program reads: true is thus refused.
 V2 = _LATENT.but(
     "DeepseekV2ForCausalLM",
     "every size, V2-Lite too",
@@ -86,6 +89,8 @@ V2 = _LATENT.but(
     aliases={"num_local_experts": "n_routed_experts"},
 )
 
+# DeepSeek-AI 2024, sections 2.1 and 2.2. The defaults of experts are the published model's, so that
+# a file without routed_scaling_factor means 2.5, and not 1.
 V3 = _LATENT.but(
     "DeepseekV3ForCausalLM",
     "every size, plain positions or yarn from 4096; multi-token prediction too",
@@ -115,6 +120,7 @@ V3 = _LATENT.but(
     aliases={"num_local_experts": "n_routed_experts"},
 )
 
+# Tencent's Youtu-LLM. Its attention is DeepSeek-V3's, with all channels under the same names.
 YOUTU = _LATENT.but(
     "YoutuForCausalLM",
     "every size: DeepSeek's latent attention without experts",

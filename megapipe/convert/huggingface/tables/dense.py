@@ -33,6 +33,7 @@ def _all_sliding(content: Json) -> list[str]:
     return [SLIDING] * int(content["num_hidden_layers"])
 
 
+# Hugging Face 2025. Every fourth layer has no rotation (NoPE, Kazemnejad et al. 2023).
 SMOLLM3 = LLAMA.but(
     "SmolLM3ForCausalLM",
     "every size; every fourth layer, or any others, without rotation",
@@ -42,12 +43,15 @@ SMOLLM3 = LLAMA.but(
         "rope_parameters": Rotation(2e6),
         "no_rope_layers": RotatedLayers(),
         "use_sliding_window": Only(False),
-        # Of a window that is off.
+        # The window is off, so that its other keys decide nothing.
         "sliding_window": Unread(),
+        "max_window_layers": Unread(28),
         "layer_types": Unread(),
     },
 )
 
+# ByteDance 2025. Its dropout is after attention and MLP alone. Here --hidden-dropout is of the
+# embedding, too. The weights mean the same, and a note says it.
 SEED_OSS = PLAIN.but(
     "SeedOssForCausalLM",
     "every size; its residual_dropout drops embeddings here, too",
@@ -62,6 +66,7 @@ SEED_OSS = PLAIN.but(
     },
 )
 
+# transformers computes it by Llama's class. Its own defaults are of the 8B model.
 INTERNLM3 = LLAMA.but(
     "LlamaForCausalLM",
     "every size, as transformers has it: a Llama",
@@ -75,6 +80,7 @@ INTERNLM3 = LLAMA.but(
     },
 )
 
+# As InternLM3: a name of its own for Llama's class. No published model clips or has a window.
 IQUESTCODER = LLAMA.but(
     "LlamaForCausalLM",
     "every size, as transformers has it: a Llama",
@@ -87,6 +93,7 @@ IQUESTCODER = LLAMA.but(
     },
 )
 
+# Meta's Code World Model. A file without rope_parameters means Llama 3.1's stretching by 16.
 CWM = PLAIN.but(
     "CwmForCausalLM",
     "every size; a sliding window in the layers that layer_types names",
@@ -100,12 +107,14 @@ CWM = PLAIN.but(
     },
 )
 
+# Mistral's table with layer_types. Without that key all layers have the window.
 MINISTRAL = MISTRAL.but(
     "MinistralForCausalLM",
     "every size; a sliding window in the layers that layer_types names",
     keys={"sliding_window": LayerWindow(4096, _all_sliding)},
 )
 
+# The published AFM-4.5B stretches its rotation by yarn, which goes with latents alone here.
 ARCEE = LLAMA.but(
     "ArceeForCausalLM",
     "AFM without yarn; biases everywhere or nowhere",
@@ -117,6 +126,7 @@ ARCEE = LLAMA.but(
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
 
+# Kyutai 2025. attention_bias is of queries, keys and values alone, unlike in Llama.
 HELIUM = PLAIN.but(
     "HeliumForCausalLM",
     "every size; neighbouring channels are rotated",
@@ -132,6 +142,7 @@ HELIUM = PLAIN.but(
     always={"rotary_interleaved": True},
 )
 
+# Baidu 2025, the dense sizes. Its experts have another router, and are refused.
 ERNIE4_5 = PLAIN.but(
     "Ernie4_5ForCausalLM",
     "every dense size; neighbouring channels are rotated, biases everywhere or nowhere",
@@ -148,6 +159,9 @@ ERNIE4_5 = PLAIN.but(
     always={"rotary_interleaved": True, "attention_dropout": 0.0},
 )
 
+# Microsoft 2024: Llama with fused weights. QKV is all queries above all keys above all values, and
+# not by group. Phi-4-mini rotates three quarters of the channels, and has longrope, which is
+# refused.
 PHI3 = PLAIN.but(
     "Phi3ForCausalLM",
     "Phi-3 and Phi-4 of plain positions, without longrope; a window in all layers or in none",
@@ -165,6 +179,8 @@ PHI3 = PLAIN.but(
     },
 )
 
+# THUDM 2024, GLM-4-9B. A file need not state that half of the channels are rotated.
+# Its successor of 2025, glm4, has norms after attention and MLP, and is refused.
 GLM = PLAIN.but(
     "GlmForCausalLM",
     "GLM-4-9B as transformers has it; neighbours among half of the channels are rotated",

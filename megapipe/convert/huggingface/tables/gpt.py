@@ -6,6 +6,8 @@ from megapipe.convert.huggingface.family import Family
 from megapipe.convert.huggingface.keys import Choice, Not, Only, Same, Twin
 from megapipe.convert.huggingface.layouts import Layout, Turned, TurnedRows
 
+# Radford et al. 2019. The class drops 0.1 everywhere, unless a file says another rate.
+# null for n_inner is four times the hidden size, as in all published sizes.
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     what="every size, tied or not, also the oldest files without transformer. in their names",

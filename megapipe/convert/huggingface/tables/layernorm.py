@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapipe.convert.huggingface.keys import Choice, Groups, Not, Only, Same, Twin, Unread
+from megapipe.convert.huggingface.keys import Choice, Groups, Meaning, Not, Only, Same, Twin, Unread
 from megapipe.convert.huggingface.layers import Window
 from megapipe.convert.huggingface.layouts import Layout, Rows
 from megapipe.convert.huggingface.rotation import Rotation
@@ -27,6 +27,17 @@ _PERSIMMON = _QUERY_KEY_VALUE | {
     "self_attention.k_layernorm": Layout("self_attn.k_layernorm"),
 }
 
+# Keys of the published files that transformers does not read.
+_STARCODER: dict[str, Meaning | None] = {
+    "activation_function": Unread(),
+    "layer_norm_epsilon": Unread(1e-5),
+    "attention_softmax_in_fp32": Unread(True),
+    "scale_attention_softmax_in_fp32": Unread(True),
+    "scale_attn_weights": Only(True, silent=True),
+    "mlp_type": Only("default", silent=True),
+    "norm_type": Only("layer_norm", silent=True),
+}
+
 STARCODER2 = PLAIN.but(
     "Starcoder2ForCausalLM",
     "every size, with biases; a window in all layers or in none",
@@ -41,11 +52,14 @@ STARCODER2 = PLAIN.but(
         "residual_dropout": Same("hidden_dropout", 0.0),
         "embedding_dropout": Twin("residual_dropout", 0.0, "--hidden-dropout is both"),
         "sliding_window": Window(None),
+        **_STARCODER,
     },
     always=_GPT,
     names={"mlp.linear_fc1": Layout("mlp.c_fc"), "mlp.linear_fc2": Layout("mlp.c_proj")},
 )
 
+# NVIDIA 2024. The file has the norms' weights minus 1, as --apply-layernorm-1p keeps them, so that
+# nothing is added on the way.
 NEMOTRON = LLAMA.but(
     "NemotronForCausalLM",
     "Nemotron-4 and Minitron; biases everywhere or nowhere",
@@ -64,6 +78,8 @@ NEMOTRON = LLAMA.but(
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
 
+# Stability AI 2024: Llama with LayerNorm. StableLM 2 12B norms heads, each with a weight of its own,
+# and is refused.
 STABLELM = PLAIN.but(
     "StableLmForCausalLM",
     "StableLM 2 without norms of heads; a quarter of the channels is rotated",
@@ -82,6 +98,7 @@ STABLELM = PLAIN.but(
     always={"normalization": "LayerNorm"},
 )
 
+# Jais 2: Llama with LayerNorm, and a squared ReLU instead of the gate.
 JAIS2 = LLAMA.but(
     "Jais2ForCausalLM",
     "every size; biases everywhere or nowhere",
@@ -96,6 +113,8 @@ JAIS2 = LLAMA.but(
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
 
+# EleutherAI 2022. Attention and MLP of most models read the same input, which is refused here.
+# rotary_pct and rotary_emb_base are the older keys; a quarter of the channels is the default.
 GPT_NEOX = PLAIN.but(
     "GPTNeoXForCausalLM",
     "models with use_parallel_residual false; Pythia's is true",
@@ -119,6 +138,8 @@ GPT_NEOX = PLAIN.but(
     layer="gpt_neox.layers.{n}.",
 )
 
+# Allal et al. 2023. GPT-2 with one key and value head. Its layers are plain linear ones, so that
+# no weight is turned. Without multi_query the rows of c_attn have another order.
 GPT_BIGCODE = GPT2.but(
     "GPTBigCodeForCausalLM",
     "StarCoder and SantaCoder: one key and value head for all queries",
@@ -139,6 +160,7 @@ GPT_BIGCODE = GPT2.but(
     },
 )
 
+# Adept 2023. Queries and keys have a LayerNorm with a bias, head by head.
 PERSIMMON = PLAIN.but(
     "PersimmonForCausalLM",
     "every size; half of the channels is rotated",

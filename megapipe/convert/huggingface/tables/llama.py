@@ -18,6 +18,8 @@ def head_share(content: Json) -> int:
 
 BIASES = "there is one switch, --disable-bias-linear"
 
+# Most dense families begin from this table. Llama's attention_bias is of the output projection too,
+# so that it has to agree with mlp_bias: there is one flag for all linear layers here.
 LLAMA = Family(
     architecture="LlamaForCausalLM",
     what="Llama 2 and 3, with 3.1's frequency scaling; biases everywhere or nowhere",
@@ -65,6 +67,7 @@ LLAMA = Family(
 # Without a key for biases, a family is a Llama without them.
 PLAIN = LLAMA.but("", "", keys={"mlp_bias": None, "attention_bias": None})
 
+# Without the key, the class has a window of 4096 tokens. Later models say null.
 MISTRAL = PLAIN.but(
     "MistralForCausalLM",
     "every dense size, with its sliding window or without",

@@ -9,17 +9,20 @@ from megapipe.convert.huggingface.layouts import Experts, Layout, Stack
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.llama import PLAIN, head_share
 
+# Queries, keys and values have a bias, whatever is said, and no other layer has one.
 QWEN2 = PLAIN.but(
     "Qwen2ForCausalLM",
     "every dense size; a sliding window in all layers, in some or in none",
     keys={
         "num_key_value_heads": Groups(32),
         "sliding_window": SwitchedWindow(),
+        # True in models that see pictures.
         "use_mrope": Only(False, silent=True),
     },
     always={"add_qkv_bias": True},
 )
 
+# The bias of Qwen2 is gone. Queries and keys are normed head by head, before their rotation.
 QWEN3 = PLAIN.but(
     "Qwen3ForCausalLM",
     "every dense size; a sliding window in all layers, in some or in none",
@@ -32,6 +35,8 @@ QWEN3 = PLAIN.but(
     always={"qk_layernorm": True},
 )
 
+# All layers have experts of intermediate_size, so that the width of an MLP is nowhere needed.
+# The weights are a softmax over the chosen experts.
 MIXTRAL = PLAIN.but(
     "MixtralForCausalLM",
     "every size",
@@ -69,6 +74,7 @@ _QWEN_EXPERTS = {
     "decoder_sparse_step": SparseStep(),
 }
 
+# The shared expert has a gate, and its own name. Dense layers in between have intermediate_size.
 QWEN2_MOE = QWEN2.but(
     "Qwen2MoeForCausalLM",
     "every size, with its shared expert, dense layers in between too",
@@ -92,6 +98,7 @@ QWEN2_MOE = QWEN2.but(
     aliases={"num_local_experts": "num_experts"},
 )
 
+# A window is in all layers: the class does not read layer_types, as Qwen3's does.
 QWEN3_MOE = QWEN3.but(
     "Qwen3MoeForCausalLM",
     "every size, dense layers in between too",

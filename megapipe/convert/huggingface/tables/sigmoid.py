@@ -19,6 +19,8 @@ from megapipe.convert.huggingface.tables.deepseek import SHARED
 from megapipe.convert.huggingface.tables.llama import PLAIN, head_share
 from megapipe.convert.huggingface.tables.qwen import EXPERTS
 
+# DeepSeek-V3's choice of experts: a sigmoid, a bias for the choice alone, and groups that count by
+# their two best experts. The weights of the chosen are divided by their sum, then multiplied.
 _SIGMOID = PLAIN.but(
     "",
     "",
@@ -32,6 +34,10 @@ _SIGMOID = PLAIN.but(
         "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 1.0, unset=1.0),
         "norm_topk_prob": Renormalised(),
         "n_group": ExpertGroups(2),
+        # DeepSeek's keys, in some of the published files. transformers does not read them here.
+        "moe_layer_freq": Only(1, silent=True),
+        "scoring_func": Only("sigmoid", "noaux_tc", silent=True),
+        "topk_method": Only("noaux_tc", silent=True),
     },
     always={
         # As transformers, whatever the activations are.
@@ -69,6 +75,7 @@ def _by_pattern(content: Json) -> list[str]:
     return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
 
 
+# Zhipu 2025. A file need not state that half of the channels are rotated. Air has no norms of heads.
 GLM4_MOE = _SIGMOID.but(
     "Glm4MoeForCausalLM",
     "GLM-4.5 to 4.7 and Air, with multi-token prediction",
@@ -83,6 +90,7 @@ GLM4_MOE = _SIGMOID.but(
     published=(92, 46),
 )
 
+# Upstage 2025: GLM-4.5 without a dense layer, and with all channels rotated.
 SOLAR_OPEN = _SIGMOID.but(
     "SolarOpenForCausalLM",
     "every size; all layers have experts",
@@ -95,6 +103,8 @@ SOLAR_OPEN = _SIGMOID.but(
     },
 )
 
+# rednote-hilab 2025. The class's norm_topk_prob is false, which is refused; the published file has
+# true.
 DOTS1 = _SIGMOID.but(
     "Dots1ForCausalLM",
     "every size; a sliding window in all layers, in some or in none",
@@ -106,10 +116,14 @@ DOTS1 = _SIGMOID.but(
         "n_shared_experts": SharedExperts(None),
         "norm_topk_prob": Renormalised(False),
         "sliding_window": SwitchedWindow(4096, 62, switch=False),
+        # Published, and not read by transformers.
+        "use_sliding_window": Unread(False),
     },
     always={"qk_layernorm": True},
 )
 
+# LG 2025. Layers with full attention have no rotation, unless no layer has a window.
+# Its multi-token prediction has names of its own (mtp.), and is left out.
 EXAONE_MOE = _SIGMOID.but(
     "ExaoneMoeForCausalLM",
     "K-EXAONE without its multi-token prediction; layers without a window rotate nothing",
@@ -119,6 +133,7 @@ EXAONE_MOE = _SIGMOID.but(
         "num_shared_experts": SharedExperts(1),
         "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 2.5, unset=1.0),
         "mlp_layer_types": MlpTypes("first_k_dense_replace"),
+        # A pattern of 4: three layers with a window, then one without.
         "sliding_window": LayerWindow(4096, _by_pattern, {"sliding_window_pattern": 4}, plain=True),
     },
     always={"qk_layernorm": True},
@@ -126,6 +141,8 @@ EXAONE_MOE = _SIGMOID.but(
     aliases={},
 )
 
+# Tencent's Hunyuan. In the file the experts' parts have other names than in the class of transformers.
+# No key says that weights are divided by their sum, since they always are.
 HY_V3 = _SIGMOID.but(
     "HYV3ForCausalLM",
     "every size",
