@@ -15,6 +15,7 @@ from random_models import TOKENS, theirs, transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megapipe.config import Config
 from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
 from megapipe.convert.huggingface.families import from_huggingface
 from megapipe.convert.huggingface.family import IGNORED
@@ -22,6 +23,7 @@ from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.convert.tensors import whole_model
 from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
+from megapipe.flags.parse import parse, to_flags
 
 VARIANTS = 4
 
@@ -54,6 +56,7 @@ def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, t
         config = DRAWN[family](random.Random(f"{family}{seed}"))
         want = saved(config, folder / "hf")
         done = import_checkpoint(folder / "hf", folder / "ours", divisible_by=8)
+        assert parse(Config, to_flags(done.config)) == done.config
         difference = (ours(done.folder, done.config.model) - want).abs().max()
         assert difference <= 2e-6 * want.abs().max(), seed
 

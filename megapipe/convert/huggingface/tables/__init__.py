@@ -13,8 +13,8 @@ from megapipe.convert.huggingface.tables import (
     sigmoid,
 )
 
-# An export takes the first one that can express the model: the well-known ones stand first. Names are
-# model_type in config.json.
+# By model_type of config.json. An export takes the first family that can express the model, so the
+# well-known ones stand first.
 FAMILIES: dict[str, Family] = {
     "gpt2": gpt.GPT2,
     "llama": llama.LLAMA,

@@ -78,8 +78,8 @@ NEMOTRON = LLAMA.but(
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
 
-# Stability AI 2024: Llama with LayerNorm. StableLM 2 12B norms heads, each with a weight of its own,
-# and is refused.
+# Stability AI 2024: Llama with LayerNorm. StableLM 2 12B norms heads, each with its own weight, and
+# is refused.
 STABLELM = PLAIN.but(
     "StableLmForCausalLM",
     "StableLM 2 without norms of heads; a quarter of the channels is rotated",

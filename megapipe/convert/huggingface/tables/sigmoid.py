@@ -75,7 +75,8 @@ def _by_pattern(content: Json) -> list[str]:
     return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
 
 
-# Zhipu 2025. A file need not state that half of the channels are rotated. Air has no norms of heads.
+# Zhipu 2025. A file need not state that half of the channels are rotated. The larger models norm
+# heads, and Air does not.
 GLM4_MOE = _SIGMOID.but(
     "Glm4MoeForCausalLM",
     "GLM-4.5 to 4.7 and Air, with multi-token prediction",
@@ -141,7 +142,7 @@ EXAONE_MOE = _SIGMOID.but(
     aliases={},
 )
 
-# Tencent's Hunyuan. In the file the experts' parts have other names than in the class of transformers.
+# Tencent's Hunyuan. In the file the experts' parts have other names than in transformers' class.
 # No key says that weights are divided by their sum, since they always are.
 HY_V3 = _SIGMOID.but(
     "HYV3ForCausalLM",
