@@ -219,6 +219,6 @@ def test_a_printed_command_is_the_case():
 
 def test_drawn_cases():
     """Of each kind a few; scripts/nightly.sh draws for half an hour."""
-    count, case, found = fuzz(600, seed=4, most=5)
+    count, case, found = fuzz(600, seed=6, most=5)
     assert (case, found) == (None, [])
     assert count == 5

@@ -7,7 +7,7 @@ norms, weights and validation loss of the unsplit model, not compiled and with n
 nothing is summed in another order, to the bit in every type. Where gradients, or weights too, are shares between runs
 of passes, it also trains with weights that live for ever, and must have all bits of that. Two of five tables are drawn
 too (tables/drawn.py): passes in any order, chains of unequal length; under those Megatron's no_sync is left once for
-each chunk, not early.
+each chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 import os
 import random
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -40,6 +39,7 @@ from megapipe.plan import sharing
 from megapipe.schedule import SCHEDULES, Kind, Placement, ScheduleError, entry_of
 from tools.proofs.equivalence import Outcome, differences, differing_bits, train
 from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
+from tools.proofs.shrink import Fuzzer
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MODULES, MOVED
 
@@ -144,7 +144,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
 
 def _perhaps_named(rng: random.Random, case: Case) -> Case:
     """The case with what goes to the host by the modules that saved it."""
-    if case.memory not in ("out", "some") or case.compile or rng.random() < 0.5:
+    if case.memory not in ("out", "some") or case.compile or rng.random() >= 0.5:
         return case
     return replace(case, modules=rng.choice(MODULES if case.experts != "none" else MODULES[:-2]))
 
@@ -168,7 +168,7 @@ def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:
 
 def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int, ...]:
     """Ranks of depths of multi-token prediction; of two copies of a model their ends share the outer ranks."""
-    if case.slices or rng.random() < 0.6:
+    if case.slices or rng.random() >= 0.4:
         return ()
     copies = table(replace(case, file=None)).placement.num_chains  # a CSV has no chain without passes
     where = (0, place.num_ranks - 1) if copies > 1 else range(place.num_ranks)
@@ -214,23 +214,13 @@ def fuzz(
     most: float = math.inf,
     wanted: Callable[[Case], bool] = lambda case: True,
 ) -> tuple[int, Case | None, list[str]]:
-    """Draw cases until the time is up, there are enough or one differs: how many ran, that case and its differences.
+    """Draw cases until the time is up, there are enough or one differs: how many ran, the smallest that does, and how.
 
     wanted: whether a case is to be run.
     """
-    rng, start, count = random.Random(seed), time.monotonic(), 0
-    said = start
-    while count < most and time.monotonic() - start < seconds:
-        case = draw(rng, names)
-        if not wanted(case):
-            continue
-        count += 1
-        if found := run(case):
-            return count, case, found
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
-            print(f"{count} cases in {said - start:.0f} s, no difference", flush=True)
-    return count, None, []
+    fuzzer = Fuzzer("equivalence", partial(draw, names=names), run, wanted)
+    fuzzer.fuzz(seed, seconds=seconds, most=most)
+    return fuzzer.count, fuzzer.failed, list(fuzzer.found)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from megapipe.schedule import SCHEDULES, ScheduleError, build, entry_of
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 from megapipe.training.steps.step import StepResult
+from tools.proofs.shrink import Fuzzer
 
 STEPS, VOCAB = 30, 32
 
@@ -278,24 +279,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--only", type=int, help="run the draw of this number alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rng, late, undone, start = random.Random(options.seed), 0, 0, time.monotonic()
-    for n in range(options.cases if options.only is None else options.only + 1):
-        case = draw(rng)
-        if options.only is not None and n != options.only:
-            continue
+    late = undone = 0
+
+    def run(case: Case) -> list[str]:
+        nonlocal late, undone
         found, more, wrong = run_case(case)
-        if found:
-            print(f"case {n} of seed {options.seed} differs: {case}", *found[:12], sep="\n")
-            sys.stdout.flush()
-            os._exit(1)  # threads may wait for a rank that failed
         late, undone = late + more, undone + wrong
-        if n % 10 == 9:
-            print(f"{n + 1} cases in {time.monotonic() - start:.0f} s, no difference", flush=True)
-    count = options.cases if options.only is None else 1
-    print(f"{count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
+        return found
+
+    fuzzer = Fuzzer("post_validation", draw, run)
+    if not fuzzer.fuzz(options.seed, most=options.cases):
+        print(f"case {fuzzer.count} of seed {options.seed} differs: {fuzzer.failed}", *fuzzer.found[:12], sep="\n")
+        sys.stdout.flush()
+        os._exit(1)  # threads may wait for a rank that failed
+    print(f"{fuzzer.count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
     print("no bit differs from the run with a barrier")
     return 0
 
