@@ -1,6 +1,6 @@
 """The manual is short and plain: its size, the length of its sentences, and the words that it avoids.
 
-The manual is README and docs, without docs/log. `python tests/test_manual.py` prints the numbers of every page.
+The manual is README and docs, without docs/log. `python -m tests.test_manual` prints the numbers of every page.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import pytest
 from megapipe.commands import schedules
 from megapipe.commands.plan import main as plan
 from megapipe.errors import UserError
+from megapipe.flags.table import table
 from tests.test_words import FORBIDDEN
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +99,22 @@ def test_a_page_has_short_sentences_in_the_words_of_the_field(page):
     assert long == []
     assert mean(running) <= MEAN_WORDS
     assert avoided(text) == []
+
+
+# Flags of pip, Docker and Slurm.
+OF_OTHERS = {"--index-url", "--shm-size", "--gpus-per-task"}
+
+
+@pytest.mark.parametrize("page", manual(), ids=lambda page: page.name)
+def test_a_flag_of_the_manual_is_one_that_a_program_takes(page):
+    sources = [path for folder in ("megapipe", "tools", "scripts") for path in (ROOT / folder).rglob("*.[ps][yh]")]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    known = set(re.findall(r"--[\w-]+", table() + text)) | OF_OTHERS
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text(encoding="utf-8")))
+    # A field of a dataclass is a flag, and so is a name that a program puts after the hyphens itself.
+    names = {flag: flag[2:].replace("-", "_") for flag in named - known}
+    unknown = {flag for flag, name in names.items() if not re.search(rf"\b{name}: |[\"']{name}[\"']", text)}
+    assert unknown == set()
 
 
 def printed() -> dict[str, str]:
