@@ -20,6 +20,7 @@ ROOMS = [
     "megapipe/commands/gpu",
     "megapipe/commands/plan",
     "megapipe/commands/plan/search",
+    "megapipe/plan/seconds",
     "megapipe/commands/start",
     "megapipe/checkpoint",
     "megapipe/checks",

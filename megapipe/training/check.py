@@ -28,6 +28,9 @@ from megapipe.models.provider import Provider, find_provider
 from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
+from megapipe.plan.seconds.device import device_of
+from megapipe.plan.seconds.page import digest, in_short, numbers
+from megapipe.plan.seconds.step import timed
 from megapipe.plan.split import is_searched, schedule_name
 from megapipe.plan.table import saved_bytes
 from megapipe.schedule.recipe_line import to_line
@@ -175,9 +178,20 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
         f"pipeline schedule {plan.schedule.name}{in_words(plan.schedule)}: predicted bubble "
         f"{bubble:.1%}, peak {peak_gib:.3g} GiB on a rank",
         f"recipe: {to_line(plan.recipe)}" if plan.recipe else "",
+        _seconds(as_run, plan),
+        f"plan {digest(plan, as_run)}",
         graphs_line(as_run, plan.schedule, device_type),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _seconds(config: Config, plan: Plan) -> str:
+    """Return the line on the time of a step; empty for a run on CPUs whose rates nobody gave."""
+    device = device_of(config)
+    if device is None:
+        return ""
+    found = numbers(timed(plan, config, device), device)
+    return f"predicted step {in_short(found)}, by the rates of {device.source} (--rates)"
 
 
 def _launched() -> int:

@@ -9,16 +9,17 @@ from itertools import product
 import pytest
 
 from megapipe.checks.run import flag_problems
-from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.main import main
 from megapipe.commands.plan.search.report import flags_of, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.plan.search.timed import table, timed
+from megapipe.commands.plan.search.timed import table
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 from megapipe.plan import GIB, counts_of, pieces_of, plan_of
+from megapipe.plan.seconds.device import Device, load_device
+from megapipe.plan.seconds.step import timed
 from megapipe.schedule import SCHEDULES
 from megapipe.training.check import check
 
@@ -209,9 +210,9 @@ def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all
 def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_path):
     (tmp_path / "device.json").write_text(f'{{"flops": {given}}}')
     with pytest.raises(
-        ConfigError, match=r"--device .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
+        ConfigError, match=r"--rates .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
     ):
-        load_device(str(tmp_path / "device.json"))
+        load_device("--rates", str(tmp_path / "device.json"))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_
     [
         ("--search --save-costs x.json", "--save-costs is of one plan, and --search compares many."),
         ("--search --parts", "--parts is of one plan, and --search compares many."),
-        ("--device d.json", "--device d.json is of --search. Add that, or leave it out."),
+        ("--device d.json", "--device is called --rates now, as in megapipe check"),
     ],
 )
 def test_what_would_act_on_nothing_is_refused(flags: str, says: str) -> None:

@@ -8,13 +8,14 @@ import torch
 from short_run import config
 from tiny import GPT2, LLAMA, run_step
 
-from megapipe.commands.plan.links import Device, with_messages
 from megapipe.config import Config
 from megapipe.distributed.axis import Axis, Pending
 from megapipe.flags.idle import idle
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.messages import with_messages
 from megapipe.schedule import Costs, build
 from megapipe.tensor_parallel.fp8.products import Recipe
 from megapipe.tensor_parallel.linear import ColumnParallelLinear

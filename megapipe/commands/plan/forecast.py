@@ -1,7 +1,7 @@
 """Predict a step of the whole run from the ranks that were rehearsed, and report it.
 
 The simulator replays the timed passes of each step in the run's table. Messages and collectives get
-times from the speeds of links (links.py).
+times from the speeds of links (megapipe/plan/seconds/).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from megapipe.commands.plan.links import NOTHING, Device, sums, with_messages
 from megapipe.commands.plan.rehearsed_rank import Rehearsed
 from megapipe.config import Config
 from megapipe.config.layers import layer_config
 from megapipe.plan import GIB, Plan, in_words
+from megapipe.plan.seconds.device import NOTHING, Device
+from megapipe.plan.seconds.messages import sums, with_messages
 from megapipe.schedule import Costs, Pass, Schedule, Timeline, simulate, unpaired
 from megapipe.schedule.measured.costs import Ran, measured_costs
 

@@ -8,6 +8,7 @@ ignores the flags that name these, except --pipeline-slices.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,21 +16,26 @@ from typing import Any
 from megapipe.checks.inputs import answer, ask
 from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
-from megapipe.commands.plan.links import Device, load_device
 from megapipe.commands.plan.parts import parts, parts_table
-from megapipe.commands.plan.search.report import best_of, flags_of, report
+from megapipe.commands.plan.search.asked import asked_of
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.report import Yours, best_of, flags_of, left_out, report, why
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
-from megapipe.commands.progress import Progress
-from megapipe.config import Config, ParallelConfig
+from megapipe.commands.plan.search.telling import Telling
+from megapipe.config import CheckConfig, Config, ParallelConfig
 from megapipe.config.layers import inline
 from megapipe.data.files import file_problems, write_complete
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
 from megapipe.library.runs import ready
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
+from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.page import digest, page
+from megapipe.plan.seconds.page import numbers as seconds_of
+from megapipe.plan.seconds.step import timed
 from megapipe.plan.shapes.slices import number_of
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
@@ -40,6 +46,7 @@ _RENAMED = "is called --world-size, as in megapipe check and megapipe rehearse"
 FORMER = {
     "--gpus": _RENAMED,
     "--processes": _RENAMED,
+    "--device": "is called --rates now, as in megapipe check",
     "--emulate-ms": "is gone: in a clone tools/bench/schedules.py emulates the file of "
     "--save-schedule",
     "--measure": "is gone: megapipe rehearse times the stages of a run, and its --save-costs "
@@ -66,19 +73,29 @@ class Flags:
     """Write the table to this .json, for --pipeline-schedule of a run. It has copies and
     recomputations too."""
     search: bool = False
-    """Search for the ten best plans on --world-size devices of --memory-gib."""
+    """Search for the best plans on --world-size devices of --memory-gib, of several kinds, and
+    compare the plan of the run's own layout flags with them."""
     memory_gib: float = 80.0
     """Memory of a device, for --search."""
-    device: str | None = None
-    """A .json with the speeds of a device and its links, for --search: flops, node, inside,
-    outside, latency, overhead (megapipe/commands/plan/links.py)."""
+    fix: tuple[str, ...] = ()
+    """With --search: axes that keep the value of the run's own flags, of tp, cp, pp, micro, ep,
+    etp, schedule, recompute and sharding."""
+    among: tuple[str, ...] = ()
+    """With --search: values that an axis may have, such as tp=2,4 pp=1..8 schedule=1f1b,zb-v
+    recompute=none sharding=no."""
+    without: tuple[str, ...] = ()
+    """With --search: schedules to leave out, and sharding, moves (activations offloaded or
+    recomputed one by one), pipeline or recompute."""
+    why: tuple[str, ...] = ()
+    """With --search: compare two plans of the list by cause, such as 1 3 or 1 yours."""
+    search_jobs: int | None = None
+    """Processes of --search. Default: the number of cores."""
     json: str | None = None
     """Also write the numbers to this file; - prints them instead of the text."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan, and write the files that the flags name."""
-    # The parser would call these unknown, and not say what to write.
     given = {token.partition("=")[0] for token in argv}
     if problems := [f"{flag} {now}" for flag, now in FORMER.items() if flag in given]:
         raise ConfigError(problems)
@@ -91,22 +108,24 @@ def main(argv: Sequence[str]) -> None:
     if problems := list(file_problems(files)):
         raise ConfigError(problems)
     if flags.search:
-        tell(*_search(config, flags), flags.json)
+        tell(*_search(config, flags, argv), flags.json)
         return
     config, plan = _plan(config, flags)
+    device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
     text = [
-        start_block(config),
+        # --world-size and --rates are this command's here.
+        start_block(replace(config, check=CheckConfig())),
         changes(plan),
         table(plan),
         *own_lines(plan),
+        page(plan, config, device),
         layout,
     ]
     if flags.parts:
         text += ["", parts_table(parts(config))]
-    # Most plans have no changes, whose text is then empty.
-    tell("\n".join(line for line in text if line), numbers(plan), flags.json)
+    tell("\n".join(line for line in text if line), numbers(plan, config, device), flags.json)
     # The files come last, so that a full disk does not cost the printed plan.
     if flags.save_costs:
         save_costs(plan.costs, flags.save_costs)
@@ -127,15 +146,27 @@ def _wrong(flags: Flags) -> Iterator[str]:
                     f"--{name.replace('_', '-')} is of one plan, and --search compares many. "
                     "Leave one of the two out."
                 )
+        if flags.search_jobs is not None and not 1 <= flags.search_jobs <= 1024:
+            yield f"--search-jobs must be from 1 to 1024, got {flags.search_jobs}."
+        if flags.why and len(flags.why) != 2:
+            given = " ".join(flags.why)
+            yield f"--why {given}: give two plans, such as --why 1 yours."
         return
-    if flags.memory_gib != Flags.memory_gib:
-        yield f"--memory-gib {flags.memory_gib:g} is of --search. Add that, or leave it out."
-    if flags.device:
-        yield f"--device {flags.device} is of --search. Add that, or leave it out."
+    for name in ("memory_gib", "fix", "among", "without", "why", "search_jobs"):
+        value = getattr(flags, name)
+        if value != getattr(Flags, name):
+            if isinstance(value, tuple):
+                value = " ".join(value)
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} {value} is of --search. Add that, or leave it out."
 
 
-def numbers(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON: its stages, the peak of each rank in bytes, and the step in FLOP."""
+def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
+    """Return the plan as JSON: its stages, the peak of each rank, and the step.
+
+    The step has `time` and `bubble` by FLOPs alone, and under `predicted` seconds by the rates of
+    the device, with communication.
+    """
     place = plan.schedule.placement
     timeline = plan.timeline
     stages = [
@@ -156,27 +187,33 @@ def numbers(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule.name,
         "layout": layout_of_plan(plan),
         "unit": "FLOP",
-        "step": {"time": timeline.makespan, "bubble": bubble},
+        "step": {
+            "time": timeline.makespan,
+            "bubble": bubble,
+            "predicted": seconds_of(timed(plan, config, device), device),
+        },
+        "plan": digest(plan, config),
         "peak_bytes": list(plan.peak_bytes),
         "stages": stages,
     }
 
 
-def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
+def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
     """Search for the best plans. Return the report as text, and the best plans as JSON.
 
+    Args:
+        argv: the user's own flags, among which the report names those to leave out.
     Raises: ConfigError with every problem of the flags.
     """
-    device = Device()
-    if flags.device:
-        device = load_device(flags.device)
+    device = device_of(config) or Device()
     slices = config.parallel.pipeline_slices
-    asked: list[str] = []
+    sliced: list[str] = []
     if slices is not None:
-        asked = ask(lambda: number_of(config))
+        sliced = ask(lambda: number_of(config))
+    own = config
     # The search chooses the layout, so the user's is put aside before the checks.
     config = replace(config.with_fields(micro_batch_size=1), parallel=ParallelConfig())
-    problems = [*flag_problems(config), *asked]
+    problems = [*flag_problems(config), *sliced]
     if config.batch.global_batch_size is None:
         problems.append(
             "--search needs --global-batch-size, which every plan keeps. "
@@ -185,30 +222,63 @@ def _search(config: Config, flags: Flags) -> tuple[str, list[dict[str, Any]]]:
     devices = config.check.world_size
     if devices is None:
         problems.append("--search needs --world-size, the number of devices. Add --world-size 64.")
-    problems += _wrong(flags)
-    if problems or devices is None:
+    asked, wrong = answer(lambda: asked_of(flags.fix, flags.among, flags.without, own))
+    problems += [*_wrong(flags), *wrong]
+    if problems or devices is None or asked is None:
         raise ConfigError(problems)
     # Problems of the tokenizer are reported in words, and the search goes on.
     size, said = vocabulary(config, answer(lambda: build_tokenizer(config.data))[0])
     config = config.with_batch(config.global_batch_size)
     config = replace(config, model=inline(config.model))
     memory = flags.memory_gib * GIB
-    found = search(config, devices, memory, device, size, Progress())
+    jobs = flags.search_jobs or os.cpu_count() or 1
+    found = search(config, devices, memory, device, size, Telling(), asked=asked, jobs=jobs)
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
         try_slices(found, slices, memory, device)
-    first = f"{devices} devices of {flags.memory_gib:g} GiB, {device.flops / 1e12:g} TFLOP/s"
-    best = [
+    yours = _yours(own, devices, size, device)
+    best = best_of(found)
+    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {device.assumed}", *said]
+    text.append(report(found, memory, device, yours))
+    undone = sorted({name for x in best for name in _left_out(argv, x.config)})
+    if undone:
+        text.append(f"leave out of your flags for these plans: {' '.join(undone)}")
+    if flags.why:
+        text.append(why(flags.why, best, yours))
+    rows = [
         {
             "step_s": x.step,
             "peak_bytes": x.peak,
             "schedule": x.schedule,
             "parts_s": x.parts,
             "flags": flags_of(x.config),
+            "plan": digest(x.plan, x.config),
         }
-        for x in best_of(found)
+        for x in best
     ]
-    return "\n".join([f"{first} and {device.links}", *said, report(found, memory)]), best
+    return "\n".join(text), rows
+
+
+def _left_out(argv: Sequence[str], config: Config) -> list[str]:
+    """Return the flags of `argv` that the flags of a plan after them cannot undo."""
+    _, given = parse_among(Flags, [*argv, *flags_of(config)])
+    return left_out(given, config)
+
+
+def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
+    """Return the plan of the user's own flags, if a layout is among them."""
+    if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
+        return Yours()
+    config = replace(own, world_size=devices)
+    try:
+        if problems := flag_problems(config):
+            raise ConfigError(problems)
+        padded = config.model.padded_vocab(vocab)
+        config = config.with_batch(config.global_batch_size)
+        config = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
+        return Yours(of_run(config, device))
+    except (ConfigError, ScheduleError) as error:
+        return Yours(refused=" ".join(str(error).split()))
 
 
 def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:

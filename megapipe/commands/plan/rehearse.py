@@ -4,7 +4,7 @@ megapipe rehearse --world-size 64 [--ranks 0,3,7] -- <flags of the run>
 
 Each different rank of a pipeline runs the real program on one device, in a process of its own.
 Random tensors take the place of messages (rehearsed_rank.py). The simulator makes a step of the
-timed passes. Communication is not measured: --device gives the speeds of links, and without it they
+timed passes. Communication is not measured: --rates gives the speeds of links, and without it they
 take no time. --model-provider and --optimizer of the run work. The loss is megapipe pretrain's.
 """
 
@@ -22,7 +22,6 @@ from megapipe.checks.inputs import answer
 from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
 from megapipe.commands.plan.forecast import Shown, forecast, numbers, report, work_of_stage
-from megapipe.commands.plan.links import NOTHING, load_device
 from megapipe.commands.plan.main import save_costs
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank
 from megapipe.config import Config
@@ -33,6 +32,7 @@ from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, place_of_dashes
 from megapipe.plan import Plan, make_plan
+from megapipe.plan.seconds.device import NOTHING, load_device
 from megapipe.plan.shapes.slices import chosen
 from megapipe.training.check import as_here, vocabulary
 
@@ -53,8 +53,8 @@ class Flags:
     """Number of timed steps. One step before them is not timed."""
     memory_gib: float | None = None
     """Memory of a device; the report says whether the run fits."""
-    device: str | None = None
-    """A .json with the speeds of links, as megapipe plan --search takes it."""
+    rates: str | None = None
+    """The speeds of links, as megapipe plan takes them: a .json, or a name such as h100."""
     save_costs: str | None = None
     """Write the times of the stages to this .json, for --pipeline-costs of the run."""
     json: str | None = None
@@ -74,8 +74,8 @@ def main(argv: Sequence[str]) -> None:
     if wrong:
         raise ConfigError(wrong)
     device = NOTHING
-    if flags.device:
-        device = load_device(flags.device)
+    if flags.rates:
+        device = load_device("--rates", flags.rates)
     config, plan = prepared(argv[at + 1 :], flags.world_size)
     # Measure, then predict, then report.
     shown = rehearse(config, plan, _positions(config, flags.ranks), flags.steps)

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megapipe.config import Config
-from megapipe.training.report.flops import flops_per_token
+from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.training.report.sinks import Sink
 
 _TIME = "%Y-%m-%d %H:%M:%S"

@@ -16,10 +16,10 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.optimizer import Optimizer
 from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.plan import Plan
+from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.training.progress import Progress
 from megapipe.training.report import timers
 from megapipe.training.report.counters import THIRD, Counters, table
-from megapipe.training.report.flops import flops_per_token
 from megapipe.training.report.lines import (
     LEGEND,
     iteration_line,

@@ -7,7 +7,6 @@ import torch
 from short_run import config, datasets, run_of
 from tiny import LLAMA
 
-from megapipe.commands.plan.links import Device, sums
 from megapipe.config import CheckpointConfig, Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.device import Gauge
@@ -15,6 +14,8 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.optim.sharded.eight_bits import InEightBits
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan.make import make_plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.messages import sums
 from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
 from megapipe.training.hooks import Callback, Hooks
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.config import ModelConfig
-from megapipe.training.report.flops import flops_per_token
+from megapipe.plan.seconds.flops import flops_per_token
 
 SEQUENCE, VOCAB = 64, 1000
 DENSE = ModelConfig(

@@ -10,14 +10,13 @@ from typing import Literal
 
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig
+from megapipe.plan.seconds.step import Layout
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
 
 # A cell's recomputation of activations: of all, of some modules, or of none.
 Recompute = Literal["full", "selective"] | None
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
-# (tp, cp, pp, micro batch, ep, etp), as in the module's docstring.
-Layout = tuple[int, ...]
 UNITS = ("breadth-first", "hanayo")
 """Schedules of sharded weights on one pipeline rank.
 
@@ -50,9 +49,9 @@ def cell_of(
         shards: shard weights and gradients over data parallel too.
     """
     tp, cp, pp, micro, ep, etp = layout
-    # 1F1B stands for any schedule here; `schedules_of` replaces it.
     # The default is tp, and a flag at its default need not be pasted.
     own_etp = None if etp == tp else etp
+    # 1F1B stands for any schedule here; a candidate of the search replaces it.
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
@@ -65,13 +64,13 @@ def cell_of(
         use_megatron_fsdp=shards,
     )
     model = config.model
+    partial = None
+    if recompute:
+        partial = model.num_microbatches_with_partial_activation_checkpoints
     # A run refuses both of these fields without the recomputation that they are for.
     modules = ModelConfig.recompute_modules
     if recompute == "selective":
         modules = model.recompute_modules
-    partial = None
-    if recompute:
-        partial = model.num_microbatches_with_partial_activation_checkpoints
     # All-gather sends each token to all ranks of experts, all-to-all to the ranks of its top k.
     dispatcher: Literal["alltoall", "allgather"] = "allgather"
     if model.moe_router_topk < ep:
@@ -112,28 +111,31 @@ def is_refused(cell: Config, vocab: int) -> bool:
     return any(vocabulary_problems(cell, vocab)) or bool(flag_problems(short(cell, 1)))
 
 
-def schedules_of(cell: Config) -> list[Config]:
-    """Return the cell under each schedule of the catalogue that may be the best for it."""
+def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
+    """Return (schedule, chunks) of the catalogue that may be the best for the cell.
+
+    chunks is None where the schedule leaves no choice.
+    """
+    ranks = cell.parallel.pipeline_model_parallel_size
     if cell.parallel.use_megatron_fsdp:
-        ranks = cell.parallel.pipeline_model_parallel_size
         names = UNITS
         if ranks > 1:
             names = UNITS_OF_RANKS
         counts = [n for n in _UNITS if cell.model.layers % (ranks * n) == 0]
-        return [under(cell, name, n) for name in names for n in counts]
+        return [(name, n) for name in names for n in counts]
     # On one rank there is no bubble, and every schedule takes the same time.
-    if cell.parallel.pipeline_model_parallel_size == 1:
-        return [cell]
-    found = []
+    if ranks == 1:
+        return [(PLAIN, None)]
+    found: list[tuple[str, int | None]] = []
     for name, entry in SCHEDULES.items():
         # A searched table takes seconds, so zb-auto is tried for the best layouts alone. A
         # dominated schedule is never better than another one of the catalogue.
         if entry.searched or entry.dominated:
             continue
         if entry.chunks:
-            found.append(under(cell, name, None))
+            found.append((name, None))
         else:
-            found += [under(cell, name, chunks) for chunks in _CHUNKS]
+            found += [(name, chunks) for chunks in _CHUNKS]
     return found
 
 
@@ -164,20 +166,8 @@ def short(config: Config, turns: int) -> Config:
     share = config.batch.micro_batch * config.data_parallel_size
     twice = 2 * config.parallel.pipeline_model_parallel_size
     count = config.num_microbatches
-    if count > twice * turns:
-        count = twice * turns + count % twice
-    return config.with_batch(count * share)
-
-
-def layout_of(config: Config) -> Layout:
-    """Return tp, cp, pp, micro batch, ep and etp of a configuration."""
-    par = config.parallel
-    sizes = (
-        par.tensor_model_parallel_size,
-        par.context_parallel_size,
-        par.pipeline_model_parallel_size,
-    )
-    return (*sizes, config.batch.micro_batch, par.expert_model_parallel_size, par.etp)
+    fewer = count if count <= twice * turns else twice * turns + count % twice
+    return config.with_batch(fewer * share)
 
 
 def divisors(n: int) -> list[int]:

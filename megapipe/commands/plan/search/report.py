@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
-from megapipe.commands.plan.search.search import BEST, Search
-from megapipe.commands.plan.search.timed import Timed
+from megapipe.commands.plan.search.found import Search, leaner
+from megapipe.commands.plan.search.screen import kind_of
+from megapipe.commands.plan.search.search import BEST
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.flags.flag import flags_of as all_flags
 from megapipe.plan import GIB
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.page import digest, in_short, numbers
+from megapipe.plan.seconds.step import Timed
 from megapipe.schedule import Kind
 
 _ALWAYS = (
@@ -20,46 +26,106 @@ _ALWAYS = (
     "micro_batch_size",
 )
 """Fields that are printed even at their defaults; see flags_of."""
+_MODEL = (
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_modules",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "sequence_parallel",
+)
+"""Fields of the model that a search chooses."""
+YOURS = "yours"
+
+
+@dataclass(frozen=True)
+class Yours:
+    """The plan of the user's own flags.
+
+    Attributes:
+        plan: None if a run refuses the flags, or no layout is among them.
+        refused: why a run refuses them.
+    """
+
+    plan: Timed | None = None
+    refused: str = ""
 
 
 def best_of(found: Search) -> list[Timed]:
-    """Return the ten best plans, fastest first."""
-    return sorted(found.best.values(), key=lambda x: x.step)[:BEST]
+    """Return about ten plans, fastest first: the best of each kind, the lean ones, then others.
+
+    A kind is whether weights are sharded, whether there is a pipeline, and whether single
+    activations move. A lean plan needs at least a tenth less memory than every faster one.
+    """
+    ranked = sorted(found.best.values(), key=lambda x: x.step)
+    first: dict[tuple[object, ...], Timed] = {}
+    for x in ranked:
+        first.setdefault((*kind_of(x.config), x.moves), x)
+    chosen = {id(x): x for x in (*first.values(), *leaner(ranked))}
+    for x in ranked:
+        if len(chosen) >= BEST:
+            break
+        chosen[id(x)] = x
+    return sorted(chosen.values(), key=lambda x: x.step)
 
 
-def report(found: Search, memory: float) -> str:
+def report(
+    found: Search, memory: float, device: Device | None = None, yours: Yours | None = None
+) -> str:
     """Return the best plans with the flags to paste, and why the others are out.
 
     Args:
         memory: bytes of a device.
+        device: the device whose peak MFU is measured by.
+        yours: the plan of the user's own flags.
     """
-    # Without any plan the reasons are the whole report.
     best = best_of(found)
+    ended = "the search was stopped; these are the best plans until then\n" if found.stopped else ""
     if not best:
-        return f"nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
+        return f"{ended}nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
+    device = device or Device()
     first = best[0]
     lines = []
     for n, x in enumerate(best, 1):
-        lines.append(f"{n:2}. {_summary(x)}")
-        # The part of the step by which this plan loses most against the first.
+        lines.append(f"{n:2}. {_summary(x, device)}")
         if n > 1:
-            worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
-            more = (x.parts[worst] - first.parts[worst]) / first.step
-            slower = f"{x.step / first.step - 1:.1%} slower than the first"
-            lines.append(f"      {slower}, {worst} {more:+.1%} of its step")
+            lines.append(f"      {_slower(x, first)}")
         lines.append(f"      {' '.join(flags_of(x.config))}")
+    if yours is not None:
+        lines += _of_yours(yours, best, memory, device)
     if first.moves:
         lines.append(_without(found, first))
-    return "\n".join([*lines, f"the other plans: {_lost(found)}"])
+    return ended + "\n".join([*lines, f"the other plans: {_lost(found)}"])
 
 
-def _summary(x: Timed) -> str:
+def _slower(x: Timed, first: Timed) -> str:
+    """Return how much slower a plan is than the first, and the cause that adds most."""
+    worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
+    more = (x.parts[worst] - first.parts[worst]) / first.step
+    return f"{x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step"
+
+
+def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) -> list[str]:
+    """Return lines on the user's own plan: its numbers, its place, and why it is not the first."""
+    x = yours.plan
+    if x is None:
+        return [f"{YOURS}: a run refuses these flags: {yours.refused}"] if yours.refused else []
+    lines = [f"{YOURS}: {_summary(x, device)}"]
+    if x.peak > memory:
+        lines.append(f"      needs more than {memory / GIB:g} GiB")
+    place = sum(other.step < x.step for other in best) + 1
+    if place > 1:
+        lines.append(f"      number {place} of these {len(best)}: {_slower(x, best[0])}")
+    else:
+        lines.append("      faster than all of these")
+    return lines
+
+
+def _summary(x: Timed, device: Device) -> str:
     """Return times, memory, layout, schedule and recomputation of a plan in a line."""
     config = x.config
     tp, cp, pp, micro, ep, etp = x.layout
-    tokens = config.global_batch_size * config.batch.sequence / x.step
-    text = f"{x.step:.4g} s, {tokens:,.0f} tokens/s, peak {x.peak / GIB:.3g} GiB"
-    text += f", bubble {x.parts['bubble'] / x.step:z.1%}: {config.data_parallel_size} data"
+    text = f"{in_short(numbers(x, device))}, peak {x.peak / GIB:.3g} GiB: "
+    text += f"{config.data_parallel_size} data"
     if "sharding" in x.plan.own:
         text += ", sharded,"
     text += f" x {pp} pipeline x {cp} context x {tp} tensor, "
@@ -67,16 +133,20 @@ def _summary(x: Timed) -> str:
         text += f"experts {ep} x {etp}, "
     text += f"micro batch {micro}, {x.schedule}, "
     text += f"recomputes {config.model.recompute_granularity or 'nothing'}"
-    if not x.moves:
-        return text
-    # O is a copy to the host, R a second forward.
+    if x.moves:
+        text += f"; {_moved(x)}"
+    return f"{text}; plan {digest(x.plan, config)}"
+
+
+def _moved(x: Timed) -> str:
+    """Return how many activations are offloaded and recomputed one by one."""
     count = Counter(item.kind for item in x.plan.schedule.passes())
     moved = []
     if count[Kind.O]:
         moved.append(f"{count[Kind.O]} copied")
     if count[Kind.R]:
         moved.append(f"{count[Kind.R]} computed again")
-    return f"{text}; of {count[Kind.F]} activations {' and '.join(moved)}"
+    return f"of {count[Kind.F]} activations {' and '.join(moved)}"
 
 
 def _without(found: Search, first: Timed) -> str:
@@ -90,25 +160,69 @@ def _without(found: Search, first: Timed) -> str:
 
 
 def _lost(found: Search) -> str:
-    """Return how many plans are out for each reason, the most frequent first."""
-    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common())
+    return "; ".join(f"{count:,} {why}" for why, count in found.lost.most_common() if count)
+
+
+def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
+    """Return a table of the seconds of two plans by cause, and their differences.
+
+    Args:
+        names: two of the numbers of the list, or "yours".
+    Raises: ConfigError for a name that is no plan of the list.
+    """
+    known: Mapping[str, Timed | None] = {
+        **{str(n): x for n, x in enumerate(best, 1)},
+        YOURS: yours.plan,
+    }
+    problems = [
+        f"--why {name} is no plan of the list: it has 1 to {len(best)}"
+        f"{', and yours' if yours.plan else ''}."
+        for name in names
+        if known.get(name) is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    a, b = (known[name] for name in names)
+    assert a is not None
+    assert b is not None
+    rows = [("seconds of a step", *names, "difference")]
+    causes = {"model": a.step - sum(a.parts.values())} | a.parts
+    others = {"model": b.step - sum(b.parts.values())} | b.parts
+    for cause, seconds in causes.items():
+        other = others[cause]
+        rows.append((cause, f"{seconds:z.4f}", f"{other:z.4f}", f"{other - seconds:+z.4f}"))
+    rows.append(("all", f"{a.step:.4f}", f"{b.step:.4f}", f"{b.step - a.step:+.4f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0])]
+            + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        )
+        for row in rows
+    )
+
+
+def chosen_fields(config: Config) -> dict[str, set[str]]:
+    """Return the fields that a search chooses, by section."""
+    chosen = {
+        "model": set(_MODEL),
+        "parallel": {field.name for field in fields(config.parallel)},
+        "batch": {"micro_batch_size"},
+    }
+    if config.model.has_experts:
+        chosen["model"].add("moe_token_dispatcher_type")
+    return chosen
 
 
 def flags_of(config: Config) -> list[str]:
     """Return the choices of the search as flags.
 
     They win if they are pasted after other flags, so some are given at their defaults too. A switch
-    that is off has no flag, nor has a value of None.
+    that is off has no flag, nor has a value of None; see left_out.
     """
-    # The fields that a search sets, by their section. All others are the user's own flags.
-    chosen = {
-        "model": {"recompute_granularity", "sequence_parallel"},
-        "parallel": {field.name for field in fields(config.parallel)},
-        "batch": {"micro_batch_size"},
-    }
+    chosen = chosen_fields(config)
     always = set(_ALWAYS)
     if config.model.has_experts:
-        chosen["model"].add("moe_token_dispatcher_type")
         always |= {"moe_token_dispatcher_type", "expert_model_parallel_size"}
     tokens: list[str] = []
     for flag in all_flags(Config).values():
@@ -116,7 +230,6 @@ def flags_of(config: Config) -> list[str]:
             continue
         value = config.value(flag.field)
         if value != flag.default or (value is not None and flag.field in always):
-            # A switch has no value, and a list has several.
             if flag.count == "many":
                 values = value
             elif flag.count == "none":
@@ -125,3 +238,22 @@ def flags_of(config: Config) -> list[str]:
                 values = (value,)
             tokens += flag.spell([str(v) for v in values])
     return tokens
+
+
+def left_out(given: Config, config: Config) -> list[str]:
+    """Return the flags that no flag of a plan can undo, which must be left out for that plan.
+
+    Args:
+        given: the configuration of the user's own flags with the plan's flags after them.
+        config: the configuration of the plan.
+    """
+    chosen = chosen_fields(config)
+    names = []
+    for name, flag in all_flags(Config).items():
+        if flag.field not in chosen.get(flag.section, ()):
+            continue
+        # Which flag shards the optimizer makes no difference where another one shards it too.
+        same = flag.field == "use_distributed_optimizer" and config.parallel.use_megatron_fsdp
+        if given.value(flag.field) != config.value(flag.field) and not same:
+            names.append(name)
+    return names

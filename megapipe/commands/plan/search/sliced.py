@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
+from operator import attrgetter
 
-from megapipe.commands.plan.links import Device
 from megapipe.commands.plan.search.cells import under
-from megapipe.commands.plan.search.search import Search
-from megapipe.commands.plan.search.timed import timed
+from megapipe.commands.plan.search.final import of_run
+from megapipe.commands.plan.search.found import Search
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.plan import pieces_of, plan_of
+from megapipe.plan.seconds.device import Device
 from megapipe.plan.shapes.slices import AUTO, CHOICES, chosen
 from megapipe.schedule.catalogue import PLAIN
 
@@ -33,34 +34,31 @@ def try_slices(found: Search, asked: str, memory: float, device: Device) -> None
         memory: bytes of a device.
         asked: the value of --pipeline-slices.
     """
-    # The first choice is one slice, a whole microbatch.
-    counts: tuple[int, ...] = CHOICES[1:]
-    if asked != AUTO:
-        counts = (int(asked),)
-    for x in found.first:
-        # One rank has no bubble to shorten. Tables with sharded weights are not cut.
-        if x.layout[2] == 1 or "sharding" in x.plan.own:
+    counts = CHOICES[1:] if asked == AUTO else (int(asked),)
+    limits = found.limits
+    for x in sorted(found.sketches.values(), key=attrgetter("step")):
+        sharded, pipelined = x.kind
+        if sharded or not pipelined:
             continue
         par = x.config.parallel
         own = (par.pipeline_schedule or PLAIN, par.num_virtual_stages_per_pipeline_rank)
         for count, (name, chunks) in product(counts, dict.fromkeys((own, *MADE_OF))):
             # Slices can shorten the bubble and nothing else.
-            if x.step - x.parts["bubble"] < found.limit(x.layout):
+            best = found.best.get((x.layout, x.kind, False))
+            limit = min(limits.of(x.layout, x.kind), best.step if best else inf)
+            if x.step - x.parts["bubble"] < limit:
                 config = chosen(under(x.config, name, chunks), count, always=True)
                 _take(found, config, memory, device)
 
 
 def _take(found: Search, config: Config, memory: float, device: Device) -> None:
-    """Simulate a plan in slices and take it, or count why it is out."""
     par = config.parallel
     chunks = par.num_virtual_stages_per_pipeline_rank or 1
     count = int(par.pipeline_slices or 1)
-    forwards = par.pipeline_model_parallel_size * chunks * config.num_microbatches * count
-    if forwards > CELLS:
+    if par.pipeline_model_parallel_size * chunks * config.num_microbatches * count > CELLS:
         found.lost["of too many slices to look at"] += 1
         return
     try:
-        plan = plan_of(config, pieces_of(config, config.model))
-        found.take(timed(plan, config, device), memory)
+        found.take(of_run(config, device), memory)
     except (ConfigError, ScheduleError):
         found.lost["that cannot be cut so"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.config import ModelConfig
-from megapipe.plan import pieces
+from megapipe.plan.pieces import pieces
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:

@@ -1,103 +1,25 @@
 """Predict the seconds of communication from the speeds of a device and its links.
 
 Collectives are taken as rings: over n ranks each rank sends (n-1)/n of the bytes, and twice as much
-for an all-reduce. Communication of context parallelism and experts is never hidden by computation.
-Communication of tensor parallelism is hidden with --tp-comm-overlap alone.
+for an all-reduce. Communication of context parallelism and experts is never hidden by computation,
+unless the table runs two passes together. Communication of tensor parallelism is hidden with
+--tp-comm-overlap alone.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields, replace
-from math import inf
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import add
-from pathlib import Path
+from typing import NamedTuple
 
 from megapipe.config import Config, ModelConfig
-from megapipe.errors import ConfigError
-from megapipe.plan import Plan
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
+from megapipe.plan.plan import Plan
+from megapipe.plan.seconds.device import Device
 from megapipe.schedule import Costs
 from megapipe.schedule.costs import PerStage
 from megapipe.tensor_parallel.pieces import PIECES
-
-
-@dataclass(frozen=True)
-class Device:
-    """The speeds of a device; all devices of a run are equal.
-
-    Attributes:
-        flops: FLOP/s that matrix products of this model reach, not the number of a data sheet.
-        node: the number of devices that the fast links join.
-        inside: bytes per second that a device sends within a node.
-        outside: bytes per second that a device sends to another node.
-        latency: seconds of each message and of each collective.
-        overhead: seconds that each pass takes in addition to its work.
-    """
-
-    flops: float = 4e14
-    node: int = 8
-    inside: float = 3e11
-    outside: float = 4e10
-    latency: float = 1e-5
-    overhead: float = 4e-4
-
-    @property
-    def links(self) -> str:
-        """Return the speeds of the links in words."""
-        near = f"{self.inside / 1e9:g} GB/s among {self.node}"
-        far = f"{self.outside / 1e9:g} GB/s beyond"
-        return f"{near}, {far}, {self.latency * 1e6:g} us a message"
-
-    def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
-        """Return the seconds of collectives.
-
-        Args:
-            sent: bytes that each rank sends.
-            extent: devices from the first to the last rank, which may be far from each other.
-            calls: the number of collectives.
-        """
-        # Without anything to send there is no call either.
-        if not sent:
-            return 0.0
-        return sent / self.speed(extent) + calls * self.latency
-
-    def speed(self, extent: int) -> float:
-        """Return the bytes per second that a device sends to another, `extent` devices away."""
-        if extent <= self.node:
-            return self.inside
-        return self.outside
-
-
-NOTHING = Device(inside=inf, outside=inf, latency=0.0)
-"""A device whose links take no time."""
-
-
-def load_device(path: str) -> Device:
-    """Read a JSON object with some fields of Device; the others keep their defaults.
-
-    Raises: ConfigError that names the file and the field.
-    """
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--device {path} cannot be read: {error}") from None
-    names = [field.name for field in fields(Device)]
-    if not isinstance(given, dict) or given.keys() - set(names):
-        raise ConfigError(
-            f"--device {path} must be a JSON object with only {', '.join(names)}, "
-            'such as {"flops": 4e14, "node": 8}.'
-        )
-    for name, value in given.items():
-        # bool is an int in Python. The range keeps products of two numbers finite.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        may_be_zero = name in ("latency", "overhead")
-        if not is_number or not (1e-30 <= value <= 1e30 or (value == 0 and may_be_zero)):
-            raise ConfigError(
-                f"--device {path}: {name} must be a number above 0, from 1e-30 to 1e30, "
-                f"got {json.dumps(value)[:100]}."
-            )
-    return Device(**given)
 
 
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
@@ -109,9 +31,10 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
     Args:
         costs: seconds of stages that only compute.
     """
-    forward, backward = _of_layer(costs, plan, config, device)
-    layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
+    means = (_mean_of_layer(costs.f, plan), _mean_of_layer(costs.b, plan))
+    forward, backward = of_layer(means, config, device)
     # Collectives inside a layer make each of a stage's layers slower. A depth has one layer.
+    layers = [*plan.counts, *(1 for _ in plan.pieces.depths)]
     computed_f = costs.f
     computed_b = costs.b
     assert isinstance(computed_f, tuple)
@@ -128,18 +51,27 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
         costs,
         f=f,
         b=b,
-        # Attention keeps its seconds, and is a smaller part of a longer pass.
+        # What of a pass a pair can hide under the arithmetic of its other pass.
+        link_f=_share_of(computed_f, f),
+        link_b=_share_of(computed_b, b),
         attention_f=_rescaled(costs.attention_f, computed_f, f),
         attention_b=_rescaled(costs.attention_b, computed_b, b),
         comm=comm,
     )
 
 
-def _of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> tuple[float, float]:
+def _share_of(computed: tuple[float, ...], whole: tuple[float, ...]) -> float:
+    """Return the share of all stages' passes that is communication."""
+    total = sum(whole)
+    return 1 - sum(computed) / total if total else 0.0
+
+
+def of_layer(means: tuple[float, float], config: Config, device: Device) -> tuple[float, float]:
     """Return (forward, backward): the seconds that a layer's pass waits for its collectives.
 
     Args:
-        costs: seconds of computation, which hides a part of them with --tp-comm-overlap.
+        means: the mean seconds of a layer's forward and backward. With --tp-comm-overlap they hide
+            communication.
     """
     model = config.model
     t = config.parallel.tensor_model_parallel_size
@@ -150,19 +82,17 @@ def _of_layer(costs: Costs, plan: Plan, config: Config, device: Device) -> tuple
     backward = 0.0
     if t > 1:
         f, b = tensor_bytes(model, tokens // c, ranks=t, element_bytes=element)
+        # Four collectives of a forward: two around attention and two around the MLP. The backward
+        # gathers inputs of two of them once more, for W.
         # Without sequence parallelism both directions have two all-reduces.
         if not model.sequence_parallel:
             b = f
-        # Full recomputation runs the forward's collectives once more in the backward.
         again = f * (model.recompute_granularity == "full")
-        # Four collectives of a forward: two around attention and two around the MLP. The backward
-        # gathers inputs of two of them once more, for W.
         forward = device.seconds(f, t, 4)
         backward = device.seconds(b + again, t, 6)
-        # --tp-comm-overlap hides a part in the products of the layer.
         if config.overlaps_tp:
-            forward = _not_hidden(forward, _mean_of_layer(costs.f, plan), model, t)
-            backward = _not_hidden(backward, _mean_of_layer(costs.b, plan), model, t)
+            forward = _not_hidden(forward, means[0], model, t)
+            backward = _not_hidden(backward, means[1], model, t)
     # Keys and values go to the other context ranks, and in the backward their gradients too.
     if c > 1:
         f, b = context_bytes(model, tokens, ranks=c, tp=t, element_bytes=element)
@@ -210,9 +140,8 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
 def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs with the seconds to gather weights and to reduce-scatter gradients."""
     n = config.weight_replicas
-    extent = replicas(plan, config)
+    extent = replicas(config)
 
-    # In a ring of n ranks each rank sends all shards but one.
     def seconds(size: float) -> float:
         return device.seconds((n - 1) / n * size, extent)
 
@@ -261,25 +190,34 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
     return last + max(0.0, sent - last - (1 - 1 / pieces) * computed)
 
 
-def replicas(plan: Plan, config: Config) -> int:
+def replicas(config: Config) -> int:
     """Return how many devices lie from the first to the last rank with the same weights."""
     # With this order of ranks, pipeline comes before data parallel.
     if config.parallel.use_tp_pp_dp_mapping:
         return config.world_size
-    return config.world_size // plan.schedule.placement.num_ranks
+    return config.world_size // config.parallel.pipeline_model_parallel_size
 
 
 def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -> PerStage:
-    """Return a share of the old times as a share of the new, longer times.
-
-    Args:
-        share: a part of the pass of each stage, or one part for all. The latter stays as it is.
-        old, new: the seconds of the pass on each stage.
-    """
+    """Return a share of the old times as a share of the new, longer times."""
     if not isinstance(share, tuple):
         return share
     times = zip(share, old, new, strict=True)
     return tuple(part * x / y if y else 0.0 for part, x, y in times)
+
+
+class OfRank(NamedTuple):
+    """The sizes that one tensor-parallel rank of a pipeline rank sums over data parallel.
+
+    Attributes:
+        dense: parameters outside experts.
+        experts: parameters of experts.
+        lighter: bytes that weights in eight bits save in a gather.
+    """
+
+    dense: float
+    experts: float
+    lighter: float
 
 
 def sums(plan: Plan, config: Config, device: Device) -> float:
@@ -288,31 +226,37 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
     The rank sums gradients over data parallel, adds the second copy's of DualPipe, and gathers
     the updated weights. With sharded weights, passes of the table sum and gather instead.
     """
-    n = config.weight_replicas
     place = plan.schedule.placement
-    # A ring sends every gradient in float32, and then the weight, or the reduced gradient again.
-    gradient = 4
-    element = config.precision.element_bytes if config.parallel.splits_optimizer else 4
-    if "sharding" in plan.own:
-        gradient = 0
-        if config.parallel.shards_weights:
-            element = 0
     tp = config.parallel.tensor_model_parallel_size
-    same = config.expert_replicas
-    sent = 0.0
-    twins = 0.0
-    # The slowest rank counts, as all ranks end the step together.
+    rows = []
     for rank in range(place.num_ranks):
         works = [plan.works[stage] for stage in place.stages_on(rank)]
-        # Experts are split over expert-parallel ranks, other weights over tensor parallelism.
-        experts = sum(work.experts for work in works) / plan.expert_ranks
         dense = sum(work.parameters - work.experts for work in works) / tp
-        # FP8 weights are gathered with fewer bytes.
-        lighter = sum(work.lighter for work in works) * bool(element) * (n - 1) / n
-        numbers = dense * (n - 1) / n + experts * (same - 1) / same
+        experts = sum(work.experts for work in works) / plan.expert_ranks
+        rows.append(OfRank(dense, experts, sum(work.lighter for work in works)))
+    # The two copies of a stage are on mirrored ranks, which sum in float32.
+    twins = 0.0
+    if place.num_chains > 1:
+        twins = max(4 * (row.dense + row.experts) for row in rows)
+    return sums_of(rows, config, device) + device.seconds(twins, config.world_size)
+
+
+def sums_of(rows: Sequence[OfRank], config: Config, device: Device) -> float:
+    """Return the seconds in which the slowest of these ranks sums gradients and gathers weights."""
+    par = config.parallel
+    n = config.weight_replicas
+    same = config.expert_replicas
+    # A ring sends every gradient in float32, and then the weight, or the reduced gradient again.
+    gradient = 4
+    element = config.precision.element_bytes if par.splits_optimizer else 4
+    if par.shards_grads:
+        gradient = 0
+        if par.shards_weights:
+            element = 0
+    # The slowest rank counts, as all ranks end the step together.
+    sent = 0.0
+    for row in rows:
+        numbers = row.dense * (n - 1) / n + row.experts * (same - 1) / same
+        lighter = row.lighter * bool(element) * (n - 1) / n
         sent = max(sent, (gradient + element) * numbers - lighter)
-        # The two copies of a stage are on mirrored ranks, which sum in float32.
-        if place.num_chains > 1:
-            twins = max(twins, 4 * (dense + experts))
-    reduced = device.seconds(sent, replicas(plan, config), 2)
-    return reduced + device.seconds(twins, config.world_size)
+    return device.seconds(sent, replicas(config), 2)

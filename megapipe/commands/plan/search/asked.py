@@ -1,0 +1,139 @@
+"""Read what the user wants to see of all plans: --fix, --among and --without of `megapipe plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megapipe.config import Config
+from megapipe.errors import ConfigError
+from megapipe.plan.seconds.step import layout_of
+from megapipe.schedule import SCHEDULES
+from megapipe.schedule.catalogue import PLAIN
+
+NUMBERS = ("tp", "cp", "pp", "micro", "ep", "etp")
+"""Axes with numbers, in the order of a layout."""
+WORDS = {
+    "schedule": tuple(SCHEDULES),
+    "recompute": ("none", "selective", "full"),
+    "sharding": ("yes", "no"),
+}
+"""Axes with words, and these words. sharding: of weights and gradients, as --use-megatron-fsdp."""
+AXES = (*NUMBERS, *WORDS)
+PARTS = ("sharding", "moves", "pipeline", "recompute")
+"""What --without leaves out, apart from schedules; moves are activations offloaded or recomputed
+one by one."""
+_MOST = 100_000
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The plans that a search looks at.
+
+    Attributes:
+        among: the values of an axis that are allowed; an axis that is missing has any.
+        without: schedules and parts that are left out.
+    """
+
+    among: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+
+    def allows(self, **chosen: object) -> bool:
+        """Return whether the user asked for these values of axes."""
+        if "sharding" in self.without and chosen.get("sharding"):
+            return False
+        if "pipeline" in self.without and chosen.get("pp", 1) != 1:
+            return False
+        if "recompute" in self.without and chosen.get("recompute"):
+            return False
+        return all(
+            _word(value) in self.among[axis] for axis, value in chosen.items() if axis in self.among
+        )
+
+    def allows_schedule(self, name: str) -> bool:
+        """Return whether a schedule was asked for."""
+        return name not in self.without and self.allows(schedule=name)
+
+
+ANYTHING = Asked()
+
+
+def _word(value: object) -> str:
+    """Return a value as the flags spell it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
+
+
+def asked_of(
+    fix: tuple[str, ...], among: tuple[str, ...], without: tuple[str, ...], own: Config
+) -> Asked:
+    """Return what --fix, --among and --without ask for.
+
+    Args:
+        fix: axes that keep the value of the user's own flags.
+        among: texts such as "tp=2,4" or "pp=1..8".
+        own: the configuration of the user's flags, for --fix.
+    Raises: ConfigError with every problem.
+    """
+    problems = [
+        f"--fix {axis} is no axis of a search. Give some of {', '.join(AXES)}."
+        for axis in fix
+        if axis not in AXES
+    ]
+    known = {*SCHEDULES, *PARTS}
+    problems += [
+        f"--without {word} is neither a schedule (megapipe schedules list) nor one of "
+        f"{', '.join(PARTS)}."
+        for word in without
+        if word not in known
+    ]
+    chosen: dict[str, frozenset[str]] = {}
+    for text in among:
+        axis, equals, values = text.partition("=")
+        if axis not in AXES or not equals:
+            problems.append(
+                f"--among {text} must be AXIS=VALUES, such as tp=2,4 or pp=1..8, with one of "
+                f"{', '.join(AXES)}."
+            )
+            continue
+        allowed = frozenset(_values(axis, values))
+        if None in allowed:
+            legal = ", ".join(WORDS.get(axis, ("numbers such as 2,4 or 1..8",)))
+            problems.append(f"--among {text}: {axis} may have {legal}.")
+            continue
+        chosen[axis] = frozenset(x for x in allowed if x is not None)
+    twice = [axis for axis in fix if axis in chosen]
+    problems += [f"--fix {axis} and --among {axis}=... exclude each other." for axis in twice]
+    if problems:
+        raise ConfigError(problems)
+    mine = own_values(own)
+    chosen |= {axis: frozenset([mine[axis]]) for axis in fix}
+    return Asked(chosen, frozenset(without))
+
+
+def own_values(own: Config) -> dict[str, str]:
+    """Return the value of each axis in the user's own flags."""
+    found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(own), strict=True)}
+    found["schedule"] = own.parallel.pipeline_schedule or PLAIN
+    found["recompute"] = _word(own.model.recompute_granularity)
+    found["sharding"] = _word(own.parallel.shards_grads)
+    return found
+
+
+def _values(axis: str, text: str) -> Iterator[str | None]:
+    """Yield the values that a text lists; None for what the axis cannot have."""
+    for part in text.split(","):
+        if axis in WORDS:
+            yield part if part in WORDS[axis] else None
+            continue
+        first, dots, last = part.partition("..")
+        ends = (first, last) if dots else (first, first)
+        if not all(end.isascii() and end.isdigit() and len(end) <= 6 for end in ends):
+            yield None
+            continue
+        low, high = map(int, ends)
+        if not 1 <= low <= high <= _MOST:
+            yield None
+            continue
+        yield from map(str, range(low, high + 1))

@@ -1,0 +1,116 @@
+"""Lower bounds of a step: what no schedule of a cell can be faster than.
+
+They need the work of a model's layers alone, no table and no split. So a search makes a table only
+for cells that may still be among the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megapipe.config import Config
+from megapipe.plan import Pieces, pieces_of
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.messages import OfRank, of_layer, sums_of
+from megapipe.schedule import SCHEDULES
+
+
+class Least(NamedTuple):
+    """The least time of a cell.
+
+    Attributes:
+        step: seconds of the passes of all microbatches on a rank, and of its gradient sums.
+        paired: the same where passes run in pairs, which may hide all communication.
+        forward, backward, weights: seconds of one microbatch in the whole model.
+    """
+
+    step: float
+    paired: float
+    forward: float
+    backward: float
+    weights: float
+
+    def work(self, name: str) -> float:
+        """Return the least seconds of a step under a schedule, without filling the pipeline."""
+        if SCHEDULES[name].pairs:
+            return self.paired
+        return self.step
+
+
+@dataclass
+class Counted:
+    """The work of each model's layers, counted once for all cells that share it."""
+
+    known: dict[Any, Pieces] = field(default_factory=dict)
+
+    def pieces(self, cell: Config) -> Pieces:
+        """Return the work of a cell's model, for the cell's pipeline ranks."""
+        par = cell.parallel
+        key: tuple[Any, ...] = (
+            cell.model.recompute_granularity,
+            cell.batch.micro_batch,
+            par.tensor_model_parallel_size,
+            par.context_parallel_size,
+            par.expert_model_parallel_size,
+            par.etp,
+        )
+        if cell.gathers_fp8:
+            key += (cell.weight_replicas, cell.expert_replicas, par.shards_weights)
+        if key not in self.known:
+            self.known[key] = pieces_of(cell, cell.model)
+        # The overhead of a pass is a share of a rank's work.
+        return self.known[key].on(par.pipeline_model_parallel_size)
+
+    def least(self, cell: Config, device: Device) -> Least:
+        """Return the least time of a cell on a device."""
+        work = self.pieces(cell)
+        par = cell.parallel
+        ranks = par.pipeline_model_parallel_size
+        tp = par.tensor_model_parallel_size
+        chain = [work.embedding, *work.layers, work.head]
+        rate = 1 / (tp * device.flops)
+        layers = len(work.layers)
+        means = (
+            rate * sum(piece.f for piece in chain) / layers,
+            rate * sum(piece.b for piece in chain) / layers,
+        )
+        forward, backward = of_layer(means, cell, device)
+        everything = [*chain, *work.depths]
+        computed = rate * sum(piece.f + piece.b + piece.w for piece in everything)
+        waits = layers + len(work.depths)
+        f = rate * sum(piece.f for piece in everything) + waits * forward
+        b = rate * sum(piece.b for piece in everything) + waits * backward
+        w = rate * sum(piece.w for piece in everything)
+        # Each microbatch has at least two passes, F and BW, on each rank; a pair counts as one.
+        m = cell.num_microbatches
+        step = ((f + b + w) / ranks + 2 * device.overhead) * m
+        paired = (computed / ranks + device.overhead) * m
+        parameters = sum(piece.parameters for piece in everything)
+        experts = sum(piece.experts for piece in everything)
+        if cell.model.tied:
+            parameters -= cell.model.hidden * (cell.model.padded_vocab_size or 0)
+        mean = OfRank(
+            (parameters - experts) / tp / ranks,
+            experts / (par.expert_model_parallel_size * par.etp) / ranks,
+            sum(piece.lighter for piece in everything) / ranks,
+        )
+        at_end = sums_of([mean], cell, device)
+        return Least(step + at_end, paired + at_end, f, b, w)
+
+
+def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:
+    """Return the seconds in which a rank waits while the pipeline fills and drains.
+
+    The last rank waits for its first microbatch, the first ranks for their last gradient.
+    """
+    entry = SCHEDULES[name]
+    if entry.copies > 1:
+        # Two copies of the model fill the pipeline from both ends.
+        before: float = (ranks - 1) // 2
+    else:
+        before = (ranks - 1) / (chunks or entry.chunks or 1)
+    waited = least.forward
+    if not entry.split:
+        waited += least.backward + least.weights
+    return before / ranks * waited

@@ -1,0 +1,70 @@
+"""Make a plan that was found as a run with its flags makes it, so that both are the same plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapipe.commands.plan.search.cells import under
+from megapipe.config import Config
+from megapipe.errors import ScheduleError
+from megapipe.plan import GIB, pieces_of, plan_of
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.messages import replicas
+from megapipe.plan.seconds.step import Timed, timed
+from megapipe.schedule import SCHEDULES
+
+SEARCHES = next(name for name, entry in SCHEDULES.items() if entry.searched)
+"""The schedule that is searched for."""
+_TRIES = 12
+"""Limits that are tried until a plan fits."""
+
+
+def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Timed:
+    """Return a plan with the table, the split and the peak that a run with these flags has.
+
+    Args:
+        memory: bytes of a device.
+        moves: offload or recompute activations until it fits.
+    Raises: ConfigError, ScheduleError if it does not fit.
+    """
+    limit = memory
+    for _ in range(_TRIES):
+        one = config
+        if moves:
+            one = limited(config, limit)
+        if config.parallel.use_megatron_fsdp:
+            one = _knows_links(limited(config, limit), device)
+        made = of_run(one, device)
+        # Without a limit a run moves nothing, so another try would give the same.
+        if made.peak <= memory or one is config:
+            return made
+        # A limit is of what a run counts. Where its plan has more, the limit is lowered.
+        limit -= max(1.1 * (made.peak - memory), 1e-3 * memory)
+        if limit <= 0:
+            break
+    raise ScheduleError(f"no limit makes this plan fit in {memory / GIB:g} GiB")
+
+
+def of_run(config: Config, device: Device) -> Timed:
+    """Return the plan that a run with this configuration makes, with the times of its step."""
+    plan = plan_of(config, pieces_of(config, config.model), recomputes=True)
+    return replace(timed(plan, config, device), peak=max(plan.peak_bytes))
+
+
+def any_order(config: Config, device: Device, memory: float) -> Timed:
+    """Return a layout's plan under zb-auto, with activations that move if it does not fit."""
+    return as_run(under(config, SEARCHES, None), device, memory, moves=True)
+
+
+def limited(config: Config, memory: float) -> Config:
+    """Return a configuration that knows the memory of a device."""
+    return config.with_fields(memory_limit_gib=memory / GIB)
+
+
+def _knows_links(config: Config, device: Device) -> Config:
+    """Return a configuration that says what gathers take.
+
+    Sharded weights live as long as a run's memory allows, so the run must know both.
+    """
+    link = device.flops / device.speed(replicas(config))
+    return config.with_fields(data_parallel_flops_per_byte=round(link))

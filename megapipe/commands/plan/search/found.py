@@ -1,0 +1,127 @@
+"""Keep what a search has found so far, and say how good a plan must be to be of interest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple, Protocol, TypeVar
+
+from megapipe.commands.plan.search.screen import (
+    OUT_OF_MEMORY,
+    SLOWER,
+    Candidate,
+    Kind,
+    Out,
+    Sketch,
+    kind_of,
+)
+from megapipe.plan.seconds.step import Layout, Timed
+
+OF_KIND = 4
+"""Layouts of each kind that the search keeps."""
+
+
+class Limits(NamedTuple):
+    """The seconds that a step must not exceed to be of interest.
+
+    Attributes:
+        steps: the best step of each layout, by kind.
+        last: the step of the last layout that is kept of a kind, once there are enough.
+    """
+
+    steps: dict[Kind, dict[Layout, float]]
+    last: dict[Kind, float]
+
+    def of(self, layout: Layout, kind: Kind) -> float:
+        """Return the limit of a layout and kind."""
+        known = self.steps.get(kind, {}).get(layout, inf)
+        return min(known, self.last.get(kind, inf))
+
+
+@dataclass
+class Search:
+    """The state of a search.
+
+    Attributes:
+        sketches: the best plan by its extrapolated step. Plans of a layout and kind that move
+            single activations are kept apart from other plans.
+        best: the plans of the report, as a run makes them, by the same.
+        plain: the best plan that neither offloads nor recomputes single activations.
+        tight: plans that need too much memory, each after a lower bound of its step.
+        lost: the number of plans that are out, by reason.
+        stopped: the user ended the search before its end.
+    """
+
+    sketches: dict[tuple[Layout, Kind, bool], Sketch] = field(default_factory=dict)
+    best: dict[tuple[Layout, Kind, bool], Timed] = field(default_factory=dict)
+    plain: Timed | None = None
+    tight: list[Candidate] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter)
+    stopped: bool = False
+
+    @property
+    def fastest(self) -> float | None:
+        """Return the seconds of the best step so far; None before there is one."""
+        return min((x.step for x in self.sketches.values()), default=None)
+
+    @property
+    def limits(self) -> Limits:
+        """Return the seconds that a step must not exceed to be of interest."""
+        steps: dict[Kind, dict[Layout, float]] = {}
+        for x in self.sketches.values():
+            of_kind = steps.setdefault(x.kind, {})
+            of_kind[x.layout] = min(x.step, of_kind.get(x.layout, inf))
+        last = {}
+        for kind, of_layouts in steps.items():
+            if len(of_layouts) >= OF_KIND:
+                last[kind] = sorted(of_layouts.values())[OF_KIND - 1]
+        return Limits(steps, last)
+
+    def note(self, candidate: Candidate, answer: Sketch | Out) -> None:
+        """Take what became of a candidate."""
+        if isinstance(answer, Out):
+            if answer.movable and answer.step is not None:
+                self.tight.append(candidate._replace(least=answer.step, moves=True))
+            else:
+                self.lost[answer.reason] += 1
+        else:
+            key = (answer.layout, answer.kind, answer.moves)
+            other = self.sketches.get(key)
+            if other is None or answer.step < other.step:
+                self.sketches[key] = answer
+            self.lost[SLOWER] += other is not None
+
+    def take(self, made: Timed | None, memory: float) -> None:
+        """Take a plan as a run makes it, if it fits in `memory` bytes."""
+        if made is None or made.peak > memory:
+            self.lost[OUT_OF_MEMORY] += 1
+            return
+        key = (made.layout, kind_of(made.config), made.moves)
+        other = self.best.get(key)
+        if other is None or made.step < other.step:
+            self.best[key] = made
+        if not made.moves and (self.plain is None or made.step < self.plain.step):
+            self.plain = made
+
+
+class _HasPeak(Protocol):
+    @property
+    def peak(self) -> float: ...
+
+
+_Ranked = TypeVar("_Ranked", bound=_HasPeak)
+
+
+def leaner(ranked: Iterable[_Ranked]) -> Iterator[_Ranked]:
+    """Yield the fastest plan, and each plan that needs a tenth less memory than all faster ones.
+
+    Args:
+        ranked: plans, fastest first.
+    """
+    peak = inf
+    for x in ranked:
+        if x.peak <= 0.9 * peak:
+            peak = x.peak
+            yield x

@@ -1,0 +1,128 @@
+"""Judge candidates side by side, those first that promise most, and learn from what they took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from megapipe.commands.plan.search.found import Limits, Search
+from megapipe.commands.plan.search.screen import (
+    SLOWER,
+    Candidate,
+    Kind,
+    Out,
+    Screen,
+    Sketch,
+    kind_of,
+)
+from megapipe.commands.plan.search.workers import Workers
+from megapipe.config import Config
+from megapipe.plan.seconds.step import Layout, layout_of
+
+TOLERANCE = 0.005
+"""A plan that can be faster by less than this share of its step is not looked at."""
+_ROUND = 24
+"""Plans that a process judges between two looks at what others found."""
+_BOUND = "slower by their work alone"
+Tell = Callable[[int, int, "float | None"], None]
+"""Called with the plans that were looked at, all plans, and the best step so far in seconds."""
+
+
+@dataclass
+class Learned:
+    """Expects of a plan what similar plans took, as a multiple of their work.
+
+    Filling a pipeline and gathers that show depend on the schedule, the pipeline's ranks and the
+    number of microbatches. They depend little on how the layers themselves are split. So plans that
+    share these are judged one at a time, and the best ratio that was seen is expected of the next.
+    """
+
+    cells: list[Config]
+    ratios: dict[Any, float] = field(default_factory=dict)
+
+    def key(self, x: Candidate) -> tuple[Any, ...]:
+        """Return what a plan shares with others."""
+        cell = self.cells[x.cell]
+        ranks = cell.parallel.pipeline_model_parallel_size
+        shared = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks, x.moves)
+        if not cell.parallel.use_megatron_fsdp:
+            return shared
+        # How long gathers take, and what hides them, is a matter of the layout.
+        tp, cp, _, _, ep, etp = key_of(cell)[0]
+        return (*shared, tp, cp, ep, etp)
+
+    def expected(self, x: Candidate) -> float:
+        """Return the least seconds that are expected of a step."""
+        return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
+
+    def note(self, x: Candidate, answer: Sketch | Out) -> None:
+        """Remember how long a step took."""
+        if answer.step is not None:
+            key = self.key(x)
+            ratio = answer.step / x.work
+            self.ratios[key] = min(ratio, self.ratios.get(key, ratio))
+
+
+@dataclass
+class Judging:
+    """Judges candidates side by side, and says how far it is."""
+
+    found: Search
+    workers: Workers
+    cells: list[Config]
+    tell: Tell
+    learned: Learned = field(init=False)
+    keys: list[tuple[Layout, Kind]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learned = Learned(self.cells)
+        self.keys = [key_of(cell) for cell in self.cells]
+
+    def judge(self, candidates: list[Candidate]) -> None:
+        """Judge one candidate of each key, in the order of bounds, and then all others."""
+        first: dict[Any, Candidate] = {}
+        for x in sorted(candidates, key=attrgetter("least")):
+            first.setdefault(self.learned.key(x), x)
+        chosen = {id(x) for x in first.values()}
+        others = [x for x in candidates if id(x) not in chosen]
+        self._rounds([*first.values()], len(candidates), 0)
+        self._rounds(sorted(others, key=self.learned.expected), len(candidates), len(first))
+
+    def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
+        """Judge candidates some at a time, each if its step may still be of interest.
+
+        The first rounds are short: once a good plan is known most others need not be looked at.
+        """
+        waiting: list[Candidate] = []
+        limits = self.found.limits
+        size = 2
+        for n, x in enumerate(candidates):
+            if self.learned.expected(x) > (1 - TOLERANCE) * limits.of(*self.keys[x.cell]):
+                self.found.lost[SLOWER if x.moves else _BOUND] += 1
+            else:
+                waiting.append(x)
+            if len(waiting) >= size or (waiting and n + 1 == len(candidates)):
+                self._ask(waiting, limits)
+                limits = self.found.limits
+                self.tell(before + n + 1, among, self.found.fastest)
+                size = min(2 * size, 2 * _ROUND)
+                waiting = []
+
+    def _ask(self, waiting: list[Candidate], limits: Limits) -> None:
+        # Candidates of a cell follow each other, so that its plan is made once.
+        waiting = sorted(waiting, key=attrgetter("cell", "least"))
+        questions = [(x, limits.of(*self.keys[x.cell])) for x in waiting]
+        for x, answer in zip(waiting, self.workers.ask(_answer, questions), strict=True):
+            self.found.note(x, answer)
+            self.learned.note(x, answer)
+
+
+def _answer(screen: Screen, question: tuple[Candidate, float]) -> Sketch | Out:
+    return screen.judge(*question)
+
+
+def key_of(cell: Config) -> tuple[Layout, Kind]:
+    """Return the layout and the kind of a cell, by which plans are compared."""
+    return layout_of(cell), kind_of(cell)

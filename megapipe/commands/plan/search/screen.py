@@ -1,0 +1,176 @@
+"""Judge one plan of a search: its step and peak, extrapolated from two shorter batches.
+
+What goes to another process and comes back is small: numbers and reasons, no table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from megapipe.commands.plan.search.bounds import Counted
+from megapipe.commands.plan.search.cells import is_movable, short, under
+from megapipe.commands.plan.search.timed import Room, planned
+from megapipe.config import Config
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.plan import Plan, plan_of
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.step import SUMS, Layout, layout_of
+
+OUT_OF_MEMORY = "out of memory"
+SLOWER = "slower than others of their kind"
+NO_TABLE = "without such stages or microbatches"
+
+
+Kind = tuple[bool, bool]
+"""Whether weights are sharded, and whether there is a pipeline."""
+
+
+class Candidate(NamedTuple):
+    """A plan to try.
+
+    Attributes:
+        least: a lower bound of its step, in seconds.
+        work: the same without filling the pipeline.
+        cell: the number of its cell.
+        schedule, chunks: its schedule.
+        moves: offload or recompute activations until it fits.
+    """
+
+    least: float
+    work: float
+    cell: int
+    schedule: str
+    chunks: int | None
+    moves: bool = False
+
+
+class Out(NamedTuple):
+    """A plan that is out.
+
+    Attributes:
+        reason: why, in words of the report.
+        step: seconds that its step takes at least; None if nothing was simulated.
+        movable: it needs too much memory as it is, and its activations may move.
+    """
+
+    reason: str
+    step: float | None = None
+    movable: bool = False
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A plan that fits, by its extrapolated numbers.
+
+    Attributes:
+        step: seconds of a step.
+        peak: bytes of the rank that needs most.
+        parts: seconds of a step by cause.
+        moves: single activations are offloaded or recomputed.
+    """
+
+    config: Config
+    step: float
+    peak: float
+    parts: dict[str, float]
+    moves: bool
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Return tp, cp, pp, micro batch, ep and etp."""
+        return layout_of(self.config)
+
+    @property
+    def kind(self) -> Kind:
+        """Return whether the plan shards weights, and whether it has a pipeline."""
+        return kind_of(self.config)
+
+
+def kind_of(config: Config) -> Kind:
+    """Return whether a configuration shards weights, and whether it has a pipeline."""
+    par = config.parallel
+    return par.use_megatron_fsdp, par.pipeline_model_parallel_size > 1
+
+
+@dataclass
+class Screen:
+    """Judges candidates one at a time. Processes of a search have one each.
+
+    Attributes:
+        cells: layouts with their recomputation.
+        memory: bytes of a device.
+        last: the cell that was judged last and its plan, as candidates of a cell follow each other.
+    """
+
+    cells: list[Config]
+    device: Device
+    memory: float
+    counted: Counted
+    last: tuple[int, Plan | None] = field(default=(-1, None))
+
+    def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:
+        """Return a plan that fits, or why it is out.
+
+        Args:
+            limit: seconds that a step must not exceed to be of interest.
+        """
+        cell = self.cells[candidate.cell]
+        plan = self._plan(candidate.cell)
+        if plan is None:
+            return Out(OUT_OF_MEMORY)
+        config = under(cell, candidate.schedule, candidate.chunks)
+        try:
+            return self._extrapolated(plan, config, candidate, limit)
+        except (ConfigError, ScheduleError):
+            return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
+
+    def _plan(self, number: int) -> Plan | None:
+        """Return the plan of a cell for few microbatches; None if its state alone is too much."""
+        if self.last[0] != number:
+            cell = self.cells[number]
+            plan: Plan | None
+            try:
+                plan = plan_of(short(cell, 1), self.counted.pieces(cell))
+            except (ConfigError, ScheduleError):
+                plan = None
+            if plan is not None:
+                room = self.memory * cell.parallel.pipeline_model_parallel_size
+                if sum(plan.state_bytes) > room:
+                    plan = None
+            self.last = (number, plan)
+        return self.last[1]
+
+    def _extrapolated(
+        self, plan: Plan, config: Config, candidate: Candidate, limit: float
+    ) -> Sketch | Out:
+        moves = candidate.moves
+        m = config.num_microbatches
+        near = short(config, 1)
+        far = short(config, 2)
+        left = m - near.num_microbatches
+        rest = candidate.least * left / m
+        room = Room(self.memory, limit - rest) if moves else None
+        one = planned(plan, config, near, self.device, room)
+        if one.peak > self.memory:
+            return Out(OUT_OF_MEMORY, one.step + rest, not moves and is_movable(config))
+        if left == 0:
+            return Sketch(config, one.step, one.peak, one.parts, one.moves)
+        if one.passes + rest > limit:
+            return Out(SLOWER, one.passes + rest)
+        room = Room(self.memory, inf) if moves else None
+        other = planned(plan, config, far, self.device, room)
+        turns = left / (far.num_microbatches - near.num_microbatches)
+        parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
+        # Gradient sums and gathers that are visible do not grow with the batch.
+        parts[SUMS] = other.parts[SUMS]
+        step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
+        peak = one.peak
+        # A chunk that gathers its weights once for all microbatches holds the activations of all.
+        if "sharding" in plan.own and not moves:
+            peak += turns * (other.peak - one.peak)
+        if peak > self.memory:
+            return Out(OUT_OF_MEMORY, step)
+        return Sketch(config, step, peak, parts, one.moves)

@@ -1,0 +1,35 @@
+"""Say how far a search is: a bar on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from megapipe.commands.progress import Progress
+
+_EVERY = 10.0
+"""Seconds between two lines."""
+
+
+class Telling:
+    """Says on stderr how many plans were looked at, and the best step so far.
+
+    The first line comes with the first plan that fits. Call it as a search's `tell`.
+    """
+
+    def __init__(self) -> None:
+        self._bar = Progress()
+        self._began = time.monotonic()
+        self._said = 0.0
+
+    def __call__(self, done: int, among: int, best: float | None) -> None:
+        found = "no plan fits yet" if best is None else f"best {best:.4g} s a step"
+        if self._bar.shown:
+            self._bar(done / max(1, among), f"{done:,} of {among:,} plans, {found}")
+            return
+        now = time.monotonic()
+        if best is None or (self._said and now - self._said < _EVERY):
+            return
+        self._said = now
+        took = now - self._began
+        print(f"{took:.0f} s: {done:,} of {among:,} plans, {found}", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""Processes that judge plans side by side, one for each core."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Self, TypeVar
+
+from megapipe.errors import ConfigError
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+
+class Workers:
+    """Forks of this process that have a state and answer questions about it.
+
+    With one job there is no other process: the caller's answers. Use it in a `with` statement,
+    which ends the processes.
+
+    Args:
+        state: the first argument of every function that is asked.
+        jobs: the number of processes.
+    """
+
+    def __init__(self, state: Any, jobs: int) -> None:
+        self._state = state
+        self._ends: list[Connection] = []
+        self._children: list[Any] = []
+        if jobs < 2:
+            return
+        # A fork has the state without a copy and without another start of Python.
+        context = multiprocessing.get_context("fork")
+        for _ in range(jobs):
+            mine, theirs = context.Pipe()
+            child = context.Process(target=_serve, args=(theirs, state), daemon=True)
+            child.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._children.append(child)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A process that is in the middle of an answer, as after ctrl-C, is not waited for.
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
+            child.join()
+
+    def ask(
+        self, answer: Callable[[Any, Question], Answer], questions: Sequence[Question]
+    ) -> list[Answer]:
+        """Return the answers to all questions, in their order.
+
+        Args:
+            answer: a function of a module; its arguments are the state and a question.
+        """
+        if not self._ends:
+            return [answer(self._state, question) for question in questions]
+        # Each process gets a block, as questions next to each other often share a cell's plan.
+        size = -(-len(questions) // len(self._ends))
+        blocks = [questions[n : n + size] for n in range(0, len(questions), size)]
+        for end, block in zip(self._ends, blocks, strict=False):
+            end.send((answer, block))
+        found: list[Answer] = []
+        for end, _ in zip(self._ends, blocks, strict=False):
+            try:
+                found += end.recv()
+            except EOFError:
+                raise ConfigError(
+                    "a process of --search was killed, perhaps for want of memory. "
+                    "Try --search-jobs 1."
+                ) from None
+        return found
+
+
+def _serve(end: Connection, state: Any) -> None:
+    # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        try:
+            answer, block = end.recv()
+        except EOFError:
+            return
+        end.send([answer(state, question) for question in block])

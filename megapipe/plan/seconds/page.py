@@ -1,0 +1,98 @@
+"""Describe a step of a plan in seconds, for `megapipe plan` and `megapipe check`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.plan.plan import Plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.flops import flops_per_token
+from megapipe.plan.seconds.step import Timed, timed
+from megapipe.plan.state import GIB
+from megapipe.plan.table import checkpoint_bytes
+from megapipe.schedule.text import to_json
+
+
+def digest(plan: Plan, config: Config) -> str:
+    """Return twelve hexadecimal digits that name a plan.
+
+    Two runs with the same digest have the same table, layers, layout and predicted memory.
+    """
+    model = config.model
+    par = config.parallel
+    layout = (
+        par.tensor_model_parallel_size,
+        par.context_parallel_size,
+        config.data_parallel_size,
+        par.expert_model_parallel_size,
+        par.etp,
+        config.batch.micro_batch,
+        config.global_batch_size,
+    )
+    choices = (
+        model.recompute_granularity,
+        model.sequence_parallel,
+        model.moe_token_dispatcher_type if model.has_experts else None,
+        (par.splits_optimizer, par.shards_grads, par.shards_weights),
+    )
+    peaks = [round(size) for size in plan.peak_bytes]
+    text = repr((to_json(plan.schedule), plan.counts, layout, choices, peaks))
+    return sha256(text.encode()).hexdigest()[:12]
+
+
+def page(plan: Plan, config: Config, device: Device) -> str:
+    """Return lines on the seconds of a step, on where they go, and on the assumed rates."""
+    found = numbers(timed(plan, config, device), device)
+    size, _ = checkpoint_bytes(plan, config)
+    ranks = ", ".join(f"{peak / GIB:.3g}" for peak in plan.peak_bytes)
+    parts = "  ".join(f"{name} {share:.1%}" for name, share in found["shares"].items())
+    return "\n".join(
+        [
+            f"predicted step {in_short(found)}",
+            f"  {parts}",
+            f"  peak GiB by pipeline rank: {ranks}; a checkpoint has {size / GIB:.3g} GiB",
+            f"  assumed: {device.assumed}",
+            f"plan {digest(plan, config)}",
+        ]
+    )
+
+
+def in_short(found: dict[str, Any]) -> str:
+    """Return seconds, tokens per second, MFU and bubble of `numbers` in a line."""
+    return (
+        f"{found['seconds']:.4g} s, {found['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {found['mfu']:.1%}, bubble {found['bubble']:z.1%}"
+    )
+
+
+def numbers(one: Timed, device: Device) -> dict[str, Any]:
+    """Return the times of a plan's step.
+
+    Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
+        `bubble` as a share of the step, and `shares`: the share of the step by cause. The shares
+        add up to 1.
+    """
+    config = one.config
+    tokens = config.global_batch_size * config.batch.sequence
+    model = replace(config.model, recompute_granularity=None)
+    flops = flops_per_token(model, config.batch.sequence) * tokens
+    step = one.step or 1.0
+    # Messages between stages lengthen the bubble; the same table without them says by how much.
+    unsent = timed(one.plan, config, device, sends=False)
+    sent = one.parts["bubble"] - unsent.parts["bubble"]
+    parts = {name: seconds for name, seconds in one.parts.items() if name != "bubble"}
+    parts |= {"messages between stages": sent, "bubble": one.parts["bubble"] - sent}
+    shares = {"model": 1 - sum(parts.values()) / step}
+    shares |= {
+        name: seconds / step for name, seconds in parts.items() if abs(seconds) > 5e-4 * step
+    }
+    return {
+        "seconds": one.step,
+        "tokens_per_second": tokens / step,
+        "mfu": flops / (step * device.peak * config.world_size),
+        "bubble": one.parts["bubble"] / step,
+        "shares": shares,
+    }

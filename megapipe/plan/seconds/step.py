@@ -1,0 +1,159 @@
+"""Predict the seconds of a plan's step on a device, part by part, with the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import add
+from typing import Any
+
+from megapipe.config import Config
+from megapipe.plan.make import pieces_of
+from megapipe.plan.plan import Plan
+from megapipe.plan.seconds.device import Device
+from megapipe.plan.seconds.messages import sums, with_messages
+from megapipe.schedule import Costs
+from megapipe.schedule.families.offload.rules import MOVES
+from megapipe.schedule.families.sharding.asked import Sharding
+from megapipe.schedule.families.sharding.runs import SHARDS
+from megapipe.schedule.families.sharding.sharded import Living
+from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.simulate import Clock, memory_steps, run_clock
+
+Layout = tuple[int, ...]
+SUMS = "gradient sums"
+MESSAGES = "messages within layers"
+MOVED = "activations out of the way"
+AHEAD = Living(2, 1, ahead=True)
+"""How long a search keeps gathered weights: for the present stage and the next one.
+
+A run chooses by its own table.
+"""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan and the times of its step.
+
+    Attributes:
+        schedule: the name of its schedule.
+        step: seconds of a step.
+        peak: bytes of the rank that needs most.
+        parts: seconds of a step by cause. The rest of the step is the same for every plan.
+    """
+
+    config: Config
+    plan: Plan
+    schedule: str
+    step: float
+    peak: float
+    parts: dict[str, float]
+
+    @property
+    def layout(self) -> Layout:
+        """Return tp, cp, pp, micro batch, ep and etp."""
+        return layout_of(self.config)
+
+    @property
+    def moves(self) -> bool:
+        """Return whether its table offloads or recomputes single activations."""
+        return not self.plan.schedule.kinds.isdisjoint(MOVES)
+
+    @property
+    def passes(self) -> float:
+        """Return the seconds of the step without the visible part of gradient sums and gathers."""
+        return self.step - self.parts[SUMS]
+
+
+def layout_of(config: Config) -> Layout:
+    """Return tp, cp, pp, micro batch, ep and etp of a configuration."""
+    par = config.parallel
+    sizes = (
+        par.tensor_model_parallel_size,
+        par.context_parallel_size,
+        par.pipeline_model_parallel_size,
+    )
+    return (*sizes, config.batch.micro_batch, par.expert_model_parallel_size, par.etp)
+
+
+def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> Timed:
+    """Return a plan with the times of its step under its own batch.
+
+    Args:
+        sends: False leaves out the time of messages between stages.
+    """
+    whole = plan.schedule
+    alone = in_seconds(plan, config, device)
+    costs = with_messages(alone, plan, config, device)
+    if not sends:
+        costs = replace(costs, comm=0.0)
+    sharded = "sharding" in plan.own
+    # The same table without sharding, and without offloading too: what each of them costs is the
+    # difference of two simulations.
+    schedule = whole.without(SHARDS) if sharded else whole
+    plain = schedule.without(MOVES) if schedule.kinds & MOVES else schedule
+    clock = run_clock(schedule, costs)
+    makespan = _end(clock)
+    # Before the gathers of sharded weights, whose passes are no work.
+    plain_clock = clock if plain is schedule else run_clock(plain, costs)
+    moves = makespan - _end(plain_clock)
+    at_end = sums(plan, config, device)
+    if sharded:
+        if schedule.kinds == whole.kinds:
+            recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
+            schedule = recipe.finish(schedule, Fixed(costs)).table
+        else:
+            schedule = whole
+        clock = run_clock(schedule, costs)
+        at_end += _end(clock) - makespan
+    ranks = len(schedule.ranks)
+    held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
+    # Microbatches of a rank, in the mean: with two copies of the model each has half of them.
+    share = config.num_microbatches / ranks
+    passes = sum(map(len, plain.ranks)) / ranks * costs.overhead
+    # Passes that run together take less than their sum: what a pair hides of its communication.
+    busy = _busy(plain_clock) / ranks
+    parts = {
+        "recomputation": share * (work_of(alone) - _least(config, plan, device)),
+        MESSAGES: busy - passes - share * work_of(alone),
+        "small passes": passes,
+        "bubble": _end(plain_clock) - busy,
+        MOVED: moves,
+        SUMS: at_end,
+    }
+    peak = max(map(add, held, plan.state_bytes))
+    return Timed(config, plan, schedule.name, makespan + at_end, peak, parts)
+
+
+def _end(clock: Clock) -> float:
+    return max(map(max, clock.end))
+
+
+def _busy(clock: Clock) -> float:
+    """Return the seconds in which ranks run passes, summed over ranks."""
+    return sum(sum(ends) - sum(starts) for starts, ends in zip(clock.start, clock.end, strict=True))
+
+
+def _least(config: Config, plan: Plan, device: Device) -> float:
+    """Return the seconds of a microbatch's work without recomputation."""
+    model = replace(config.model, recompute_granularity=None)
+    pieces = plan.pieces if model == config.model else pieces_of(config, model)
+    return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
+
+
+def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
+    """Return the costs of a plan in seconds, without communication."""
+    costs = plan.costs
+    rate = 1 / (config.parallel.tensor_model_parallel_size * device.flops)
+    named = {name: getattr(costs, name) for name in "fbwol"}
+    scaled: dict[str, Any] = {
+        name: tuple(x * rate for x in column)
+        for name, column in named.items()
+        if isinstance(column, tuple)
+    }
+    return replace(costs, **scaled, overhead=device.overhead)
+
+
+def work_of(costs: Costs) -> float:
+    """Return the seconds of a microbatch's passes on all stages together."""
+    return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))

@@ -1,0 +1,85 @@
+"""What a plan says of a step in seconds, against hand-made sums."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megapipe.commands.plan.main import main as plan_command
+from megapipe.config import Config
+from megapipe.flags.parse import parse
+from megapipe.plan import make_plan
+from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.page import digest, numbers
+from megapipe.plan.seconds.step import timed
+from megapipe.training.check import check
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 32 --train-iters 9 --lr 1e-3 --mock-data --vocab-size 1000 "
+    "--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --bf16 "
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+
+
+def predicted(flags: str, world_size: int, device: Device) -> dict:
+    config = parse(Config, [*MODEL.split(), *flags.split()])
+    model = replace(config.model, padded_vocab_size=1001)
+    config = replace(config, model=model, world_size=world_size)
+    return numbers(timed(make_plan(config), config, device), device)
+
+
+def test_a_step_of_one_process_is_its_flops_and_its_passes():
+    found = predicted("", 1, Device(flops=1e12, overhead=1e-3, peak=2e12))
+    tokens, h, s, vocab = 32 * 64, 64, 64, 1001
+    # A layer has 12 h^2 weights; causal attention reads half of each row of scores, in two products.
+    forward = tokens * (4 * (2 * 12 * h * h + 2 * s * h) + 2 * h * vocab)
+    seconds = 3 * forward / 1e12 + 16 * 2 * 1e-3
+    assert found["seconds"] == pytest.approx(seconds)
+    assert found["mfu"] == pytest.approx(3 * forward / 2e12 / seconds)
+    assert found["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert found["bubble"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 4",
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v " + EXPERTS,
+        "--pipeline-model-parallel-size 2 --use-megatron-fsdp --recompute-granularity full --recompute-method uniform",
+    ],
+)
+def test_the_parts_of_a_step_add_up_to_it(flags):
+    found = predicted(flags, 4, Device(flops=1e12, inside=1e9, outside=1e9, overhead=1e-5))
+    assert sum(found["shares"].values()) == pytest.approx(1, abs=2e-3)  # parts below 0.05% are left out
+    assert all(share > 0 for share in found["shares"].values())
+
+
+def test_a_pair_hides_messages_of_experts_and_a_slow_link_costs_more_alone():
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {{}} {EXPERTS}"
+    slow = Device(flops=1e12, inside=2e9, outside=2e9, overhead=0.0)
+    alone = predicted(flags.format("zb-v"), 4, slow)["shares"]["messages within layers"]
+    paired = predicted(flags.format("dualpipe-v"), 4, slow)["shares"]["messages within layers"]
+    assert paired < 0.8 * alone
+
+
+def test_check_and_plan_name_a_plan_alike_and_another_plan_otherwise(capsys):
+    flags = [*MODEL.split(), "--pipeline-model-parallel-size", "4", "--world-size", "4"]
+    plan_command([*flags, "--json", "-"])
+    said = json.loads(capsys.readouterr().out)
+    check(parse(Config, [*flags, "--check"]))
+    out = capsys.readouterr().out
+    assert f"plan {said['plan']}" in out
+    assert f"predicted step {said['step']['predicted']['seconds']:.4g} s" in out
+    other = parse(Config, [*flags, "--pipeline-schedule", "zb-h1"])
+    other = replace(other, model=replace(other.model, padded_vocab_size=1001), world_size=4)
+    assert digest(make_plan(other), other) != said["plan"]
+
+
+def test_a_run_on_cpus_has_no_device_until_rates_name_one(tmp_path):
+    flags = [*MODEL.split(), "--distributed-backend", "gloo"]
+    assert device_of(parse(Config, flags)) is None
+    (tmp_path / "laptop.json").write_text('{"flops": 1e11, "source": "measured"}')
+    device = device_of(parse(Config, [*flags, "--rates", str(tmp_path / "laptop.json")]))
+    assert device == Device(flops=1e11, source="measured")
