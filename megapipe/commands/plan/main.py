@@ -157,6 +157,8 @@ def _wrong(flags: Flags) -> Iterator[str]:
         if value != getattr(Flags, name):
             if isinstance(value, tuple):
                 value = " ".join(value)
+            elif isinstance(value, float):
+                value = f"{value:g}"
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} {value} is of --search. Add that, or leave it out."
 
