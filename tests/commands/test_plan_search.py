@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -17,7 +18,7 @@ from megapipe.commands.plan.search.timed import table
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
-from megapipe.plan import GIB, counts_of, pieces_of, plan_of
+from megapipe.plan import GIB, counts_of, make_plan, pieces_of, plan_of
 from megapipe.plan.seconds.device import Device, load_device
 from megapipe.plan.seconds.step import timed
 from megapipe.schedule import SCHEDULES
@@ -209,9 +210,7 @@ def test_former_names_of_the_number_of_processes_are_refused_with_the_one_of_all
 @pytest.mark.parametrize("given", ["1e-300", "0", "NaN", "1e300", "true", '"4e14"'])
 def test_a_device_whose_numbers_mean_nothing_is_refused_by_its_field(given, tmp_path):
     (tmp_path / "device.json").write_text(f'{{"flops": {given}}}')
-    with pytest.raises(
-        ConfigError, match=r"--rates .*device.json: flops must be a number above 0, from 1e-30 to 1e30"
-    ):
+    with pytest.raises(ConfigError, match=r"--rates .*device.json: flops must be a number above 0, from 1e-30 to 1e30"):
         load_device("--rates", str(tmp_path / "device.json"))
 
 
@@ -244,3 +243,96 @@ def test_slices_fill_a_pipeline_that_two_long_sequences_leave_empty(capsys):
     assert f"pipeline schedule {first.schedule}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--pipeline-slices x is neither a number from 1 to 64 nor auto"):
         main(["--search", *flags, "--world-size", "4", "--pipeline-slices", "x"])
+
+
+def run_search(words, capsys, tmp_path):
+    """Run plan --search as a user does; return its list of plans and what it prints."""
+    out = tmp_path / "plans.json"
+    main([*MODEL.split(), "--search", "--search-jobs", "2", "--json", str(out), *words.split()])
+    return json.loads(out.read_text()), capsys.readouterr()
+
+
+def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_path):
+    """A search said 76.8 GiB where a run with its flags has 52.8, and 62.6 where it has 79.3."""
+    own = "--global-batch-size 8 --world-size 4 --rates rates.json --use-megatron-fsdp --num-experts 4"
+    own = own.replace("rates.json", str(tmp_path / "rates.json"))
+    (tmp_path / "rates.json").write_text(json.dumps({"flops": 1e11, "inside": 1e9, "outside": 1e8, "node": 2}))
+    best, _ = run_search(f"{own} --memory-gib 0.02", capsys, tmp_path)
+    assert len(best) > 3
+    for found in best:
+        line = [word for word in own.split() if word not in found["leave_out"]]
+        out = tmp_path / "one.json"
+        main([*MODEL.split(), *line, *found["flags"], "--json", str(out)])
+        made = json.loads(out.read_text())
+        assert made["plan"] == found["plan"]
+        assert made["step"]["predicted"]["seconds"] == found["step_s"]
+        assert max(made["peak_bytes"]) == found["peak_bytes"]
+
+
+def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):
+    own = "--global-batch-size 16 --world-size 4 --pipeline-model-parallel-size 4 --why 1 yours"
+    best, said = run_search(own, capsys, tmp_path)
+    config = replace(parse(Config, [*MODEL.split(), *own.partition(" --why")[0].split()]), world_size=4)
+    config = replace(config, model=replace(config.model, padded_vocab_size=config.model.padded_vocab(1001)))
+    mine = timed(make_plan(config), config, Device())
+    assert f"yours: {mine.step:.4g} s" in said.out
+    assert f"{mine.step / best[0]['step_s'] - 1:.1%} slower than the first" in said.out
+    rows = {line[:26].strip(): line[26:].split() for line in said.out.partition("seconds of a step")[2].splitlines()}
+    assert rows["bubble"][1] == f"{mine.parts['bubble']:.4f}"
+    assert rows["all"] == [
+        f"{best[0]['step_s']:.4f}",
+        f"{mine.step:.4f}",
+        f"{mine.step - best[0]['step_s']:+.4f}",
+    ]
+    assert "plans, best" in said.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ("--fix pp --pipeline-model-parallel-size 2", lambda flags: "--pipeline-model-parallel-size 2" in flags),
+        ("--among tp=2 pp=1..2", lambda flags: "--tensor-model-parallel-size 2" in flags),
+        ("--among schedule=zb-v", lambda flags: "--pipeline-schedule zb-v" in flags),
+        ("--without sharding moves recompute", lambda flags: "fsdp" not in flags and "recompute" not in flags),
+        ("--without pipeline", lambda flags: "--pipeline-model-parallel-size 1" in flags),
+        ("--among sharding=yes", lambda flags: "--use-megatron-fsdp" in flags),
+    ],
+)
+def test_a_search_looks_at_what_it_is_asked_for(asked, holds, capsys, tmp_path):
+    best, _ = run_search(f"--global-batch-size 8 --world-size 4 {asked}", capsys, tmp_path)
+    assert best
+    assert all(holds(" ".join(found["flags"])) for found in best)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("--fix nodes", "--fix nodes is no axis of a search. Give some of tp, cp, pp, micro,"),
+        ("--without zb-w", "--without zb-w is neither a schedule (megapipe schedules list) nor one of sharding,"),
+        ("--among tp=two", "--among tp=two: tp may have numbers such as 2,4 or 1..8."),
+        ("--among recompute=some", "--among recompute=some: recompute may have none, selective, full."),
+        ("--among tp", "--among tp must be AXIS=VALUES, such as tp=2,4 or pp=1..8"),
+        ("--among tp=2 --fix tp", "--fix tp and --among tp=... exclude each other."),
+        ("--why 1", "--why 1: give two plans, such as --why 1 yours."),
+        ("--why 1 99", "--why 99 is no plan of the list: it has 1 to"),
+        ("--search-jobs 0", "--search-jobs must be from 1 to 1024, got 0."),
+    ],
+)
+def test_what_a_search_cannot_look_at_is_refused(asked, says):
+    line = f"--search --global-batch-size 4 --world-size 2 {asked}"
+    with pytest.raises(ConfigError) as refused:
+        main([*MODEL.split(), *line.split()])
+    assert says in str(refused.value)
+
+
+def test_a_search_that_is_interrupted_says_its_best_so_far():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+
+    def interrupted(done, among, best):
+        if best is not None:
+            raise KeyboardInterrupt
+
+    found = search(config, 4, GIB, SLOW, 1000, interrupted, jobs=2)
+    assert found.stopped
+    assert found.best
+    assert report(found, GIB).startswith("the search was stopped; these are the best plans until then\n 1. ")

@@ -240,13 +240,6 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
         try_slices(found, slices, memory, device)
     yours = _yours(own, devices, size, device)
     best = best_of(found)
-    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {device.assumed}", *said]
-    text.append(report(found, memory, device, yours))
-    undone = sorted({name for x in best for name in _left_out(argv, x.config)})
-    if undone:
-        text.append(f"leave out of your flags for these plans: {' '.join(undone)}")
-    if flags.why:
-        text.append(why(flags.why, best, yours))
     rows = [
         {
             "step_s": x.step,
@@ -254,10 +247,18 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
             "schedule": x.schedule,
             "parts_s": x.parts,
             "flags": flags_of(x.config),
+            "leave_out": _left_out(argv, x.config),
             "plan": digest(x.plan, x.config),
         }
         for x in best
     ]
+    text = [f"{devices} devices of {flags.memory_gib:g} GiB; assumed: {device.assumed}", *said]
+    text.append(report(found, memory, device, yours))
+    undone = sorted({name for row in rows for name in row["leave_out"]})
+    if undone:
+        text.append(f"leave out of your flags for these plans: {' '.join(undone)}")
+    if flags.why:
+        text.append(why(flags.why, best, yours))
     return "\n".join(text), rows
 
 

@@ -114,7 +114,9 @@ def asked_of(
 
 def own_values(own: Config) -> dict[str, str]:
     """Return the value of each axis in the user's own flags."""
-    found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(own), strict=True)}
+    # A run without --micro-batch-size has no layout yet; one sequence stands for it.
+    whole = own.with_fields(micro_batch_size=own.batch.micro_batch_size or 1)
+    found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(whole), strict=True)}
     found["schedule"] = own.parallel.pipeline_schedule or PLAIN
     found["recompute"] = _word(own.model.recompute_granularity)
     found["sharding"] = _word(own.parallel.shards_grads)

@@ -1,0 +1,131 @@
+"""Paste the flags of searched plans, and see that a run with them has the plan that was promised.
+
+    python -m tools.proofs.pasted --draws 200
+
+Each draw is a small model, a number of devices, their memory and rates, and the user's own layout
+flags. `plan --search` runs as a user's command does. The flags of every plan of its list are put
+after the user's own flags, without the ones that it says to leave out, and the plan of that command
+line has to have the same digest, the same seconds and the same peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megapipe.commands.plan.main import main as plan_command
+from megapipe.errors import ScheduleError, UserError
+
+BASE = (
+    "--train-iters 9 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --bf16 --seq-length 64 "
+    "--max-position-embeddings 64 --num-attention-heads 4"
+)
+MODELS = (
+    "--num-layers 4 --hidden-size 64",
+    "--num-layers 8 --hidden-size 32 --swiglu --normalization RMSNorm --disable-bias-linear",
+    "--num-layers 6 --hidden-size 64 --untie-embeddings-and-output-weights",
+    "--num-layers 4 --hidden-size 32 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2",
+    "--num-layers 4 --hidden-size 64 --mtp-num-layers 1",
+)
+OWN = (
+    "",
+    "--pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --micro-batch-size 1",
+    "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+    "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
+    "--pipeline-model-parallel-size 2 --pipeline-slices 2",
+)
+RATES: tuple[dict[str, float], ...] = (
+    {},
+    {"flops": 1e11, "inside": 1e9, "outside": 1e8, "overhead": 1e-5, "node": 2},
+    {"flops": 1e12, "inside": 1e10, "outside": 1e9, "overhead": 1e-6, "node": 4},
+)
+
+
+def drawn(random: Random, folder: Path) -> list[str]:
+    """Return the words of a command line without --search."""
+    rates = folder / "rates.json"
+    rates.write_text(json.dumps(random.choice(RATES)))
+    vocab = random.choice((100, 1000))
+    words = f"{BASE} {random.choice(MODELS)} {random.choice(OWN)} --vocab-size {vocab}"
+    words += f" --global-batch-size {random.choice((4, 8, 16))} --rates {rates}"
+    return [*words.split(), "--world-size", random.choice("1248")]
+
+
+def asked(words: list[str], folder: Path) -> Any:
+    """Return the numbers that `megapipe plan` writes for a command line."""
+    out = folder / "out.json"
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        plan_command([*words, "--json", str(out)])
+    return json.loads(out.read_text())
+
+
+def without(words: list[str], names: set[str]) -> list[str]:
+    """Return the words without these flags and their values."""
+    kept: list[str] = []
+    leaving = False
+    for word in words:
+        if word.startswith("--"):
+            leaving = word in names
+        if not leaving:
+            kept.append(word)
+    return kept
+
+
+def differences(words: list[str], found: dict[str, Any], folder: Path) -> str:
+    """Return how the plan of the pasted flags differs from the found one; empty if it does not."""
+    line = [*without(words, set(found["leave_out"])), *found["flags"]]
+    try:
+        made = asked(line, folder)
+    except (UserError, ScheduleError) as error:
+        return f"refused: {error}"
+    told = (found["plan"], found["step_s"], found["peak_bytes"])
+    is_now = (made["plan"], made["step"]["predicted"]["seconds"], max(made["peak_bytes"]))
+    return "" if told == is_now else f"{told} became {is_now}"
+
+
+def main() -> int:
+    """Draw, and print each plan whose flags make another one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    random = Random(args.seed)
+    plans = 0
+    wrong = 0
+    none = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for n in range(args.draws):
+            words = drawn(random, folder)
+            memory = random.choice(("0.01", "0.02", "0.1", "80"))
+            search = [*words, "--search", "--memory-gib", memory, "--search-jobs", "1"]
+            try:
+                best = asked(search, folder)
+            except UserError as error:
+                print(f"{n}: {shlex.join(search)}\n   refused: {error}", flush=True)
+                wrong += 1
+                continue
+            none += not best
+            for found in best:
+                plans += 1
+                if told := differences(words, found, folder):
+                    wrong += 1
+                    print(f"{n}: {shlex.join(words)}\n   {shlex.join(found['flags'])}\n   {told}")
+    print(f"{args.draws} searches, {none} without a plan, {plans} plans, {wrong} differ")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
