@@ -240,7 +240,7 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
         try_slices(found, slices, memory, device)
     yours = _yours(own, devices, size, device)
     best = best_of(found)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "step_s": x.step,
             "peak_bytes": x.peak,
