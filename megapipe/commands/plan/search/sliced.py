@@ -6,6 +6,7 @@ from itertools import product
 from math import inf
 from operator import attrgetter
 
+from megapipe.checks.run import flag_problems
 from megapipe.commands.plan.search.cells import under
 from megapipe.commands.plan.search.final import of_run
 from megapipe.commands.plan.search.found import Search
@@ -57,6 +58,10 @@ def _take(found: Search, config: Config, memory: float, device: Device) -> None:
     count = int(par.pipeline_slices or 1)
     if par.pipeline_model_parallel_size * chunks * config.num_microbatches * count > CELLS:
         found.lost["of too many slices to look at"] += 1
+        return
+    # A run may refuse slices of this model, for example with multi-token prediction.
+    if flag_problems(config):
+        found.lost["refused by the checks of a run"] += 1
         return
     try:
         found.take(of_run(config, device), memory)

@@ -1,6 +1,6 @@
 """Paste the flags of searched plans, and see that a run with them has the plan that was promised.
 
-    python -m tools.proofs.pasted --draws 200
+    python -m tools.proofs.inputs.pasted --draws 200
 
 Each draw is a small model, a number of devices, their memory and rates, and the user's own layout
 flags. `plan --search` runs as a user's command does. The flags of every plan of its list are put
