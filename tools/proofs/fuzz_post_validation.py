@@ -134,8 +134,8 @@ class Case:
         )
 
 
-class _Spoil(torch.autograd.Function):
-    """Its gradient times a factor."""
+class Spoil(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -271,7 +271,7 @@ def _effort(name: str) -> dict[str, Any]:
     return {"effort": 0.1} if entry_of(name).searched else {}
 
 
-_spoil: Any = _Spoil.apply
+_spoil: Any = Spoil.apply
 
 
 def main() -> int:

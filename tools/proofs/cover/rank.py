@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from megapipe.training.pretrain import Training, pretrain
 from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import StepResult
 from tools.proofs.cover.choices import SEQ, VOCAB, Case, config_of
+from tools.proofs.equivalence import Part as Part
+from tools.proofs.fuzz_post_validation import Spoil
 
 SPOILED_STEP = 3
 """The iteration, counted from 1, whose gradients are multiplied by a factor."""
@@ -51,17 +53,6 @@ So few that the sizes of a case decide: some keep them, some do not.
 """
 BLOCK_ROWS = 8
 """Rows of the vocabulary in a block of the head, so that a case has several."""
-
-
-class Part(NamedTuple):
-    """A rank's part of a tensor of the whole model.
-
-    Attributes:
-        pieces: by dimension (i, n): the tensor is piece i of n there.
-    """
-
-    tensor: Tensor
-    pieces: dict[int, tuple[int, int]]
 
 
 @dataclass
@@ -92,19 +83,6 @@ class Narrow:
         return self.items[sample].astype(np.int32)
 
 
-class _Spoil(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
-
-
 def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
     """Train one rank's part of a case and write its Numbers to a file.
 
@@ -126,7 +104,7 @@ def run_rank(case: Case, layers: int, more: Sequence[str], to: Path) -> None:
 
         def spoiled(output: Tensor) -> tuple[Tensor, ...]:
             loss, *more = loss_func(output)
-            return _Spoil.apply(loss, factor), *more  # type: ignore[no-untyped-call]
+            return Spoil.apply(loss, factor), *more  # type: ignore[no-untyped-call]
 
         return output, spoiled
 

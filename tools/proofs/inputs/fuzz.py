@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.flags.parse import parse, run  # noqa: E402
+from tools.proofs.inputs.commands import gist  # noqa: E402
 from tools.proofs.inputs.damage import damage_file, damage_words  # noqa: E402
 from tools.proofs.inputs.forked import Limits, block_signals, run_forked  # noqa: E402
 from tools.proofs.inputs.scenes import Scene, make, read_scenes  # noqa: E402
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> None:
             slowest[kind] = max(slowest[kind], int(1e3 * (time.monotonic() - began)))
             table[kind, verdict] += 1
             if verdict not in ("accepted", "refused"):
-                where = f"{kind}, {verdict}: {_gist(text)}"
+                where = f"{kind}, {verdict}: {gist(text)}"
                 found.setdefault(where, []).append(str(n))
                 if len(found[where]) == 1:
                     print(f"{where}  (--only-draw {n})", flush=True)
@@ -142,13 +143,6 @@ def judge(code: int | None, text: str, wanted: frozenset[str]) -> str:
         return "crash"
     named = any(re.search(rf"(?<!\w){re.escape(word)}", text) for word in wanted)
     return "refused" if named else "refused without its place"
-
-
-def _gist(text: str) -> str:
-    """Where a traceback ends in our code, or the last line."""
-    lines = text.strip().splitlines() or ["nothing printed"]
-    places = re.findall(r'File "[^"]*/((?:megapipe|tools|pretrain_gpt)[^"]*)", line (\d+)', text)
-    return (f"{places[-1][0]}:{places[-1][1]} " if places else "") + lines[-1][:150]
 
 
 def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
