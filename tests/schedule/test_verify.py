@@ -65,48 +65,52 @@ def test_every_schedule_is_valid(name: str) -> None:
     verify(build(name, 4, 8))
 
 
-def test_a_missing_pass() -> None:
-    assert "rank 1: 1F2 is missing" in sentence(edited("zb-h1", lambda rows: remove(rows, "1F2")))
-    assert "rank 0: 0W3 is missing" in sentence(edited("zb-h1", lambda rows: remove(rows, "0W3")))
-    assert "rank 0: 0BW3 is missing (or 0B3 and 0W3)" in sentence(edited("1f1b", lambda rows: remove(rows, "0BW3")))
+THREE = [tuple(Pass(Kind.F, 0, i) for i in range(3))]
+SPOILT = {
+    "a missing F": ("zb-h1", lambda rows: remove(rows, "1F2"), ["rank 1: 1F2 is missing"]),
+    "a missing W": ("zb-h1", lambda rows: remove(rows, "0W3"), ["rank 0: 0W3 is missing"]),
+    "a missing BW": ("1f1b", lambda rows: remove(rows, "0BW3"), ["rank 0: 0BW3 is missing (or 0B3 and 0W3)"]),
+    "a doubled pass": (
+        *("zb-h1", lambda rows: rows[0].append(rows[0][0])),
+        ["rank 0, step 12, 0F0: runs twice, first at step 0"],
+    ),
+    "a backward done whole and in parts": (
+        *("zb-h1", lambda rows: rows[1].append((Pass(Kind.BW, 1, 0),))),
+        ["rank 1, step 1, 1B0: 1BW0 at step 12 does it too"],
+    ),
+    "B before F": (
+        *("zb-h1", lambda rows: swap(rows, "1F0", "1B0")),
+        ["rank 1, step 0, 1B0: runs before 1F0 at step 1"],
+    ),
+    "W before B": ("zb-h1", lambda rows: swap(rows, "0W0", "0B0"), ["0W0: runs before 0B0"]),
+    "a pass on the wrong rank": (
+        *("zb-h1", lambda rows: rows[0].append(remove(rows, "1W3"))),
+        ["rank 0, step 12, 1W3: stage 1 is on rank 1", "rank 1: 1W3 is missing"],
+    ),
+    "no such stage or microbatch": (
+        *("1f1b", lambda rows: rows[0].extend([(Pass(Kind.F, 7, 0),), (Pass(Kind.F, 0, 9),)])),
+        [
+            "rank 0, step 8, 7F0: there is no stage 7, only 0 to 1",
+            "rank 0, step 9, 0F9: there is no microbatch 9, only 0 to 3",
+        ],
+    ),
+    "a microbatch on both copies of the model": (
+        *("dualpipe", lambda rows: rows[0].append((Pass(Kind.F, 3, 0),))),
+        ["3F0: microbatch 0 runs through chain 0, this stage is in another"],
+    ),
+    "a rank too few": ("1f1b", lambda rows: rows.pop(), ["the table has 1 ranks, its placement 2"]),
+    "a step that is no pair": (
+        *("gpipe", lambda rows: rows[0].__setitem__(slice(0, 3), THREE)),
+        ["rank 0, step 0, 0F0 0F1 0F2: a step is one pass, or two of F, B, W and BW"],
+    ),
+}
 
 
-def test_a_doubled_pass() -> None:
-    text = sentence(edited("zb-h1", lambda rows: rows[0].append(rows[0][0])))
-    assert "rank 0, step 12, 0F0: runs twice, first at step 0" in text
-
-
-def test_a_backward_done_whole_and_in_parts() -> None:
-    text = sentence(edited("zb-h1", lambda rows: rows[1].append((Pass(Kind.BW, 1, 0),))))
-    assert "rank 1, step 1, 1B0: 1BW0 at step 12 does it too" in text
-
-
-def test_b_before_f() -> None:
-    assert "rank 1, step 0, 1B0: runs before 1F0 at step 1" in sentence(
-        edited("zb-h1", lambda rows: swap(rows, "1F0", "1B0"))
-    )
-
-
-def test_w_before_b() -> None:
-    text = sentence(edited("zb-h1", lambda rows: swap(rows, "0W0", "0B0")))
-    assert "0W0: runs before 0B0" in text
-
-
-def test_a_pass_on_the_wrong_rank() -> None:
-    text = sentence(edited("zb-h1", lambda rows: rows[0].append(remove(rows, "1W3"))))
-    assert "rank 0, step 12, 1W3: stage 1 is on rank 1" in text
-    assert "rank 1: 1W3 is missing" in text
-
-
-def test_a_stage_or_microbatch_that_does_not_exist() -> None:
-    text = sentence(edited("1f1b", lambda rows: rows[0].extend([(Pass(Kind.F, 7, 0),), (Pass(Kind.F, 0, 9),)])))
-    assert "rank 0, step 8, 7F0: there is no stage 7, only 0 to 1" in text
-    assert "rank 0, step 9, 0F9: there is no microbatch 9, only 0 to 3" in text
-
-
-def test_a_microbatch_on_both_copies_of_the_model() -> None:
-    text = sentence(edited("dualpipe", lambda rows: rows[0].append((Pass(Kind.F, 3, 0),))))
-    assert "3F0: microbatch 0 runs through chain 0, this stage is in another" in text
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_is_wrong_with_a_table_is_said_with_its_place(what: str) -> None:
+    name, spoil, said = SPOILT[what]
+    text = sentence(edited(name, spoil))
+    assert all(part in text for part in said)
 
 
 def test_ranks_that_wait_for_each_other() -> None:
@@ -153,16 +157,6 @@ def test_a_limit_exceeded_by_another_pass_than_a_forward(costs: Costs, shares: b
 def test_a_rank_without_passes_holds_nothing() -> None:
     rows = (((Pass(Kind.F, 0, 0),), (Pass(Kind.BW, 0, 0),)), ())
     verify(Schedule("one", Placement((0, 1), 1), 1, rows), memory=2)
-
-
-def test_a_rank_too_few() -> None:
-    assert "the table has 1 ranks, its placement 2" in sentence(edited("1f1b", lambda rows: rows.pop()))
-
-
-def test_a_step_that_is_no_pair() -> None:
-    three = tuple(Pass(Kind.F, 0, i) for i in range(3))
-    text = sentence(edited("gpipe", lambda rows: rows[0].__setitem__(slice(0, 3), [three])))
-    assert "rank 0, step 0, 0F0 0F1 0F2: a step is one pass, or two of F, B, W and BW" in text
 
 
 def test_two_passes_run_together_need_nothing_of_each_other() -> None:

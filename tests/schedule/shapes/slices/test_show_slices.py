@@ -57,17 +57,12 @@ def test_what_slices_do_not_go_with_is_refused(more, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("flags", [["--cuts", "equal"], ["--attention-share", "0.3"]])
-def test_flags_of_slices_need_slices(flags):
-    with pytest.raises(ScheduleError, match="are of slices: add --slices 4, or leave them out"):
-        schedules.main([*ASKED[:6], *flags])
-
-
-@pytest.mark.parametrize("flags", [["--cuts", "equal"], ["--attention-share", "0.3"], ["--documents", "1"]])
-def test_flags_of_slices_need_more_than_one(flags):
+@pytest.mark.parametrize("flags", ["--cuts equal", "--attention-share 0.3", "--documents 1"])
+@pytest.mark.parametrize("slices, remedy", [("", "add --slices 4"), ("--slices 1 ", "give --slices 4 in place of 1")])
+def test_flags_of_slices_need_several(slices, flags, remedy):
     """They were ignored in silence (found by drawn command lines)."""
-    with pytest.raises(ScheduleError, match="are of slices: give --slices 4 in place of 1, or leave them out"):
-        schedules.main([*ASKED[:6], "--slices", "1", *flags])
+    with pytest.raises(ScheduleError, match=f"are of slices: {remedy}, or leave them out"):
+        schedules.main([*ASKED[:6], *f"{slices}{flags}".split()])
 
 
 def test_lengths_of_slices_are_as_many_as_slices_and_are_of_show():
