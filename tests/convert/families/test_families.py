@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,38 @@ def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, t
         written = FAMILIES[family].write(done.config.model) | {"model_type": family, "vocab_size": 101}
         again, its = type(config)(**json.loads(json.dumps(written))).to_dict(), config.to_dict()
         assert {key: again.get(key) for key in its.keys() - IGNORED} == {key: its[key] for key in its.keys() - IGNORED}
+
+
+# Without them a model of these sizes has the same tensors.
+FEATURES = {
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "window_size": None,
+    "per_layer_overrides": None,
+    "apply_layernorm_1p": False,
+    "no_bias_gelu_fusion": False,
+    "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_score_function": "softmax",
+}
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_a_model_without_one_of_the_familys_features_has_other_logits(family, tmp_path):
+    """Tiny random models may hide a feature, and then equal logits prove nothing of it."""
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        want = saved(DRAWN[family](random.Random(f"{family}{seed}")), folder / "hf")
+        done = import_checkpoint(folder / "hf", folder / "ours", divisible_by=8)
+        model = done.config.model
+        for name, plain in FEATURES.items():
+            if getattr(model, name) == plain:
+                continue
+            other = replace(model, **{name: plain})
+            if name == "moe_router_num_groups":
+                other = replace(other, moe_router_group_topk=None, moe_router_group_score_topk=None)
+            moved = (ours(done.folder, other) - want).abs().max()
+            assert moved > 2e-5 * want.abs().max(), (seed, name)
 
 
 def test_a_kimi_is_computed_as_a_deepseek(tmp_path):
