@@ -13,7 +13,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
     """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
-    said = rotary(draw) | {"pad_token_id": 0} | more
+    said = rotary(draw) | {"pad_token_id": 0, "initializer_range": 0.1} | more
     sizes = {key: value for key, value in said.items() if key not in without.split()}
     return transformers.AutoConfig.for_model(name, **sizes)
 
