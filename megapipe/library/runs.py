@@ -48,6 +48,7 @@ def make_plan(config: Config) -> Plan:
     Raises: ConfigError with every problem of the configuration. ScheduleError if no schedule has
         what the flags ask for.
     """
+    # `megapipe plan` prints the configuration too, so it calls `ready` itself.
     return plan.make_plan(ready(config))
 
 

@@ -27,6 +27,7 @@ File = str | Path
 """A path of a file."""
 
 
+# Two signatures: a type checker asks for a size with a name, and refuses one with a recipe.
 @overload
 def build(
     order: str,
@@ -76,6 +77,7 @@ def build(
     if isinstance(order, Recipe):
         if ranks is not None or microbatches is not None or chunks is not None or options:
             raise TypeError("a Recipe has its own ranks, microbatches, chunks and options")
+        # Problems name parts by the user's word for them. Here that is the field of the recipe.
         named = {field.name: f"Recipe.{field.name}" for field in fields(order)}
         if problems := list(order.problems(named)):
             raise ScheduleError(problems)
@@ -198,6 +200,7 @@ def save(
         write_complete(file, to_json(schedule, costs, line))
     elif ending != ".csv":
         raise ScheduleError(f"{file}: a schedule file ends in .json or .csv.")
+    # Refused and not dropped: a file of a run would have lost its costs in silence.
     elif costs is not None or recipe is not None:
         raise ScheduleError(f"{file}: CSV has no costs and no recipe. Write .json.")
     else:
