@@ -47,7 +47,7 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """Remove a folder if an error ends its block."""
+    """Yield a folder, and remove it with its content if an error ends the block."""
     try:
         yield folder
     # An interrupt of the user leaves nothing, either.

@@ -29,10 +29,13 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 
 def number_problems(model: ModelConfig) -> list[str]:
-    """Return the numbers outside their flags' ranges, with which a checkpoint could not be read."""
+    """Return a sentence for each number outside its flag's range.
+
+    A checkpoint with such a number could not be loaded.
+    """
     return check_numbers(replace(_RUN, model=model))[1]
 
 
 def _normalised(model: ModelConfig) -> bool:
-    """Return whether the softmax covers the chosen experts only."""
+    """Return whether the router's softmax is over a token's chosen experts, and not over all."""
     return model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax

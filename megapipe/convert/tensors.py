@@ -86,7 +86,7 @@ class SavedTensors:
                 self.shapes[key] = tuple(fact.size)
 
     def read(self, key: str) -> Tensor:
-        """Return the whole tensor, on the CPU."""
+        """Return the whole tensor of a name, on the CPU."""
         tensor = torch.empty(self.shapes[key], dtype=self.dtypes[key])
         for path, offsets in self._parts[key]:
             with safe_open(path, framework="pt") as file:
@@ -97,7 +97,7 @@ class SavedTensors:
 
 
 def _listed(folder: Path) -> set[str] | None:
-    """Return the names of the files that belong to a model, None for all.
+    """Return the names of the safetensors files that belong to the model; None if all do.
 
     A folder of the Hugging Face hub may hold the same weights in a second form.
     """
@@ -224,7 +224,8 @@ def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, 
     """Return the layout of each parameter by name, tied ones included.
 
     Args:
-        span: only these layers, and depths of multi-token prediction if they end with the loss.
+        span: only these layers, with the model's depths of multi-token prediction if the span has
+            the loss. Default: the whole model.
     """
     own, *depths = whole(model.layers, model.depths)
     spans = [span or own]

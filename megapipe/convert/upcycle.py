@@ -28,7 +28,7 @@ from megapipe.tensor_parallel.rng import initial
 
 
 def dense_model(config: Config) -> ModelConfig:
-    """Return the dense model whose checkpoint a run with experts expects."""
+    """Return the dense model from whose checkpoint a run with --moe-use-upcycling begins."""
     model = config.model
     width = model.ffn * config.checkpoint.moe_upcycling_granularity
     return replace(model, num_experts=None, ffn_hidden_size=width)

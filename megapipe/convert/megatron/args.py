@@ -133,7 +133,11 @@ def config_of(args: Args, name: str) -> Config:
 
 
 def _unsupported(args: Args, position_kind: object) -> Iterator[str]:
-    """Yield a sentence for each argument that is missing or means a model that megapipe lacks."""
+    """Yield a sentence for each argument that is missing or means a model that megapipe lacks.
+
+    Args:
+        position_kind: the kind of position embedding.
+    """
     for key in _OTHER.split():
         value = args.get(key)
         if value and value != _USUAL.get(key):
@@ -178,9 +182,9 @@ def _run(args: Args) -> dict[str, Any]:
 
 
 def left_out(args: Args) -> list[str]:
-    """Return the arguments of training and data whose choice megapipe does not have.
+    """Return the names of training and data arguments with a choice that megapipe lacks.
 
-    An import drops them: the weights do not depend on them.
+    An example is a tokenizer's type. An import drops them: no weight depends on them.
     """
     # Only fields with a list of choices can have a choice that is unknown here.
     found = []

@@ -120,7 +120,7 @@ class DistributedTensors:
                 self.objects[key.split("/shard_")[0]] = Chunk((), (), *place)
 
     def _places(self) -> Iterator[tuple[tuple[str, str], tuple[str, int | None]]]:
-        """Yield the items of `places`."""
+        """Yield ((kind, megapipe's name), (key, layer)) for each tensor, as in `places`."""
         for key, size in self.sizes.items():
             # An extra state holds Transformer Engine's FP8 scales, which a run finds anew.
             if FLAT.match(key) or "_extra_state" in key:
@@ -189,7 +189,7 @@ class DistributedTensors:
         return found
 
     def pieces(self, name: str) -> int:
-        """Return 1: `shapes` are of whole tensors, and not of slices of several ranks."""
+        """Return 1, because `shapes` are of whole tensors and not of a rank's slices."""
         return 1
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:

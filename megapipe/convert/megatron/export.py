@@ -71,7 +71,7 @@ class Export:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's two groups: parameters with weight decay, and without."""
+        """Return the settings of the optimizer's two groups, with weight decay and without."""
         flags = self.config.optimizer
         curve = self._curve()
         group = {
@@ -136,7 +136,8 @@ def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None)
         folder: iter_NNNNNNN.
         target: the folder of the export, which must be new or empty.
         optimizer: export the optimizer's state, if the checkpoint has it.
-        fused: see Export. Default: True for 16-bit weights.
+        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
+            Default: True for 16-bit weights.
     Raises: CheckpointError if the checkpoint is damaged or Megatron-LM cannot express it.
     """
     config = exportable(folder, target)

@@ -85,6 +85,8 @@ class FlatState:
 
         Args:
             kind: exp_avg, exp_avg_sq or master.
+            name: name of the parameter.
+            layout: its layout.
         """
         # Tensor-parallel slices have one size, and each rank's row the slice of that rank.
         numel = math.prod(layout.local(Axis(size=len(self.rows))))
@@ -97,10 +99,10 @@ class FlatState:
     def _starts(
         self, row: Row, names: Iterable[str], rank: int, weight: Weight
     ) -> dict[str, int] | None:
-        """Return the start of each parameter in a row; None if its numbers are not theirs.
+        """Return the start of each parameter in a row; None if the row has another order.
 
         Args:
-            names: the parameters in the order of the row.
+            names: the parameters in a possible order of the row.
             rank: the tensor-parallel rank of the row.
         """
         bucket = 0
@@ -127,9 +129,10 @@ class FlatState:
 
 
 def _holds(row: Row, start: int, weight: Tensor) -> bool:
-    """Return whether a row's main parameters at a place round to a weight's numbers.
+    """Return whether a row's main parameters, from `start` on, round to a weight's numbers.
 
     Args:
+        start: a place in the row.
         weight: [n], in the type of the model.
     """
     stop = start + weight.numel()

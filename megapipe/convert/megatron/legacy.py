@@ -86,7 +86,7 @@ class LegacyTensors:
         self._collect()
 
     def _check_ranks(self) -> None:
-        """Raise CheckpointError if a rank's file is missing or the experts' split is unknown."""
+        """Raise CheckpointError if a rank's file is missing or the experts' split not supported."""
         ranks = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
         missing = [rank for rank in ranks if rank not in self.paths]
         # Experts that tensor-parallel ranks do not split are spread over these ranks too. Then not
@@ -121,7 +121,7 @@ class LegacyTensors:
             yield chunk
 
     def _collect(self) -> None:
-        """Sort the tensors of all ranks by kind and name."""
+        """Gather the slices of every weight and state from all ranks, and find copies that differ."""
         experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         seen: set[tuple[int, int]] = set()
         for rank in self.chunks:
@@ -208,7 +208,7 @@ class LegacyTensors:
         return found
 
     def _rows(self, t: int, p: int) -> Iterator[Row]:
-        """Yield the row of each model chunk of a rank."""
+        """Yield the distributed optimizer's row of each model chunk of a rank."""
         path = self.paths[t, p, 0].parent / _STATE_FILE
         content = read_torch(path)
         if not content.get("buckets_coalesced"):
@@ -295,11 +295,11 @@ class LegacyTensors:
 
 
 def rank_folder(rank: Rank, pp: int, ep: int) -> str:
-    """Return the name of a rank's folder, which leaves out the ranks of sizes of 1.
+    """Return the name of a rank's folder, such as mp_rank_01_000.
 
     Args:
-        pp: number of pipeline ranks.
-        ep: number of expert-parallel ranks.
+        pp: number of pipeline ranks. With only one, the name has no pipeline rank.
+        ep: number of expert-parallel ranks, in the same way.
     """
     t, p, e = rank
     name = f"mp_rank_{t:02d}"

@@ -103,7 +103,11 @@ _DEPTH = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.")
 
 
 def common_name(name: str) -> str:
-    """Return megapipe's name of a parameter, given its name under either kind of layers."""
+    """Return megapipe's name of a parameter.
+
+    Args:
+        name: its name in Megatron-LM's own layers or in Transformer Engine's.
+    """
     # "module." is a wrapper's; the second "experts." is in the keys of `torch_dist` only.
     name = name.removeprefix("module.").replace("mlp.experts.experts.", "mlp.experts.")
     name = _DEPTH.sub(rf"\1{_DEPTH_LAYER}", name)
@@ -147,9 +151,9 @@ def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
 
 
 def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
-    """Return the keys in `torch_dist` under which a parameter of a layer is written.
+    """Return the keys under which a layer's parameter is written to a `torch_dist` checkpoint.
 
-    There are two for a norm that Megatron-LM's own layers and Transformer Engine's look for under
+    A norm may have two, because Megatron-LM's own layers and Transformer Engine's look for it under
     different keys.
 
     Args:
@@ -170,7 +174,7 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
 
 
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
-    """Return the name under Transformer Engine's layers of a parameter of a layer.
+    """Return a parameter's name in one of Transformer Engine's layers.
 
     Args:
         name: megapipe's name within the layer.
@@ -227,10 +231,12 @@ def orders(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _place(name: str, numbers: Mapping[str, int]) -> tuple[int, int, int, bool]:
-    """Return a parameter's part of the model, layer and module as numbers, and if it is a bias.
+    """Return a key by which a model chunk's parameters are sorted in the order of its modules.
 
     Args:
+        name: megapipe's name of the parameter.
         numbers: place of each module within a layer.
+    Returns: the part of the model, the layer, the module, and whether it is a bias.
     """
     module, kind = name.rsplit(".", 1)
     part = next(n for n, start in enumerate(_PARTS) if module.startswith(start))

@@ -106,5 +106,6 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class that stands for a name in the pickle, instead of importing it."""
         full = f"{module}.{name}"
         return self._classes.setdefault(full, _named(full))

@@ -175,7 +175,7 @@ class _RankFile:
             self.names = engine_layers[0]
 
     def content(self) -> dict[str, Any]:
-        """Return the arguments, the weights, and the optimizer's state if it is exported."""
+        """Return the object to save: arguments, weights, and the optimizer's state if exported."""
         export = self.export
         content = export.common(args_of(export.config) | self.sizes.args())
         tensors = self.tensors("")
@@ -249,7 +249,11 @@ class _RankFile:
         return found
 
     def _stage_name(self, name: str) -> str:
-        """Return a parameter's name in the modules of this rank, whose first layer is layer 0."""
+        """Return Megatron-LM's name of a parameter on this rank, whose first layer is layer 0.
+
+        Args:
+            name: megapipe's name, with the layer's number in the whole model.
+        """
         place = in_layer(name, self.model)
         if place is None:
             return name

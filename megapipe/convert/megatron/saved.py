@@ -40,6 +40,10 @@ class Source(Protocol):
     Attributes:
         folder: the checkpoint's folder.
         copies: names of tensors that a later stage has with other numbers than the first stage.
+        common: data other than tensors.
+
+    `shapes` returns the shapes of all tensors of a kind, which may be one rank's slices; `pieces`
+    returns the number of slices of a tensor. `read` returns the whole tensor.
     """
 
     folder: Path
@@ -120,9 +124,9 @@ class SavedRun:
         return bool(named and not self.args.get("no_save_optim"))
 
     def state(self) -> tuple[Read, int]:
-        """Check the optimizer's state, and return how it is read and the number of its steps.
+        """Check the optimizer's state, and return a function that reads it.
 
-        Returns: a function that reads weights and state, and the steps.
+        Returns: a function that reads weights and state, and the number of the optimizer's steps.
 
         Raises: CheckpointError if the state is damaged, or its form or optimizer not supported.
         """

@@ -214,10 +214,11 @@ def export_megatron(
 
 
 def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_state: bool) -> None:
-    """Write a tensor of megapipe under all of Megatron-LM's keys.
+    """Write one of megapipe's tensors under all keys by which Megatron-LM looks for it.
 
     Args:
-        name: megapipe's name, also of the optimizer's state.
+        name: megapipe's name of a weight, or of a tensor of the optimizer's state.
+        tensor: the whole tensor.
         with_state: whether the optimizer's state is exported.
     """
     kinds: tuple[str, ...] = ()
@@ -254,7 +255,7 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
 
 
 def _extras(model: ModelConfig) -> Iterator[str]:
-    """Yield the keys of modules that look for a state of their own, empty without FP8."""
+    """Yield the _extra_state keys that Megatron-LM's modules look for, empty without FP8."""
     for layer in range(model.layers):
         if is_uniform(model):
             yield from _layer_extras(model, layer, "decoder.layers.", (layer, model.layers))
@@ -272,7 +273,7 @@ def _extras(model: ModelConfig) -> Iterator[str]:
 def _layer_extras(
     model: ModelConfig, layer: int, start: str, part: tuple[int, int] | None = None
 ) -> Iterator[str]:
-    """Yield the keys of one layer's modules that look for a state of their own.
+    """Yield the _extra_state keys of one layer's modules.
 
     Args:
         layer: its number, which decides its kind.
@@ -299,7 +300,7 @@ def _layer_extras(
 
 
 def _state(export: Export, separate: bool) -> dict[str, Any]:
-    """Return the optimizer's and scheduler's data other than tensors, empty without their state.
+    """Return the data of optimizer and scheduler without moments; {} if no state is exported.
 
     Args:
         separate: whether experts have an optimizer of their own.
