@@ -121,7 +121,7 @@ class LegacyTensors:
             yield chunk
 
     def _collect(self) -> None:
-        """Gather the slices of every weight and state from all ranks, and find copies that differ."""
+        """Gather the slices of all weights and states of all ranks; find copies that differ."""
         experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         seen: set[tuple[int, int]] = set()
         for rank in self.chunks:
