@@ -1,4 +1,5 @@
-"""What all checks add to a start and to a step, in milliseconds of one core: `python tools/bench/checks.py`.
+"""Measure what all checks add to a start and to a step, in milliseconds of one core: `python
+tools/bench/checks.py`.
 
 Ranks check side by side, so that a start waits for one rank's checks, and for the store that all of them ask. The store
 is one process, whose time grows with the ranks: its slope is measured, and 1,024 ranks are reckoned from it.
@@ -52,14 +53,17 @@ STEPS, IDLE_S = 2000, 5.0
 
 
 def ms(work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
-    """What it takes, once."""
+    """Return the milliseconds that one call takes."""
     began = clock()
     work()
     return 1e3 * (clock() - began)
 
 
 def meeting(ranks: int, says: dict[str, str]) -> float:
-    """Milliseconds until so many ranks, threads with connections of their own, have met and compared; median of 5."""
+    """Return the milliseconds until all ranks have met and compared, median of 5.
+
+    Ranks are threads with connections of their own.
+    """
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, None, False) for _ in range(ranks)]
 

@@ -1,4 +1,4 @@
-"""What context parallelism costs and saves on one layer: balance, bytes held, bytes sent, CPU time.
+"""Measure context parallelism on one layer: balance, bytes held, bytes sent, CPU time.
 
     python tools/bench/context.py --tokens 8192 32768 --ranks 1 2 4
     python tools/bench/context.py --balance --tokens 32768 --ranks 2 4 8
@@ -57,7 +57,7 @@ class Counted(Axis):
 
 
 class Measured(NamedTuple):
-    """Of one rank: bytes held between forward and backward, bytes sent in each."""
+    """Bytes of one rank: held between forward and backward, and sent in each."""
 
     held: int
     forward: int
@@ -93,7 +93,7 @@ def work(tokens: int, ranks: int, documents: Documents | None = None) -> list[in
 
 
 def spread(counts: Iterable[int]) -> float:
-    """Of the rank with most over the mean."""
+    """Return by what fraction the largest value of a rank exceeds the mean."""
     found = list(counts)
     return max(found) * len(found) / sum(found) - 1
 
@@ -118,7 +118,7 @@ def balance(tokens: int, ranks: int) -> str:
 
 @dataclass(frozen=True)
 class Flags:
-    """What context parallelism holds, sends and computes in a layer, beside the plan."""
+    """Compare the memory, messages and time of context parallelism in one layer with the plan's."""
 
     tokens: tuple[int, ...] = (8192, 32768)
     """Lengths of the sequence."""

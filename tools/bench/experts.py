@@ -1,4 +1,5 @@
-"""A layer of experts beside a dense MLP of the same active FLOPs, and beside transformers' own: forward and backward.
+"""Time a layer of experts, a dense MLP of the same active FLOPs, and transformers' own layer:
+forward and backward.
 
     python tools/bench/experts.py --tokens-per-expert 64
     torchrun --nproc-per-node 2 tools/bench/experts.py     # experts shared by the processes, beside all on each
@@ -30,7 +31,9 @@ from megapipe.tensor_parallel.rng import initialize
 
 @dataclass(frozen=True)
 class Flags:
-    """A layer of experts beside a dense MLP of the same active FLOPs, and beside transformers' own."""
+    """Compare a layer of experts with a dense MLP of the same active FLOPs, and with transformers'
+    own layer.
+    """
 
     hidden: int = 512
     """Width of the model."""
@@ -79,7 +82,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _shared(args: Flags, model: ModelConfig, tokens: int) -> None:
-    """A layer on each of the processes, its experts shared by them, beside one that has all: CPU time of a process."""
+    """Compare the CPU time of a process whose experts are shared by all processes with one that has
+    all experts.
+    """
     ranks = int(os.environ["WORLD_SIZE"])
     mesh = ProcessMesh.create(ParallelConfig(expert_model_parallel_size=ranks, distributed_backend="gloo"), CPU)
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Step times of one training under several sets of flags, in turns, so that a busy machine hits all alike.
+"""Time the steps of one training under several sets of flags.
+
+The sets take turns, so that a busy machine slows all of them equally.
 
 python tools/bench/flags.py --ranks 2 --variant '1f1b=' --variant 'zb-h1=--pipeline-schedule zb-h1' -- <flags of all>
 

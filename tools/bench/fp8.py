@@ -1,4 +1,4 @@
-"""Losses of a small model in FP8, by each recipe, beside those in bf16 and, for the size of a difference, in float32.
+"""Compare the losses of a small model in FP8, by each recipe, with losses in bf16 and in float32.
 
 python tools/bench/fp8.py --steps 50
 
@@ -55,7 +55,7 @@ def show(name: str, found: Sequence[float], usual: Sequence[float]) -> None:
 
 
 def losses(flags: Flags, precision: str) -> list[float]:
-    """Those of a run with these flags, step by step."""
+    """Return the losses of a run with these flags, step by step."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
         command = [sys.executable, "-m", "megapipe", "pretrain", *_MODEL.split(), *_RUN.split(), *precision.split()]

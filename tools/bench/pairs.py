@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _no_op(flags: Flags) -> None:
-    """Passes of nothing but waits for what is there."""
+    """Do nothing in a pass but wait for what it needs."""
     done = Started(lambda: None)
 
     def work() -> None:
@@ -165,7 +165,7 @@ def _step(flags: Flags, mesh: ProcessMesh, table: Schedule) -> Callable[[], floa
 
 
 def _lengthen(seconds: float) -> None:
-    """Let every collective of a pass be over so much later than gloo has it."""
+    """Let every collective of a pass take longer than gloo takes, by a given time."""
     made, wait = Pending.__init__, Pending.wait
 
     def init(self, *args, **given):  # type: ignore[no-untyped-def]

@@ -1,4 +1,5 @@
-"""Rehearsals beside real runs: step time, bubble and the peak memory of each rank, cell by cell.
+"""Compare rehearsals with real runs: step time, bubble and the peak memory of each rank, cell by
+cell.
 
 python tools/bench/rehearsal.py                 the whole table: 20 trainings at pp 2, 12 emulated steps at pp 4 and 8
 python tools/bench/rehearsal.py --steps 0       memory alone, which no other program on the machine disturbs
@@ -108,7 +109,7 @@ def row(pp: int, cell: str, rehearsal: Seen, real: Seen) -> None:
 
 
 def training(text: str, steps: int) -> tuple[Seen, Seen]:
-    """What a rehearsal says of a run of two processes, and the run."""
+    """Compare a rehearsal of a run of two processes with the run."""
     config, plan = prepared((MODEL + text).split(), 2)
     given = config, plan, answers_of(config, plan, world_ranks(config)), steps
     alone, real, peaks = zip(*run_ranks(2, _rank, *given), strict=True)

@@ -1,4 +1,5 @@
-"""How long a save blocks training, in milliseconds: `python tools/bench/save.py [--layers N --hidden H] [--saves K]`.
+"""Measure for how many milliseconds a save blocks training: `python tools/bench/save.py [--layers N
+--hidden H] [--saves K]`.
 
 One process trains a GPT on synthetic tokens. The save that waits is the run's first; each later one is begun in the
 background after a step, and steps go on until it is complete.
@@ -25,7 +26,10 @@ from megapipe.training.pretrain import Training
 
 @dataclass(frozen=True)
 class Flags:
-    """How long a save blocks training, in milliseconds: one process trains a GPT on synthetic tokens."""
+    """Measure for how many milliseconds a save blocks training.
+
+    One process trains a GPT on synthetic tokens.
+    """
 
     layers: int = 4
     """Of the model."""

@@ -80,7 +80,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Flags:
-    """Schedules run for real on emulated devices, beside their prediction and torch's runtime.
+    """Run schedules on emulated devices, and compare them with their prediction and with torch's
+    runtime.
 
     Processes, messages, executor and communicator are real; a pass sleeps instead of computing. All schedules run in
     one pool of processes and take turns step by step.
@@ -277,7 +278,7 @@ def _jobs(flags: Flags, costs: Costs) -> list[Job]:
 
 
 def overhead_here(ranks: int, message_kib: int, costs: Costs, repeats: int) -> tuple[float, float]:
-    """Seconds that a pass and a message cost on this machine beside what `costs` say of passes."""
+    """Return the seconds that a pass and a message cost on this machine in addition to `costs`."""
     job = Job("megapipe", build("zb-h1", ranks, 2 * ranks))
     settings = Turns(ranks, message_kib=message_kib, repeats=repeats)
     bare = replace(costs, comm=0.0)
@@ -311,7 +312,7 @@ def _row(job: Job, costs: Costs, steps: list[list[list[float]]]) -> Row:
 
 
 def _against_torch(i: int, jobs: list[Job], rows: list[Row], measured: list[list[list[list[float]]]]) -> Row:
-    """The row, beside torch's of the same schedule if there is one."""
+    """Return the row, with torch's time of the same schedule if torch has it."""
     peer = Job("torch", jobs[i].schedule)
     if peer not in jobs or jobs[i] == peer:
         return rows[i]

@@ -1,5 +1,6 @@
-"""Tokens per CPU-second of a training step, beside the same over tensor-parallel ranks and beside nanoGPT with
-torch.compile and fused AdamW, in the same run.
+"""Measure tokens per CPU-second of a training step, also over tensor-parallel ranks.
+
+In the same run, nanoGPT with torch.compile and fused AdamW is measured.
 
 git clone https://github.com/karpathy/nanoGPT; python tools/bench/training.py --nanogpt nanoGPT --tp 2
 

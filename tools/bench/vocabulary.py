@@ -1,5 +1,6 @@
-"""What sharing the vocabulary over pipeline ranks is worth: each schedule with the best whole-layer split, its head on
-the last stage, and with vocabulary passes, on emulated devices (emulate/device.py).
+"""Measure the gain of sharing the vocabulary over pipeline ranks, on emulated devices
+(emulate/device.py). Each schedule runs with the best split into whole layers, its head on the last
+stage, and with vocabulary passes.
 
 python tools/bench/vocabulary.py --pp 4 --microbatches 16 --head-layers 4
 python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8     by the clock alone, no run
@@ -33,7 +34,9 @@ LAYERS_PER_K = 9.6 / 256
 
 @dataclass(frozen=True)
 class Model:
-    """Of so many layers a rank and a head worth so many, under a schedule; ms: F, B, W of a rank's layers."""
+    """The layers of a rank and the size of the head in layers, under a schedule. ms: F, B, W of a
+    rank's layers.
+    """
 
     name: str
     ranks: int
@@ -64,8 +67,12 @@ class Model:
         return Job("megapipe", with_vocabulary(table, even), even)
 
     def balance(self) -> tuple[float, float]:
-        """Simulated step with vocabulary passes over that of the schedule if the head's work were spread over all its
-        passes, and how many microbatches more a rank holds at most."""
+        """Return two measures of how evenly vocabulary passes spread the head.
+
+        The first is the simulated step over the step of a schedule with the head's work spread over
+        all its passes. The second is the largest number of microbatches that a rank holds in
+        addition.
+        """
         job, more = self.shared(), 1 + self.head / self.layers / self.ranks
         plain = simulate(self.table, Costs(*(x / 1000 * more for x in self.ms)))
         costs = replace(job.costs or Costs(), mem_b=Costs().mem_b, mem_w=Costs().mem_w)
@@ -88,7 +95,9 @@ def balances(models: Sequence[Model]) -> str:
 
 
 def known(job: Job, overhead: float, comm: float) -> Costs:
-    """What its passes take here, with what each costs beside its work, and its messages."""
+    """Return the times of its passes on this machine, the cost of each pass in addition to its
+    work, and its messages.
+    """
     costs = job.costs or Costs()
     shared = {name: getattr(costs, name) + overhead for name in ("s", "t", "e")}
     return replace(costs, overhead=overhead, comm=comm, **shared)
@@ -96,7 +105,7 @@ def known(job: Job, overhead: float, comm: float) -> Costs:
 
 @dataclass(frozen=True)
 class Flags:
-    """A head on the last stage beside one that all ranks share, on emulated devices."""
+    """Compare a head on the last stage with a head that all ranks share, on emulated devices."""
 
     pp: int = 4
     """Ranks, each a process."""

@@ -1,4 +1,5 @@
-"""What `mkdocs build` adds to docs/: README as the first page, a page for each schedule, every flag, the API.
+"""Add pages to docs/ in `mkdocs build`: README as the first page, a page for each schedule, every
+flag, the API.
 
 A schedule's page is made of what stands elsewhere: its entry of the catalogue, its section of docs/schedules.md with
 picture, formula, paper and when to take it, and its numbers from the clock.
@@ -77,7 +78,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files beside docs/ lead to a copy of theirs, as text."""
+    """Let links to files outside of docs/ lead to a copy of the file, as text."""
     here = posixpath.dirname(page.file.src_uri)
 
     def copied(found: re.Match[str]) -> str:
@@ -93,7 +94,7 @@ _OUTSIDE = re.compile(r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)")  # a c
 
 
 def outside(file: File) -> list[str]:
-    """Files beside docs/ that a page links to."""
+    """Return the files outside of docs/ that a page links to."""
     here = posixpath.dirname(file.src_uri)
     paths = (posixpath.normpath(posixpath.join("docs", here, x)) for x in _OUTSIDE.findall(file.content_string))
     return [path for path in paths if not path.startswith("docs/")]
@@ -129,7 +130,7 @@ def page(name: str) -> str:
 
 
 def numbers(name: str) -> str:
-    """Makespan beside 1F1B's, bubble and peak at a few points."""
+    """Return the makespan next to 1F1B's, the bubble and the peak at a few points."""
     head = "| p | m | F:B:W | makespan | 1f1b | bubble | of the period | peak activation |"
     lines = [head, "|---:|---:|---|---:|---:|---:|---:|---:|"]
     for p, m in POINTS:
@@ -150,6 +151,6 @@ def flags() -> str:
 
 
 def api() -> str:
-    """What programs import, from the docstrings."""
+    """Return a page of the names that programs import, from the docstrings."""
     parts = [f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in API.items()]
     return "# API\n\n" + "\n\n".join(part.replace("# ", "## ", 1) for part in parts) + "\n"

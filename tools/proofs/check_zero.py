@@ -46,7 +46,10 @@ class _Shares(Case):
 
 
 def compare(case: Case, within: float = 0.0, strategy: Strategy = "optim") -> tuple[list[str], float]:
-    """A case with shares beside the same without, nor overlap: the differences, and the largest of a number."""
+    """Compare a case with sharded stages to the same case without shards and overlap.
+
+    Returns the differences, and the largest of a number.
+    """
     made_datasets()
     sizes: dict[str, Any] = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -86,7 +89,7 @@ def _largest(a: Outcome, b: Outcome) -> float:
 
 @dataclass(frozen=True)
 class Flags:
-    """Shares of a stage beside plain data parallelism under every schedule."""
+    """Compare sharded stages with plain data parallelism under every schedule."""
 
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Names; weights are shares of schedules with one copy of the model."""

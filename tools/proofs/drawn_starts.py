@@ -54,7 +54,7 @@ Facts = dict[str, str]
 
 @dataclass(frozen=True)
 class Options:
-    """How many."""
+    """Number of starts to draw."""
 
     starts: int = 1000
     """Of drawn runs of 2 to 8 ranks."""
@@ -64,7 +64,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Start:
-    """One start. names: of what was drawn for the odd ranks, as an error must call it; empty if all are alike."""
+    """One start. names: the names by which an error must call the odd ranks' settings; empty if all
+    ranks agree.
+    """
 
     kind: str
     names: tuple[str, ...]
@@ -118,19 +120,19 @@ FILES: dict[str, Callable[[], None]] = {
 
 @cache
 def configuration(ranks: int, *flags: str) -> Config:
-    """Of so many ranks."""
+    """Return the configuration of a run of a number of ranks."""
     return dataclasses.replace(parse(Config, [*FLAGS.split(), *flags]), world_size=ranks)
 
 
 def facts(config: Config) -> Facts:
-    """What a rank says, read anew as another process would."""
+    """Return the facts that a rank reports, read anew as another process would."""
     make_plan.cache_clear()
     _built.cache_clear()
     return ranks.facts(config, make_plan(config), [find_provider("model.py:provider")])
 
 
 def layouts(ranks: int) -> Iterator[list[str]]:
-    """Flags of all layouts of so many ranks, data parallel taking what is left."""
+    """Yield the flags of all layouts of a number of ranks; data parallelism takes the rest."""
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for cp in (1, 2):
@@ -204,7 +206,10 @@ def draw_start(draw: random.Random, copy: Path) -> Start:
 
 
 def problem(start: Start, stores: Sequence[PrefixStore], pool: ThreadPoolExecutor) -> str:
-    """Let its ranks meet. Returns: what is wrong with what they were told; empty if nothing."""
+    """Let the ranks of a start meet.
+
+    Returns: the mistake in the problems that they report; empty without one.
+    """
 
     def rank(r: int) -> tuple[str, ...]:
         try:
@@ -229,7 +234,9 @@ def problem(start: Start, stores: Sequence[PrefixStore], pool: ThreadPoolExecuto
 
 
 def starts(count: int, seed: int) -> tuple[Counter[str], list[str], float]:
-    """How many of each kind, what is wrong, and the longest time in seconds that ranks took to say so."""
+    """Return the number of starts of each kind, the errors found, and the longest time in seconds
+    until ranks reported.
+    """
     draw, kinds, wrong, longest = random.Random(seed), Counter[str](), [], 0.0
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     clients = [TCPStore("127.0.0.1", server.port, None, False) for _ in range(RANKS)]

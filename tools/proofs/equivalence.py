@@ -1,4 +1,4 @@
-"""What every schedule, layout and setting must not change: the training of a tiny GPT, compared with one process.
+"""Compare the training of a tiny GPT under every schedule, layout and setting with one process.
 
 Shared by the equality tests and tools/proofs/fuzz_equivalence.py.
 """
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one rank knows after training.
+    """The results of training that one rank has.
 
     Attributes:
         losses: of each step, and of validation after the last; then of each depth of multi-token prediction.
@@ -95,17 +95,19 @@ class Training:
         return result
 
     def validation_loss(self) -> float:
-        """Of a batch that is not trained on."""
+        """Return the loss of a batch that is not trained on."""
         self.optimizer.gathers.settle()
         return _loss(evaluate(self.pipeline, self._at, 10_000, 1, weights_of(self.optimizer)))
 
     def gradients(self) -> dict[str, Part]:
-        """Of the parameters whose optimizer state is here, or a share of it."""
+        """Return the gradients of parameters whose optimizer state, or a share of it, is on this
+        rank.
+        """
         reduced = [(b, b.gathered(b.reduced)) for b in self.optimizer.owned]
         return {name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own}
 
     def weights(self) -> dict[str, Part]:
-        """Of all stages here, routers' biases too."""
+        """Return the weights of all stages on this rank, and routers' biases."""
         biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
         whole = {name: Part(x.double(), {}) for name, x in biases.items() if x is not None}
         with self.optimizer.gathers.whole():
@@ -137,7 +139,7 @@ def train(mesh: ProcessMesh, case: Case, change: Callable[[Training], None] = la
 
 
 def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
-    """What is not as in one process, given every rank's outcome in rank order."""
+    """Return the differences from one process, given every rank's outcome in rank order."""
     whole, found = alone(case.whole), _differences_of_slices(case)
     for rank, mine in enumerate(ranks):
         if mine.tokens != whole.tokens:
@@ -166,7 +168,7 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
 
 
 def differing_bits(ranks: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]:
-    """What has other bits in a run of the same layout."""
+    """Return the numbers that are not bitwise equal in a run of the same layout."""
     found = []
     for rank, (mine, other) in enumerate(zip(ranks, others, strict=True)):
         numbers = ("losses", "norms", "routers")
@@ -183,7 +185,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _differences_of_slices(case: Case) -> list[str]:
-    """What slices change of one process's numbers in float64; what is dropped is decided in each slice."""
+    """Return the numbers of one process that slices change in float64.
+
+    Each slice decides which tokens are dropped.
+    """
     if not case.slices or case.dtype != "float64" or case.experts == "dropping":
         return []
     mine, whole = alone(case.whole), alone(replace(case.whole, slices=(), follows=False))
@@ -220,11 +225,14 @@ def _equal(case: Case, a: Tensor, b: Tensor, rtol: float | None = None) -> bool:
 
 
 def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome, rtol: float | None = None) -> bool:
-    """Of losses or norms. In 32 and 16 bits also as far apart as two runs are that are each as far from float64 as
-    one process is, or as it is after every initial weight was moved by at most an ulp: Adam's steps make much of
-    little, and ten layers of small vectors behind RMSNorm double a token's gradient each. Norms of one such case, in
-    the third step of one process: 1.09 in float64, 1.24 in bfloat16, 1.09 to 18.7 in bfloat16 moved so; of another
-    1.1127 in float64, 1.1134 in float32, 1.1108 to 1.1126 moved so.
+    """Return whether losses or norms agree with one process's.
+
+    In 32 and 16 bits, two runs may lie on both sides of float64, each as far from it as one process
+    is. One process is also measured after every initial weight was moved by at most an ulp: Adam's
+    steps make much of little, and ten layers of small vectors after RMSNorm double a token's
+    gradient each. Norms of one such case, in the third step of one process: 1.09 in float64, 1.24
+    in bfloat16, 1.09 to 18.7 in bfloat16 moved so. Norms of another: 1.1127 in float64, 1.1134 in
+    float32, 1.1108 to 1.1126 moved so.
     """
     a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
     if case.same_bits or case.dtype == "float64" or _equal(case, a, b, rtol):

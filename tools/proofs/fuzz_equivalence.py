@@ -61,7 +61,7 @@ def run(case: Case) -> list[str]:
         outcomes = trained(case)
         found = differences(case, outcomes)
         if case.sharding != "none":
-            found += differing_bits(outcomes, trained(live_for_ever(case)))
+            found += differing_bits(outcomes, trained(sharded_otherwise(case)))
         if case.drawn is not None:
             own = table(replace(case, vocabulary=False, slices=(), depths=(), sharding="none"))
             found += [problem for way in WAYS for problem in too_early(own, way)]
@@ -70,9 +70,11 @@ def run(case: Case) -> list[str]:
         return ["".join(traceback.format_exception(error))]
 
 
-def live_for_ever(case: Case) -> Case:
-    """The case under ZeRO-1; or, if gradients are summed several times a step, or in an order of four ranks that tied
-    weights have not (these are summed whole), with weights that live for ever if they did not, and the other way."""
+def sharded_otherwise(case: Case) -> Case:
+    """Return the case under ZeRO-1, or with weights that always stay if they did not, and the other
+    way. The second holds if gradients are summed several times a step, or in an order of four ranks
+    that tied weights, summed in full, do not have.
+    """
     sums = [x for row in table(case).ranks for step in row for x in step if x.kind is Kind.RS]
     ordered = case.dp * case.cp == 2 or not (case.tied or case.depths)
     if ordered and len(sums) == len({x.stage for x in sums}):
@@ -150,7 +152,7 @@ def _perhaps_named(rng: random.Random, case: Case) -> Case:
 
 
 def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
-    """The case in slices, of which ranks have equal parts, where it can be cut."""
+    """Return the case in slices, which ranks divide in equal parts, if it can be cut."""
     multiple = case.cp * (2 if case.cp > 1 else 1) * (case.tp if case.sequence_parallel else 1)
     if case.vocabulary or case.variable or multiple > SEQ or rng.random() >= SLICED:
         return case
@@ -185,13 +187,15 @@ def _drawn_passes(rng: random.Random, *, split: bool, whole: bool) -> dict[str, 
 
 
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
-    """How six experts of width 8 lie over the ranks of a stage. variable: these have sequences of other lengths."""
+    """Draw how six experts of width 8 lie over the ranks of a stage. variable: these have sequences
+    of other lengths.
+    """
     ep, etp = rng.choice([(e, t) for e in (1, 2, 3, 6) for t in (1, 2, 4) if ranks % (e * t) == 0])
     return {"ep": ep, "etp": etp, "dispatcher": "alltoall" if variable else rng.choice(("allgather", "alltoall"))}
 
 
 def command(case: Case) -> str:
-    """What to type to run the case again."""
+    """Return the command that runs the case again."""
     given = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
     return f"python tools/proofs/fuzz_equivalence.py --case '{json.dumps(given)}'"
 
@@ -225,7 +229,7 @@ def fuzz(
 
 @dataclass(frozen=True)
 class Flags:
-    """Drawn schedules, layouts and settings, and their training beside that of one process."""
+    """Draw schedules, layouts and settings, and compare their training with one process's."""
 
     seconds: float = 60.0
     """How long to go on."""

@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
 
 
 class Recorder(Callback):
-    """What a rank says of a run."""
+    """The numbers of a run that a rank records."""
 
     def __init__(self) -> None:
         self.start: dict[str, Tensor] = {}

@@ -1,4 +1,5 @@
-"""What Megatron-LM's own parser accepts, as JSON: names, arities, defaults and choices of its arguments, no help.
+"""Print the arguments that Megatron-LM's own parser accepts, as JSON: names, arities, defaults and
+choices, no help.
 
     MEGATRON=<checkout> python -m tools.proofs.megatron_parser > tests/flags/megatron_parser.json
 
@@ -61,7 +62,9 @@ def parser_of(checkout: str) -> argparse.ArgumentParser:
 
 
 def facts(action: argparse.Action) -> dict[str, Any]:
-    """Of one argument; what is None is left out. values: how many it takes, 0, 1 or "many"."""
+    """Return the facts of one argument that are not None. values: how many it takes, 0, 1 or
+    "many".
+    """
     found = {
         "names": action.option_strings,
         "values": 0 if action.nargs == 0 else 1 if action.nargs in (None, "?") else "many",

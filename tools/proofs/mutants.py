@@ -146,8 +146,11 @@ def _changes(tree: ast.AST, lines: Sequence[str]) -> Iterator[Change]:
 
 
 def _what_runs(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that say nothing of what is done: types, docstrings, decorators, imports, assertions of what
-    cannot be and `strict` of zip among them, and the text of messages."""
+    """Yield the nodes of code that runs.
+
+    Types, docstrings, decorators, imports, assertions of the impossible, `strict` of zip and the
+    text of messages are left out.
+    """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "op", "ops", "ctx"):
             continue
@@ -203,7 +206,7 @@ def copy_repository(folder: Path) -> None:
 
 
 class Judging(NamedTuple):
-    """How a mutant is judged by the tests that run its line.
+    """The way to judge a mutant by the tests that run its line.
 
     Attributes:
         lines: the record; None for rooms with tests of their own.
@@ -235,7 +238,7 @@ class Copy:
             import_module(name)
 
     def check(self, mutants: Sequence[Mutant]) -> None:
-        """Run the tests of rooms on what is not changed yet, which compiles everything.
+        """Run the tests of rooms on unchanged code, which compiles everything.
 
         Raises: SystemExit if they fail.
         """
@@ -247,7 +250,7 @@ class Copy:
                 raise SystemExit(f"{self.output.read_text()}\nThe tests of {room} fail without a change: {result} {by}")
 
     def judge(self, mutant: Mutant) -> dict[str, object]:
-        """What becomes of a mutant: it is killed, hangs, or has survived."""
+        """Return the outcome of a mutant: it is killed, hangs, or has survived."""
         path = self.folder / mutant.path
         source, stat = path.read_text(), path.stat()
         lines = source.splitlines()
@@ -329,7 +332,7 @@ def report(judged: Sequence[dict[str, object]]) -> str:
 
 
 def read(results: Path) -> dict[Mutant, dict[str, object]]:
-    """What became of each mutant: the last that was written."""
+    """Return the outcome of each mutant, the last one that was written."""
     known = {}
     for line in results.read_text().splitlines() if results.exists() else ():
         found = json.loads(line)

@@ -14,7 +14,7 @@ import pytest
 
 
 def cpu_seconds() -> float:
-    """Return what this process and those that it has waited for have taken."""
+    """Return the processor seconds of this process and of the children that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(part.ru_utime + part.ru_stime for part in used)
 

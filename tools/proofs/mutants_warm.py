@@ -88,7 +88,7 @@ class Warm:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a fork does; it returns the exit status."""
+    """The work of a forked process; it returns the exit status."""
 
     warm: Warm
     items: Mapping[str, pytest.Item]

@@ -48,7 +48,7 @@ NOISE_MIB = 2.0
 
 @dataclass(frozen=True)
 class Options:
-    """How long."""
+    """Length of the run."""
 
     steps: int = 20000
     """Of training in all."""
@@ -60,7 +60,7 @@ class Options:
 
 @dataclass
 class Sampler(Callback):
-    """What the process holds, every so many steps."""
+    """Sample the memory and files of the process at regular steps."""
 
     folder: Path
     every: int

@@ -1,6 +1,6 @@
-"""When a table lets Megatron's DistributedDataParallel sum gradients, by a stand-in for it: each chunk once, and whole.
+"""Check when a table lets Megatron's DistributedDataParallel sum gradients: each chunk once, whole.
 
-The stand-in takes down a chunk's gradient where the original would begin its sum over data parallel: when it arrives
+A stand-in takes down a chunk's gradient where the original would begin its sum over data parallel: when it arrives
 outside no_sync, or when grad_sync_func is called.
 """
 
@@ -66,7 +66,7 @@ def _all_off(chunks: Sequence[Chunk]) -> Iterator[None]:
 
 
 def _asked(way: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """What a Megatron config says."""
+    """Return the settings of a Megatron config for one way of summing gradients."""
 
     def sum_now(params: Iterable[nn.Parameter], chunk: Chunk) -> None:
         assert chunk.is_open, "no_sync is still on"

@@ -1,4 +1,6 @@
-"""Copies to the host and back on emulated devices: lanes are threads that sleep, ranks behind one switch take turns.
+"""Copies to the host and back on emulated devices.
+
+Each stream of copies is a thread that sleeps, and ranks that share a switch take turns.
 
 A lane runs its copies one after the other in the order of the table, beside the passes. Ranks that share one see in
 memory that all have mapped which of its copies are over.
@@ -27,7 +29,7 @@ _LOOK = 1e-4
 
 
 class Lanes:
-    """The lanes of a rank, and the copies of its stages."""
+    """Streams of copies of a rank, and the copies of its stages."""
 
     def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, device: Device) -> None:
         place = schedule.placement
@@ -42,18 +44,21 @@ class Lanes:
         self._there: dict[tuple[int, int], Event] = {}
 
     def begin_step(self) -> None:
-        """Begin a step: what was copied in the last one is forgotten."""
+        """Begin a step: forget the copies of the last one."""
         self._step = self._step % 255 + 1
         self._there.clear()
 
     def offload(self, stage: int, microbatch: int) -> Callable[[], None]:
-        """O: what is returned does not wait, as the lane back does so itself."""
+        """Begin the copy O to the host.
+
+        The object that is returned does not wait: the copy back waits itself.
+        """
         self._there[stage, microbatch] = there = Event()
         self._workers[Lane.D2H].submit(self._run, Pass(Kind.O, stage, microbatch), None, there)
         return lambda: None
 
     def load(self, stage: int, microbatch: int) -> Callable[[], None]:
-        """L: what is returned waits for its end."""
+        """Begin the copy L from the host. The object that is returned waits for its end."""
         back = Event()
         self._workers[Lane.H2D].submit(
             self._run, Pass(Kind.L, stage, microbatch), self._there.pop((stage, microbatch)), back

@@ -22,7 +22,9 @@ from tools.bench.emulate.runs import Ours, Runner, Torchs
 
 @dataclass(frozen=True)
 class Job:
-    """One schedule under one runtime (megapipe or torch). costs: of its stages, where they are not all alike."""
+    """One schedule under one runtime (megapipe or torch). costs: times of its stages, if they
+    differ.
+    """
 
     runtime: str
     schedule: Schedule

@@ -35,8 +35,9 @@ class Way:
 
 
 def with_link(costs: Costs, share: float, pieces: int) -> Costs:
-    """The costs with a part of all time as communication of F and B, as of experts: so many pieces of a device share's
-    F."""
+    """Return costs with a part of all time as communication of F and B, in pieces, as experts cause
+    it.
+    """
     assert isinstance(costs.f, float)
     assert isinstance(costs.b, float)
     assert isinstance(costs.w, float)
@@ -77,14 +78,16 @@ def of_steps(schedule: Schedule, costs: Costs, known: Costs) -> list[list[Way]]:
 
 
 def of_reductions(schedule: Schedule, costs: Costs, known: Costs, link: float) -> list[list[Way]]:
-    """Without a reduction, with all of it behind a rank's last pass, and with G where each stage is done."""
+    """Return a table's ways: without reductions, with all of them after a rank's last pass, and
+    with G as soon as a stage is done.
+    """
     costs, known, plain = replace(costs, g=link), replace(known, g=link), unpaired(schedule)
     tables = {"no reduction": plain, "at the end": at_end(plain), "beside the passes": with_reduction(plain)}
     return [[Way(name, made, costs, known) for name, made in tables.items()]]
 
 
 def at_end(plain: Schedule) -> Schedule:
-    """The table with the reduction of all its stages behind the last pass of a rank."""
+    """Return the table with the reductions of all its stages after the last pass of a rank."""
     stages = (plain.placement.stages_on(rank) for rank in range(plain.placement.num_ranks))
     sums = [tuple((Pass(Kind.G, stage, 0),) for stage in own) for own in stages]
     return replace(plain, ranks=tuple(row + end for row, end in zip(plain.ranks, sums, strict=True)))

@@ -60,7 +60,9 @@ class Flags:
 
 
 class Took(NamedTuple):
-    """A row: seconds of a step, those of the processor on all ranks, MiB of the rank with most, and the loss."""
+    """A row of the table: seconds of a step, processor seconds of all ranks, the largest MiB of a
+    rank, and the loss.
+    """
 
     seconds: float
     processor: float
@@ -69,7 +71,7 @@ class Took(NamedTuple):
 
 
 def ways(flags: Flags) -> Iterator[tuple[str, str]]:
-    """What is compared, and its flags."""
+    """Yield the runs that are compared, with their flags."""
     two = "--pipeline-model-parallel-size 2"
     yield "one rank", ""
     yield "pipeline of 2, whole", two

@@ -34,7 +34,7 @@ from tools.proofs.cover.judge import SECONDS, Runs, Verdict, name_of, warm
 
 
 def array(strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None) -> Array:
-    """Return the array of a strength, and before it in its rows those of smaller ones.
+    """Return the array of a strength, whose first rows are the arrays of smaller strengths.
 
     Args:
         kept: an array to begin with, as it stands in its file.
@@ -119,7 +119,7 @@ def short(row: Row) -> str:
 
 
 def main() -> int:
-    """Make the array, run it, say what was found. Returns the exit status."""
+    """Make the array, run it, and report the findings. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strength", type=int, choices=(2, 3), default=2, help="choices that are combined")
     parser.add_argument("--seed", type=int, default=0, help="of the array")

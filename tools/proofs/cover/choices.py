@@ -242,7 +242,7 @@ def num_layers(case: Case) -> int:
 
 
 def flags(case: Case, layers: int) -> list[str]:
-    """Return the command line of a case for a model of so many layers."""
+    """Return the command line of a case for a model of a number of layers."""
     chosen = [CHOICES[name][value] for name, value in case.items()]
     return shlex.split(" ".join([_TINY, f"--num-layers {layers}", *chosen]))
 
@@ -279,6 +279,6 @@ def problems(case: Case, most: int = MOST) -> tuple[str, ...]:
 
 
 def choices_named(text: str) -> set[str]:
-    """Return the choices of which some value has a flag that a sentence names."""
+    """Return the choices with a value whose flag a sentence names."""
     words = set(re.findall(r"--[\w-]+", text))
     return {name for name, flags in FLAGS.items() if flags & words} | ({"dp"} if DATA_PARALLEL.search(text) else set())

@@ -1,4 +1,4 @@
-"""Run a case in processes of its own, and compare its numbers with those of one process."""
+"""Run a case in processes of its own, and compare its numbers with one process's."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ EXACT = ("skipped", "next scale")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a case: "same", "differs", "hangs", "crashes", and the sentences that say so."""
+    """The outcome of a case: "same", "differs", "hangs" or "crashes", and sentences that explain
+    it.
+    """
 
     result: str
     found: tuple[str, ...] = ()
@@ -262,7 +264,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def differences(case: Case, ranks: Sequence[Numbers], whole: Numbers, when: str = "") -> list[str]:
-    """Return what is not as in one process, a line each."""
+    """Return the differences from one process, a line each."""
     found = [when + line for line in _copies(ranks)]
     for rank, mine in enumerate(ranks):
         where = f"{when}rank {rank}: "
@@ -276,7 +278,9 @@ def differences(case: Case, ranks: Sequence[Numbers], whole: Numbers, when: str 
 
 
 def _copies(ranks: Sequence[Numbers]) -> Iterator[str]:
-    """What several ranks hold is the same on all of them to the bit, whatever the precision."""
+    """Yield a sentence for each tensor that is not bitwise equal on all ranks that have it, in any
+    precision.
+    """
     first: dict[tuple[str, str, str], tuple[int, Tensor]] = {}
     for rank, mine in enumerate(ranks):
         for kind, parts in mine.tensors.items():
@@ -331,7 +335,7 @@ def _wanted(parts: dict[str, Part], name: str) -> Part:
 
 
 def _agree(case: Case, kind: str, a: Tensor, b: Tensor) -> bool:
-    """Return whether a tensor is that of one process."""
+    """Return whether a tensor is equal to one process's."""
     if kind == HISTORIES:
         return _largest_agree(case, a, b)
     allowed = TOLERANCE.get(case["precision"])
@@ -343,7 +347,8 @@ def _agree(case: Case, kind: str, a: Tensor, b: Tensor) -> bool:
 
 
 def _largest_agree(case: Case, a: Tensor, b: Tensor) -> bool:
-    """Return whether largest values are those of one process; [3, steps]: of inputs, weights and gradients.
+    """Return whether largest values agree with one process's; [3, steps]: of inputs, weights and
+    gradients.
 
     A replica divides the sum over its microbatches by their number. So its gradients are as many times as large as
     there are replicas, until they are averaged; unless one process has had the last step.

@@ -288,7 +288,9 @@ def main() -> int:
 
 
 def _planted(names: Sequence[str], options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    """Search for defects, some at a time, each in a process of its own; yield what was found of each."""
+    """Search for defects, several at a time, each in a process of its own; yield the findings for
+    each.
+    """
     waiting = list(reversed(names))
     children: dict[int, tuple[str, float, Path]] = {}
     while waiting or children:

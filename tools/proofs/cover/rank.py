@@ -57,7 +57,7 @@ BLOCK_ROWS = 8
 
 @dataclass
 class Numbers:
-    """What a rank knows of its run.
+    """The numbers of a run that one rank knows.
 
     Attributes:
         steps: of each iteration its losses, gradient norm and whether it was skipped.

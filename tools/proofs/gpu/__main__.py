@@ -1,4 +1,5 @@
-"""What the code of a GPU does, on a CUDA device that is not there: `python -m tools.proofs.gpu [COMMANDS]`.
+"""Record and judge the calls of GPU code, on a CUDA device that does not exist: `python -m
+tools.proofs.gpu [COMMANDS]`.
 
 roofline (or nothing): the time of a step on an H100 by its kernels, see roofline.py.
 orders: does any order of messages hang over NCCL, see orders.py.

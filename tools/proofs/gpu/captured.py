@@ -78,7 +78,9 @@ class Pool:
         self._graphs = list[tuple[Noting, set[int]]]()
 
     def __call__(self, function: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
-        """As device.graph_pool's."""
+        """Run a function, and return its results and a function that replays it, as
+        device.graph_pool's pools do.
+        """
         with Noting() as noted:
             results = function()
         noted.undo()

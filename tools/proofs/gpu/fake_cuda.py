@@ -76,13 +76,13 @@ def move_parameters() -> None:
 
 
 class Event:
-    """torch.cuda.Event of a device that is never behind."""
+    """A torch.cuda.Event of a device that has always finished."""
 
     def __init__(self, **_: object) -> None:
-        """Of any kind."""
+        """Accept any kind of event."""
 
     def record(self, stream: object = None) -> None:
-        """It has happened."""
+        """Do nothing: the event has happened already."""
 
     def elapsed_time(self, other: object) -> float:
         """Milliseconds."""
@@ -93,13 +93,13 @@ class Stream:
     """torch.cuda.Stream of that device."""
 
     def __init__(self, device: object = None) -> None:
-        """Of any device."""
+        """Accept any device."""
 
     def wait_stream(self, other: object) -> None:
-        """It is never behind."""
+        """Do nothing: the other stream has finished already."""
 
     def wait_event(self, event: object) -> None:
-        """It has happened."""
+        """Do nothing: the event has happened already."""
 
 
 class CUDAGraph:

@@ -1,4 +1,5 @@
-"""Passes by graphs have the bits of passes launched one by one, under every schedule, on 2 and 4 ranks (threads).
+"""Check that passes as CUDA graphs are bitwise equal to passes launched one by one, under every
+schedule, on 2 and 4 ranks (threads).
 
     python -m tools.proofs.gpu.graphs [SCHEDULE...]
 
@@ -33,7 +34,9 @@ def case_of(schedule: str, pp: int, **settings: object) -> Case:
 
 
 def with_graphs(case: Case, said: list[str]) -> tuple[list[Outcome], int]:
-    """A case by graphs behind its first step: every rank's outcome, and how many passes were replayed."""
+    """Run a case with graphs after its first step: return every rank's outcome, and the number of
+    replayed passes.
+    """
     replays = list[int]()
 
     def capture(training: Training) -> None:

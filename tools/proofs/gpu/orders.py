@@ -134,7 +134,10 @@ def _of_step(schedule: str, axis: str, pp: int, turn: int, whole: bool) -> Itera
 
 
 def judge(cases: Iterator[Case], say: Callable[[str], None]) -> tuple[int, int]:
-    """Numbers of cases, and of those that do not end or where ranks differ, which are said."""
+    """Return the number of cases, and the number of cases that do not end or whose ranks differ.
+
+    The latter are printed.
+    """
     tried = failed = 0
     for name, mode, record in cases:
         tried += 1

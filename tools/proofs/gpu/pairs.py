@@ -110,7 +110,7 @@ DENSE = {"1.3B": (_1_3B, 4, 2048), "8B": (_8B, 1, 4096)}
 
 @dataclass(frozen=True)
 class _Work:
-    """What is under way until `end` of a roofline's clock."""
+    """A transfer that is under way until `end` of a roofline's clock."""
 
     roof: Roofline
     end: float
@@ -121,7 +121,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class Timed(Axis):
-    """An axis of which one rank is there, over a link of so many bytes a second."""
+    """An axis with one real rank, over a link of a number of bytes a second."""
 
     rate: float = 1.0
 

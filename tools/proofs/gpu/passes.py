@@ -30,7 +30,7 @@ NAMES |= {Kind.T: "head_gradient", Kind.EW: "rows_gradient"}
 
 
 class NoData(TorchFunctionMode):
-    """Inside, what is made on the device has no data."""
+    """Within the block, tensors made on the device have no data."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +65,9 @@ class Idle:
 def records_of(
     table: Schedule, mode: str, *, evaluate: bool = False, overlap: bool = True, costs: Costs = UNIT, lazy: bool = False
 ) -> dict[int, list[Item]]:
-    """What every rank of a pipeline asks for in one step under a table. lazy: links are not opened beforehand."""
+    """Return the requests of every rank of a pipeline in one step under a table. lazy: links are
+    not opened beforehand.
+    """
     pp, place = len(table.ranks), table.placement
     parallel = ParallelConfig(pipeline_model_parallel_size=pp, vocab_parallel_pipeline=place.vocabulary)
     programs, in_flight = _programs(table, costs, evaluate, overlap)

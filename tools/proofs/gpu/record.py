@@ -84,7 +84,7 @@ class Group:
 
 
 def seen_from(by: Recorder, own: Sequence[Group], other: Recorder, others: Sequence[Group]) -> Iterator[Item]:
-    """What a rank asks for that does as `by`, in groups of its own and from its own places in these."""
+    """Return the requests of a rank that does the same as `by`, in groups and at places of its own."""
     there = {a.name: (a, b) for a, b in zip(own, others, strict=True)}
 
     def rank_of(comm: str, rank: Any) -> int:
@@ -123,7 +123,10 @@ def _batch(calls: Sequence[_Call]) -> list[Asked]:
 
 
 def _gather(out: Tensor, x: Tensor, group: Group, async_op: bool) -> Asked:
-    """The others have what this rank has; so too below, and what is received as a message is zeros."""
+    """Gather this rank's tensor in place of all ranks'.
+
+    Others here do the same, and a received message is zeros.
+    """
     out.view(len(group.ranks), *x.shape).copy_(x.clone())
     return group.all("all_gather", x, out)
 
@@ -156,7 +159,7 @@ def _exchange(out: Tensor, x: Tensor, *rows: object, group: Group, async_op: boo
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Inside, what is asked of torch.distributed goes to the recorder of the group."""
+    """Within the block, calls of torch.distributed go to the recorder of the group."""
     calls: dict[str, Any] = {"all_reduce": _reduce, "broadcast": _broadcast, "all_to_all_single": _exchange}
     calls |= {"P2POp": _Call, "batch_isend_irecv": _batch}
     ways = {"_all_gather": _gather, "_reduce_scatter": _scatter}
@@ -169,7 +172,7 @@ def recording() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded(Axis):
-    """An axis of which one rank is there. answers: everyone's to questions that are asked once."""
+    """An axis with one real rank. answers: everyone's answers to questions that are asked once."""
 
     answers: Sequence[Sequence[Any]] = ()
 

@@ -84,7 +84,10 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.seconds.values()) + self.waited
 
     def send(self, seconds: float) -> float:
-        """Begin to send for so long, behind what is being sent. Returns: when it is over."""
+        """Begin to send for a time, after the sends that have begun.
+
+        Returns: the time at which it ends.
+        """
         self._link_free = max(self.now, self._link_free) + seconds
         self.travelled += seconds
         return self._link_free
@@ -123,7 +126,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object) -> list[Tensor]:
-    """What an operation makes, or where it returns nothing changes in its place."""
+    """Return the tensors that an operation makes, or changes in place if it returns none."""
     if (made := [x for x in tree_leaves(out) if isinstance(x, Tensor)]) or func._schema.returns:
         return made
     given = dict(zip((place.name for place in func._schema.arguments), args, strict=False)) | kwargs
@@ -157,7 +160,9 @@ def passes(config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | Non
 
 
 def update(config: ModelConfig) -> tuple[Roofline, int]:
-    """What an update with its norm and clipping does, and its parameters."""
+    """Return the roofline of an update with its norm and clipping, and the number of its
+    parameters.
+    """
     model = GPTModel(config, LayerSpan(0, 2, False, False), Axis(device=GPU)).to(GPU).bfloat16()
     optimizer = Optimizer([model], OptimizerConfig(clip_grad=1.0), ProcessMesh.single(GPU))
     with Roofline() as roof:
@@ -167,7 +172,9 @@ def update(config: ModelConfig) -> tuple[Roofline, int]:
 
 
 def figures(name: str) -> dict[str, object]:
-    """What a model of MODELS needs, and its MFU: FLOPs of the products and causal attention of a step over PEAK."""
+    """Return the figures of a model of MODELS, with its MFU: FLOPs of the products and causal
+    attention of a step over PEAK.
+    """
     microbatches, batch, seq, model = MODELS[name]
     config = replace(model, max_position_embeddings=seq)
     layers, vocab = config.layers, config.padded_vocab_size or 0

@@ -71,7 +71,7 @@ Records = Mapping[int, Sequence[Item]]
 
 @dataclass
 class Played:
-    """What became of it.
+    """The outcome of a play.
 
     Attributes:
         stuck: where each rank stands that does not end; empty if all do.

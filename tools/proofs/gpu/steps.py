@@ -39,12 +39,12 @@ TINY = (
 
 
 def ready(flags: str, world: int) -> tuple[Config, Plan]:
-    """The configuration of a run of so many ranks, and its plan."""
+    """Return the configuration of a run of a number of ranks, and its plan."""
     return planned(replace(as_here(parse(Config, (TINY + flags).split())), world_size=world))
 
 
 def records_of(flags: str, world: int, whole: int) -> dict[int, list[Item]]:
-    """What every rank asks for from its start to the end of two steps and an evaluation.
+    """Return the requests of every rank from its start to the end of two steps and an evaluation.
 
     Args:
         whole: the largest world of which every rank runs. Of larger ones a rank of each place of the pipeline does, and
@@ -78,7 +78,9 @@ def _run(config: Config, plan: Plan, by: Recorder, answers: Answers) -> None:
 
 
 def host_waits(flags: str, world: int) -> Counter[str]:
-    """How often a host waits for its device in the second step, by operation: the most of a pipeline's ranks."""
+    """Count the times that a host waits for its device in the second step, by operation: the most
+    of a pipeline's ranks.
+    """
     config, plan = ready(flags, world)
     answers, counted = answers_of(config, plan, world_ranks(config)), list[Counter[str]]()
     for rank in world_ranks(config):
@@ -91,8 +93,9 @@ def host_waits(flags: str, world: int) -> Counter[str]:
 
 
 def started_kernels(flags: str) -> dict[str, float]:
-    """What the host of one rank starts in the third step, kernels one by one and graphs, and the second one's numbers:
-    who counts takes other operations of torch apart."""
+    """Count the launches of one rank's host in the third step, kernels one by one and graphs, and
+    in the second one. The program that counts leaves out other operations of torch.
+    """
     config, plan = ready(flags, 1)
     with started(config, plan, Recorder(0), answers_of(config, plan, world_ranks(config))) as training:
         training.driver.whole()
@@ -129,7 +132,9 @@ def started(config: Config, plan: Plan, by: Recorder, answers: Answers) -> Itera
 def mesh_of(
     config: Config, plan: Plan, by: Recorder, answers: Answers, groups: list[Group] | None = None
 ) -> ProcessMesh:
-    """The mesh of a rank of which no other is there. groups: gets those that were made for it."""
+    """Return the mesh of a rank whose other ranks do not exist. groups: receives the groups that
+    were made for it.
+    """
 
     def make_group(name: str, sets: Any) -> Any:
         ranks = next((ranks for ranks in sets if by.rank in ranks), None)

@@ -36,7 +36,7 @@ WAITS = {
 
 
 def waits() -> None:
-    """How often the host of a pipeline's busiest rank waits in a step, as JSON."""
+    """Print how many times the host of a pipeline's busiest rank waits in a step, as JSON."""
     print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True)
 
 
@@ -44,7 +44,9 @@ STAGE = "--pipeline-schedule zb-h1 --global-batch-size 8 --num-layers 8 --swiglu
 
 
 def launches() -> None:
-    """What a host launches in a step of 8 microbatches of 8 layers, without graphs and with them, as JSON."""
+    """Print the launches of a host in a step of 8 microbatches of 8 layers, without graphs and with
+    them, as JSON.
+    """
     print(json.dumps([started_kernels(STAGE + given) for given in ("", GRAPHS)]), flush=True)
 
 
@@ -53,7 +55,9 @@ MESSAGE = 0.05
 
 
 def modes() -> None:
-    """Steps at pp 8 with 32 microbatches over the simulator's, and blocks of kernels that wait beside passes."""
+    """Print steps at pp 8 with 32 microbatches over the simulator's, and blocks of kernels that
+    wait next to passes.
+    """
     print(f"{'':20}{'':>10}" + "".join(f"{mode:>12}" for mode in P2PMode) + "   (step / simulated, waiting blocks)")
     for name, entry in PATTERNS.items():
         if not entry.searched:

@@ -70,7 +70,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a line led to.
+    """The outcome of a command line.
 
     Attributes:
         code: its exit status, None if it was killed for taking too long.
@@ -83,7 +83,7 @@ class Outcome:
 
 
 class Bench:
-    """A warm process and a folder for each scene, in copies of which lines run."""
+    """A warm process and a folder for each scene. Lines run in copies of the folders."""
 
     def __init__(self, scenes: Sequence[Scene], folder: Path) -> None:
         self.here = folder / "here"
@@ -183,7 +183,7 @@ def _show(flags: Flags, scenes: Sequence[Scene], folder: Path) -> int:
 
 
 def judge(scene: Scene, outcome: Outcome) -> str:
-    """What became of a line."""
+    """Return the outcome of a line."""
     text = outcome.text
     if outcome.code is None:
         return "too slow"

@@ -142,14 +142,14 @@ def damage_bytes(content: bytes, draw: Random) -> bytes:
 
 
 def damage_safetensors(content: bytes, draw: Random) -> bytes:
-    """Its header is JSON behind its length."""
+    """Damage a file of safetensors, whose header is JSON after the header's length."""
     size = int.from_bytes(content[:8], "little")
     header = damage_json(content[8 : 8 + size].decode(), draw).encode(errors="surrogatepass")
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
 def damage_file(path: Path, draw: Random) -> str:
-    """Another content, or none. Returns what was done, in a word."""
+    """Give a file another content, or none. Returns the kind of damage, in a word."""
     if draw.random() < 0.12:
         return _whole(path, draw)
     content = path.read_bytes()
@@ -192,7 +192,7 @@ def _whole(path: Path, draw: Random) -> str:
 
 
 def damage_words(words: list[str], known: list[str], draw: Random) -> list[str]:
-    """A command with some of its words other than they were. known: its flags, also those that it does without."""
+    """Change some words of a command. known: its flags, also flags that it does not need."""
     words = list(words)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         i = draw.randrange(len(words) + 1)

@@ -56,7 +56,9 @@ class Flags:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A damaged scene. wanted: words one of which a refusal has to say. done: what was damaged, for a reader."""
+    """A damaged scene. wanted: words, one of them must stand in a refusal. done: the damage, for a
+    reader.
+    """
 
     scene: Scene
     words: list[str]
@@ -101,7 +103,7 @@ def _scene(flags: Flags, scenes: Sequence[Scene], n: int) -> Scene:
 
 
 def _one(flags: Flags, scene: Scene, n: int, source: Path, folder: Path) -> tuple[str, str, Drawn]:
-    """Draw n: what became of it, and what was printed."""
+    """Run draw n: return its outcome and the text that it printed."""
     here = folder / "here"
     shutil.rmtree(here, ignore_errors=True)
     shutil.copytree(source, here, symlinks=True)
@@ -132,7 +134,7 @@ def report(kinds: Sequence[str], table: Counter[tuple[str, str]], slowest: Count
 
 
 def judge(code: int | None, text: str, wanted: frozenset[str]) -> str:
-    """What became of a draw. code: its exit status, None where it did not end."""
+    """Return the outcome of a draw. code: its exit status, None if it did not end."""
     if code is None:
         return "hang"
     if "Traceback (most recent call last)" in text or "panicked at" in text:
@@ -168,7 +170,7 @@ def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
 
 
 def _printed(word: str) -> str:
-    """As standard error has it, where the bytes of an argument are no text."""
+    """Return a text as standard error has it, where the bytes of an argument are no text."""
     return word.encode(errors="backslashreplace").decode()
 
 
@@ -178,7 +180,9 @@ def _names(path: Path) -> set[str]:
 
 
 def _run(drawn: Drawn, here: Path, seconds: float) -> tuple[int | None, str]:
-    """Exit status, None if it was killed for taking too long, and what was printed."""
+    """Return the exit status, None if it took too long and was killed, and the text that was
+    printed.
+    """
 
     def work() -> None:
         sys.argv = [str(ROOT / drawn.scene.program), *drawn.words]

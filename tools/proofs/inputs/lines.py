@@ -1,4 +1,6 @@
-"""Command lines: those that work, from commands.toml, with flags added, changed, doubled, cut off and misspelled."""
+"""Command lines: good ones from commands.toml, with flags added, changed, doubled, cut off and
+misspelled.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Scene:
         return {option.name: option for option in options_of(self.command, words)}
 
     def looks_at(self, option: Option) -> bool:
-        """Must a flag of a run change what is seen here?"""
+        """Return whether a flag of a run must change the output that is compared."""
         return self.of_a_run == "told" or (self.of_a_run == "trained" and option.decides)
 
     def given(self, flag: str) -> list[str]:

@@ -86,7 +86,7 @@ class Option:
     decides: bool = True
 
     def values(self, draw: Random, given: Sequence[str] = (), most: float | None = None) -> list[str]:
-        """Values to stand behind the flag.
+        """Return values to put after the flag.
 
         Args:
             given: texts that mean something in the scene, such as names of its files.
@@ -114,7 +114,9 @@ class Option:
         return draw.choice(pool or list(WRONG))
 
     def legal_values(self, given: Sequence[str] = ()) -> list[str]:
-        """Those of the usual values, or of the scene's, that the flag's own rule allows."""
+        """Return the usual or the scene's values that the flag's own rule allows; the usual ones if
+        it allows none.
+        """
         return [text for text in given or self.usual if self.legal(text)] or list(self.usual)
 
 
@@ -126,7 +128,9 @@ def _above(text: str, most: float) -> bool:
 
 
 def options_of(name: str, words: Sequence[str]) -> list[Option]:
-    """The flags of a command's own. words: a line of it, the first of which names the part where there are several."""
+    """Return a command's own flags. words: a line of it; its first word names the part of a command
+    with several.
+    """
     module = sys.modules[command(name).__module__]
     if hasattr(module, "parser"):
         return _of_parser(module.parser(), words[0])
@@ -135,7 +139,9 @@ def options_of(name: str, words: Sequence[str]) -> list[Option]:
 
 
 def options_of_a_run() -> list[Option]:
-    """The flags that a run has, those of Megatron-LM that have no effect here or are refused after them."""
+    """Return the flags of a run, followed by Megatron-LM's flags that have no effect here or are
+    refused.
+    """
     ours = _of_class(Config)
     others = sorted(KNOWN - {option.name for option in ours})
     return [*ours, *(Option(name, "maybe", ("1",), legal=lambda _: True, decides=False) for name in others)]

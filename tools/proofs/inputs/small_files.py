@@ -55,7 +55,7 @@ def _call(folder: Path, program: str, words: str) -> None:
 
 
 def costs(folder: Path) -> None:
-    """Of stages, of messages, and of a device."""
+    """Write files of costs of stages, of messages, and of a device."""
     from megapipe.schedule import Costs
     from megapipe.schedule.costs_file import dump_costs
 
@@ -73,7 +73,7 @@ def costs(folder: Path) -> None:
 
 
 def schedules(folder: Path) -> None:
-    """As files of each kind, and functions of a user, good and bad."""
+    """Write schedules as files of each kind, and as functions of a user, good and bad."""
     from megapipe.schedule import build
     from megapipe.schedule.text import to_csv, to_json
 
@@ -121,7 +121,7 @@ def text(folder: Path) -> None:
 
 
 def tokenizers(folder: Path) -> None:
-    """Of each kind, and text for them."""
+    """Write tokenizers of each kind, and text for them."""
     import tokenizers
 
     text(folder)
@@ -169,7 +169,7 @@ def started(folder: Path) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """Of our own."""
+    """Write a checkpoint of megapipe."""
     _call(
         folder,
         "pretrain_gpt.py",
@@ -283,7 +283,7 @@ def megatron(folder: Path) -> None:
 
 
 def traces(folder: Path) -> None:
-    """Of two ranks, as torch's profiler writes them."""
+    """Write the traces of two ranks, as torch's profiler writes them."""
     from megapipe.schedule import build, simulate
 
     folder = folder / "tr"

@@ -97,7 +97,7 @@ class Sliced(Costs):
         """Nothing: each has been checked."""
 
     def of_slice(self, cuts: Sequence[float], of: Part | None) -> Costs:
-        """Those of this slice."""
+        """Return the costs of this slice."""
         return self if of is None else self.measured[of[0]]
 
 

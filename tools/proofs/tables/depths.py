@@ -21,7 +21,7 @@ HEAD = 4
 
 
 def perfect(p: int, m: int, each: int) -> float:
-    """The step time of stages of so many layers."""
+    """Return the step time of 1F1B with `each` layers on every stage."""
     return simulate(build("1f1b", p, m), Costs(each, each, each)).makespan
 
 

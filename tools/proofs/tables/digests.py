@@ -205,7 +205,7 @@ def draw(count: int, seed: int) -> Iterator[tuple[str, str, dict[str, dict[str, 
 
 
 def main() -> int:
-    """Write digests, or compare with those of a file. Returns 1 if one differs."""
+    """Write digests, or compare them with a file's. Returns 1 if one differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", type=int, default=3000, help="recipes")
     parser.add_argument("--seed", type=int, default=0)

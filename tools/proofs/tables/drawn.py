@@ -119,7 +119,9 @@ def _play(dice: random.Random, table: Schedule) -> Iterator[Pass]:
 
 
 def _paired(dice: random.Random, row: Sequence[Step]) -> Iterator[Step]:
-    """Some forwards with the backward that stands behind them, of another microbatch or stage."""
+    """Yield a row's steps, some forwards joined with the next backward of another microbatch or
+    stage.
+    """
     steps = iter(row)
     for step in steps:
         f = step[0]
@@ -132,7 +134,9 @@ def _paired(dice: random.Random, row: Sequence[Step]) -> Iterator[Step]:
 
 @lru_cache(maxsize=256)
 def joined(schedule: Schedule, seed: int) -> Schedule:
-    """The table with neighbours in a row as pairs, wherever a die says so and no rank waits for ever then."""
+    """Return the table with neighbours in a row as pairs, where a die says so and no rank then
+    deadlocks.
+    """
     rng = random.Random(seed)
     for rank in range(len(schedule.ranks)):
         at = 0

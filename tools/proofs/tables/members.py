@@ -1,4 +1,5 @@
-"""Tables with the order of a shared lane swapped on one member of a group: all ranks refuse before a step.
+"""Swap the order of a shared channel on one member of a group: all ranks refuse such a table before
+a step.
 
     python tools/proofs/tables/members.py --tables 300 --seed 1
 
@@ -44,7 +45,7 @@ FLAGS = (
 
 
 def main() -> None:
-    """Draw so many tables."""
+    """Draw a number of tables."""
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
@@ -89,7 +90,9 @@ def is_valid(table: Schedule) -> bool:
 
 
 def meet(tables: list[Schedule]) -> list[list[str]]:
-    """What each member reads where it would run one of these tables; nothing where it goes on."""
+    """Return the refusal that each member reads when it would run one of these tables; nothing for
+    a member that goes on.
+    """
     config = parse(Config, FLAGS.split())
     plan, store = make_plan(config), HashStore()
     told = [facts(config, replace(plan, schedule=table), ()) for table in tables]

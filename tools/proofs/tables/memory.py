@@ -142,7 +142,7 @@ def _at(rows: Rows, item: Pass) -> tuple[int, int] | None:
 
 
 def _moved(item: Pass, other: Pass, *, behind: bool) -> Callable[[Rows, Schedule], Schedule | None]:
-    """The table with one pass right before or behind another."""
+    """Return a change of a table that puts one pass right before or after another."""
 
     def move(rows: Rows, table: Schedule) -> Schedule | None:
         if (there := _at(rows, item)) is None:
@@ -187,7 +187,7 @@ def _lost(kind: Kind, told: Kind) -> Mistake:
 
 
 def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
-    """One rank's passes in another order on the lane than in its row."""
+    """Return the table with one rank's passes in another order on their stream than in its row."""
     lane = next((x for x in table.shared if item in x.order), None)
     rank_of = table.placement.rank_of
     own = [x for x in lane.order if rank_of[x.stage] == rank_of[item.stage]] if lane else []

@@ -54,7 +54,9 @@ def drawn(dice: Random) -> Schedule | None:
 
 
 def drawn_costs(dice: Random) -> Costs:
-    """Of a device share, with as much communication in every pass, or in forward and backward alone."""
+    """Draw costs of a device, with equal shares of communication in every pass, or in forward and
+    backward alone.
+    """
     share = dice.uniform(0.05, 0.6)
     f, b, w = (dice.choice((5, 10, dice.uniform(1, 20))) for _ in range(3))
     links = dict.fromkeys(SHARES[: dice.choice((2, 3))], share)
@@ -62,7 +64,10 @@ def drawn_costs(dice: Random) -> Costs:
 
 
 def check(table: Schedule, costs: Costs, memory: float | None, tries: int) -> str:
-    """What became of it. Raises: AssertionError, or whatever the transform raises but a refusal."""
+    """Return the outcome of a table.
+
+    Raises: AssertionError, or any error of the transform but a refusal.
+    """
     case = f"{table.name} {table.placement} m {table.num_microbatches} {costs} memory {memory}"
     made: Schedule | None
     try:

@@ -75,7 +75,7 @@ def exhaustive(dice: Random, draws: int) -> None:
 
 
 def print_table(tries: int) -> None:
-    """What the solver, and each way by itself, takes at F = B = W."""
+    """Print the makespans of the solver, and of each way by itself, at F = B = W."""
     print("| memory | K | solved | V-Min | 1F1B computed again | 1F1B copied | any table computed again | any copied |")
     for memory, ratio in product((4.0, 2.0), (0.5, 1.0, 2.0)):
         costs = Costs(o=ratio, l=ratio)
@@ -102,7 +102,7 @@ def draw(dice: Random) -> tuple[Costs, float]:
 
 
 def drawn_costs(dice: Random, ratio: float) -> Costs:
-    """Costs of which a copy takes so much of a forward, each way."""
+    """Draw costs whose copies each take `ratio` of a forward."""
     f, b, w = 1.0, dice.uniform(0.8, 1.6), dice.uniform(0.6, 1.1)
     return Costs(f, b, w, comm=dice.choice((0.0, 0.05, 0.1)), mem_w=dice.uniform(0.2, 1), o=ratio, l=ratio)
 
@@ -129,7 +129,7 @@ def copied(plain: Sequence[Schedule], costs: Costs, memory: float) -> float:
 
 
 def fitting(made: Sequence[Schedule], costs: Costs, memory: float) -> float:
-    """The least makespan of those that fit."""
+    """Return the least makespan of the tables that fit."""
     times = [simulate(one, costs) for one in made]
     return min((time.makespan for time in times if max(time.peak) <= memory * (1 + 1e-9)), default=inf)
 

@@ -43,7 +43,9 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 def run(case: Case, *, apart: bool = False) -> list[Outcome]:
-    """What every rank knows at the end, ranks as threads. apart: pairs run one pass after the other."""
+    """Run ranks as threads, and return the results of each at the end. apart: pairs run one pass
+    after the other.
+    """
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     names = vars(pairs)
     how, names["how"] = names["how"], (lambda *_: How.APART) if apart else names["how"]
@@ -54,8 +56,11 @@ def run(case: Case, *, apart: bool = False) -> list[Outcome]:
 
 
 def differences(case: Case) -> list[str]:
-    """What has other bits with pairs than without: in a table of the catalogue beside the table without any, in a drawn
-    one, whose gradients may add in any order, beside its own passes one after the other."""
+    """Return the numbers that are not bitwise equal with pairs and without.
+
+    A table of the catalogue is compared with the table without any pair. A drawn one, whose
+    gradients may add in any order, is compared with its own passes one after the other.
+    """
     found = []
     same_table = case.drawn is not None
     plain = case if same_table else replace(case, paired=False, joined=None)
@@ -67,7 +72,10 @@ def differences(case: Case) -> list[str]:
 
 
 def same(a: object, b: object) -> bool:
-    """Are all bits the same? Text tells apart what == does not, and has nan as itself."""
+    """Return whether all bits are the same.
+
+    Text tells -0.0 from 0.0, which == does not, and has nan equal to itself.
+    """
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, Part) and isinstance(b, Part):

@@ -1,4 +1,6 @@
-"""Tables with AF, AB and RS: drawn, verified, timed by another count of what is whole; and misordered, each refused.
+"""Draw tables with AF, AB and RS, verify them, and time them by another count of gathered weights.
+
+Misordered ones are refused.
 
     python tools/proofs/tables/weights.py --tables 300 --misorders 300 --seed 1
 
@@ -28,7 +30,7 @@ GATHERS, READS, ADDS = {Kind.AF, Kind.AB}, {Kind.F, Kind.B, Kind.BW, Kind.R}, {K
 
 
 def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
-    """A table of sharded weights, its costs and what was asked for; None where there is no such table."""
+    """Draw a table of sharded weights, its costs and the request; None if there is no such table."""
     p = dice.randint(1, 8)
     sizes = {name: dice.uniform(0.1, 4) for name in ("mem_a", "mem_g")}
     times = {name: dice.uniform(0.5, 2) for name in ("f", "b", "w")} | {x: dice.uniform(0, 3) for x in ("a", "g")}
@@ -87,7 +89,9 @@ def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tup
 
 
 def _posted(flat: list[Pass], item: Pass, time: Timeline) -> float:
-    """When a pass beside is begun: where it stands in the row, though the link may have to end another first."""
+    """Return the start of a pass on another stream: its place in the row, even if the link has to
+    end another first.
+    """
     before = [time.end[x] for x in flat[: flat.index(item)] if x.kind.traits.lane is Lane.COMPUTE]
     return max(before, default=0.0)
 
@@ -132,7 +136,7 @@ Mistake = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
 
 
 def _uses(row: Row, at: int, stage: int, kinds: set[Kind]) -> list[int]:
-    """The steps behind one with passes of a stage of these kinds."""
+    """Return the steps after step `at` with passes of a stage of these kinds."""
     return [i for i in range(at + 1, len(row)) if any(x.stage == stage and x.kind in kinds for x in row[i])]
 
 
