@@ -1,8 +1,9 @@
 """Measure what all checks add to a start and to a step, in milliseconds of one core: `python
 tools/bench/checks.py`.
 
-Ranks check side by side, so that a start waits for one rank's checks, and for the store that all of them ask. The store
-is one process, whose time grows with the ranks: its slope is measured, and 1,024 ranks are reckoned from it.
+Ranks check side by side, so that a start waits for one rank's checks, and for the store that all of
+them ask. The store is one process, whose time grows with the ranks: its slope is measured, and
+1,024 ranks are reckoned from it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import numpy as np
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -45,8 +48,10 @@ from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
 
 FLAGS = (
-    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --lr 1e-3 "
-    "--tokenizer-type NullTokenizer --vocab-size 8191 --padded-vocab-size 8192 --micro-batch-size 1 --split 1,0,0 "
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 8191 --padded-vocab-size 8192 --micro-batch-size "
+    "1 --split 1,0,0 "
     "--global-batch-size 16 --train-iters 100 --save-interval 100 --num-workers 0 --eval-iters 0"
 )
 STEPS, IDLE_S = 2000, 5.0
@@ -84,14 +89,20 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
     place, named = run.plan.schedule.placement, dict(run.modules[0].named_parameters())
     took = {
         "flags and files (`validate`)": ms(lambda: validate(config, has_cuda=False)),
-        "digests of source, data, tokenizer, table": ms(lambda: facts(config, run.plan, [gpt_provider, forward_step])),
+        "digests of source, data, tokenizer, table": ms(
+            lambda: facts(config, run.plan, [gpt_provider, forward_step])
+        ),
         "data and tokenizer as the checkpoint knows them": ms(lambda: contents(config)),
-        "who owns which parameter": ms(lambda: check_ownership(run.modules, config.model, gpt_provider, place, mesh)),
+        "who owns which parameter": ms(
+            lambda: check_ownership(run.modules, config.model, gpt_provider, place, mesh)
+        ),
         "room and rights in --save": ms(lambda: check_save(folder, 0, mesh, 1)),
         "the lock of --save": ms(one_run(folder, mesh).__enter__),
     }
     size = sum(x.numel() * x.element_size() for x in named.values())
-    took[f"hash of {size / 2**20:.0f} MiB of weights, to compare replicas"] = ms(lambda: hashes(named, mesh.device))
+    took[f"hash of {size / 2**20:.0f} MiB of weights, to compare replicas"] = ms(
+        lambda: hashes(named, mesh.device)
+    )
     took["meeting and comparing, 4 ranks over a TCP store"] = meeting(4, says)
     return took
 
@@ -99,7 +110,10 @@ def at_start(config: Config, run: Run, says: dict[str, str]) -> dict[str, float]
 def at_step(config: Config, training: Training) -> dict[str, float]:
     """Milliseconds of each check of a step at which nothing is due."""
     run = training.run
-    stopping, result = Stopping(config.guards, run.mesh, 0.0), StepResult({"lm loss": 2.0}, 1.0, 1, skipped=False)
+    stopping, result = (
+        Stopping(config.guards, run.mesh, 0.0),
+        StepResult({"lm loss": 2.0}, 1.0, 1, skipped=False),
+    )
 
     def steps() -> None:
         for n in range(1, STEPS + 1):
@@ -129,7 +143,9 @@ def main() -> None:
     with TemporaryDirectory() as name:
         with IndexedWriter(f"{name}/data", np.uint16) as writer:
             writer.add_documents(np.arange(10**6) % 8191, np.full(10_000, 100))
-        config = parse(Config, [*FLAGS.split(), "--data-path", f"{name}/data", "--save", f"{name}/run"])
+        config = parse(
+            Config, [*FLAGS.split(), "--data-path", f"{name}/data", "--save", f"{name}/run"]
+        )
         plan, tokenizer = make_plan(config), build_tokenizer(config.data)
         data = build_datasets(config, tokenizer)
         given = config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, 0.0
@@ -138,14 +154,25 @@ def main() -> None:
         start, step = at_start(config, training.run, says), at_step(config, training)
         few, many = meeting(16, says), meeting(128, says)
     slope = (many - few) / (128 - 16)
-    print("\n| at start | ms |\n|---|---|", *(f"| {name} | {x:.1f} |" for name, x in start.items()), sep="\n")
+    print(
+        "\n| at start | ms |\n|---|---|",
+        *(f"| {name} | {x:.1f} |" for name, x in start.items()),
+        sep="\n",
+    )
     print(f"| all, of a rank of 4 | {sum(start.values()):.0f} |")
     print(f"| meeting, 16 and 128 ranks | {few:.0f}, {many:.0f} |")
     whole = sum(start.values()) + 1020 * slope
     print(f"| all at 1,024: {slope:.2f} ms of the store for each further rank | {whole:.0f} |")
-    print("\n| at a step | us |\n|---|---|", *(f"| {name} | {1e3 * x:.1f} |" for name, x in step.items()), sep="\n")
+    print(
+        "\n| at a step | us |\n|---|---|",
+        *(f"| {name} | {1e3 * x:.1f} |" for name, x in step.items()),
+        sep="\n",
+    )
     always = sum([*step.values()][:-1])
-    print(f"| all when nothing is due, of a step of 100 ms | {1e3 * always:.0f} = {always / 100:.3%} |")
+    print(
+        f"| all when nothing is due, of a step of 100 ms | {1e3 * always:.0f} = {always / 100:.3%} "
+        "|"
+    )
 
 
 if __name__ == "__main__":

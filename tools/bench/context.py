@@ -3,7 +3,8 @@
     python tools/bench/context.py --tokens 8192 32768 --ranks 1 2 4
     python tools/bench/context.py --balance --tokens 32768 --ranks 2 4 8
 
-Ranks are threads on a CPU, so times are seconds of the process over all ranks; bytes are those of a rank.
+Ranks are threads on a CPU, so times are seconds of the process over all ranks; bytes are those of a
+rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import torch
 from torch import Tensor
@@ -35,7 +38,7 @@ from megapipe.tensor_parallel.rng import Stream, initialize
 
 @dataclass(frozen=True)
 class Counted(Axis):
-    """An axis that adds up what a rank sends, as a ring sends it: of a gather c - 1 times its part."""
+    """An axis that counts the bytes sent in a ring: a gather sends its part c - 1 times."""
 
     sent: list[int] = field(default_factory=list, compare=False)
 
@@ -78,7 +81,10 @@ def layer_of(mesh: ProcessMesh, model: ModelConfig, tokens: int, batch: int = 1)
             kept.append(tensor)
         return tensor
 
-    with Stream(0, 0, cp=cp).active(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        Stream(0, 0, cp=cp).active(),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         y = layer(x)
     held = sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in kept)}.values())
     kept.clear()
@@ -112,7 +118,10 @@ def balance(tokens: int, ranks: int) -> str:
         (mean, [spread(work(tokens, ranks, drawn(tokens, seed, mean))) for seed in range(20)])
         for mean in (tokens // 64, tokens // 8)
     ]
-    texts = [f"documents of {mean}: {sum(x) / len(x):.1%} on average, {max(x):.1%} at most" for mean, x in found]
+    texts = [
+        f"documents of {mean}: {sum(x) / len(x):.1%} on average, {max(x):.1%} at most"
+        for mean, x in found
+    ]
     return f"{tokens} tokens, c {ranks}: most over mean {whole:.2%}; {'; '.join(texts)}"
 
 
@@ -137,7 +146,10 @@ class Flags:
 
 
 def rows(args: Flags) -> Iterator[str]:
-    yield "tokens  c  way         held MiB (plan)     sent MiB forward (plan)  backward (plan)     CPU us per token"
+    yield (
+        "tokens  c  way         held MiB (plan)     sent MiB forward (plan)  backward (plan)     "
+        "CPU us per token"
+    )
     for tokens in args.tokens:
         for c in args.ranks:
             for way in args.ways[: 1 if c == 1 else None]:
@@ -156,7 +168,9 @@ def rows(args: Flags) -> Iterator[str]:
                     cp_comm_type=(way,),
                 )
 
-                def one(mesh: ProcessMesh, model: ModelConfig = model, tokens: int = tokens) -> Measured:
+                def one(
+                    mesh: ProcessMesh, model: ModelConfig = model, tokens: int = tokens
+                ) -> Measured:
                     return layer_of(mesh, model, tokens)
 
                 began = time.process_time()
@@ -164,7 +178,10 @@ def rows(args: Flags) -> Iterator[str]:
                 us = (time.process_time() - began) / tokens * 1e6
                 held = pieces(model, tokens, cp=c).layers[0].held
                 sent = context_bytes(model, tokens, ranks=c)
-                cells = [f"{x / 2**20:8.3f} ({y / 2**20:8.3f})" for x, y in zip(found, (held, *sent), strict=True)]
+                cells = [
+                    f"{x / 2**20:8.3f} ({y / 2**20:8.3f})"
+                    for x, y in zip(found, (held, *sent), strict=True)
+                ]
                 yield f"{tokens:6}  {c}  {way if c > 1 else '-':10}  {'  '.join(cells)}  {us:8.1f}"
 
 
@@ -172,7 +189,9 @@ def main(argv: Sequence[str]) -> None:
     args = parse(Flags, argv)
     torch.set_num_threads(1)
     if args.balance:
-        print(*(balance(tokens, c) for tokens in args.tokens for c in args.ranks if c > 1), sep="\n")
+        print(
+            *(balance(tokens, c) for tokens in args.tokens for c in args.ranks if c > 1), sep="\n"
+        )
         return
     for row in rows(args):
         print(row, flush=True)

@@ -2,7 +2,7 @@
 forward and backward.
 
     python tools/bench/experts.py --tokens-per-expert 64
-    torchrun --nproc-per-node 2 tools/bench/experts.py     # experts shared by the processes, beside all on each
+    torchrun --nproc-per-node 2 tools/bench/experts.py     # experts shared by processes, or not
 
 CPU time of one thread, medians, so that other programs on the machine do not count.
 """
@@ -67,14 +67,20 @@ def main(argv: Sequence[str]) -> None:
         return _shared(args, model, tokens)
     layers: dict[str, nn.Module] = {
         "experts": MoE(model, Axis(), 0),
-        "dense, same active FLOPs": MLP(replace(model, num_experts=None), Axis(), args.ffn * args.topk),
+        "dense, same active FLOPs": MLP(
+            replace(model, num_experts=None), Axis(), args.ffn * args.topk
+        ),
     }
     for layer in layers.values():
         _ready(layer, Axis())
     layers |= {f"transformers, {way}": _theirs(args, way) for way in ("eager", "grouped_mm")}
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
-    steps: dict[str, Callable[[], None]] = {name: partial(_step, layer, x, dy) for name, layer in layers.items()}
-    steps["the products alone"] = _products(args.experts, args.tokens_per_expert, args.hidden, args.ffn)
+    steps: dict[str, Callable[[], None]] = {
+        name: partial(_step, layer, x, dy) for name, layer in layers.items()
+    }
+    steps["the products alone"] = _products(
+        args.experts, args.tokens_per_expert, args.hidden, args.ffn
+    )
     steps["of the dense one"] = _products(1, tokens, args.hidden, args.ffn * args.topk)
     times = {name: _median(step, args.repeats) for name, step in steps.items()}
     for name, ms in times.items():
@@ -86,7 +92,9 @@ def _shared(args: Flags, model: ModelConfig, tokens: int) -> None:
     all experts.
     """
     ranks = int(os.environ["WORLD_SIZE"])
-    mesh = ProcessMesh.create(ParallelConfig(expert_model_parallel_size=ranks, distributed_backend="gloo"), CPU)
+    mesh = ProcessMesh.create(
+        ParallelConfig(expert_model_parallel_size=ranks, distributed_backend="gloo"), CPU
+    )
     x, dy = (torch.randn(1, tokens, args.hidden) for _ in range(2))
     start, spent = Axis.start_all_to_all, list[float]()
 
@@ -109,7 +117,10 @@ def _shared(args: Flags, model: ModelConfig, tokens: int) -> None:
         ms = _median(partial(_step, layer, x, dy), args.repeats)
         moved = sum(spent) / (args.repeats + 2)
         if mesh.world.rank == 0:
-            print(f"{way:<28} {ms:8.1f} ms" + f", {moved:.1f} ms of it all-to-all ({moved / ms:.1%})" * bool(spent))
+            print(
+                f"{way:<28} {ms:8.1f} ms"
+                + f", {moved:.1f} ms of it all-to-all ({moved / ms:.1%})" * bool(spent)
+            )
     mesh.close()
 
 
@@ -120,11 +131,16 @@ def _ready(layer: nn.Module, tp: Axis) -> None:
 
 
 def _products(experts: int, rows: int, hidden: int, ffn: int) -> Callable[[], None]:
-    """The matrix products of a step and nothing else: the least that any layer of these sizes takes here."""
+    """The matrix products of a step and nothing else: the least that any layer of these sizes takes
+    here.
+    """
     sizes = [(2 * ffn, hidden), (hidden, ffn)]
     weights = [[torch.randn(size) for size in sizes] for _ in range(experts)]
     sums = [[torch.zeros(size) for size in sizes] for _ in range(experts)]
-    data = [[(torch.randn(rows, into), torch.randn(rows, out)) for out, into in sizes] for _ in range(experts)]
+    data = [
+        [(torch.randn(rows, into), torch.randn(rows, out)) for out, into in sizes]
+        for _ in range(experts)
+    ]
 
     def step() -> None:
         for n in range(experts):

@@ -2,7 +2,8 @@
 
 python tools/bench/fp8.py --steps 50
 
-The same weights and batches; the last column is the largest difference of a step's loss, as a part of that in bf16.
+The same weights and batches; the last column is the largest difference of a step's loss, as a part
+of that in bf16.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from pathlib import Path
 from megapipe.flags.parse import parse, run
 
 _MODEL = """--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256 --swiglu
---normalization RMSNorm --position-embedding-type rope --max-position-embeddings 128 --disable-bias-linear
+--normalization RMSNorm --position-embedding-type rope --max-position-embeddings 128
+--disable-bias-linear
 --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"""
 _RUN = """--seq-length 128 --micro-batch-size 4 --global-batch-size 8 --lr-decay-style constant
---mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --log-interval 1 --num-workers 0"""
+--mock-data --tokenizer-type NullTokenizer --vocab-size 255
+--eval-iters 0 --log-interval 1 --num-workers 0"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,11 @@ def main(argv: Sequence[str]) -> None:
     show("float32", losses(flags, ""), usual)
     for form in flags.format:
         for recipe in flags.recipe:
-            show(f"{form} {recipe}", losses(flags, f"--bf16 --fp8-format {form} --fp8-recipe {recipe}"), usual)
+            show(
+                f"{form} {recipe}",
+                losses(flags, f"--bf16 --fp8-format {form} --fp8-recipe {recipe}"),
+                usual,
+            )
 
 
 def show(name: str, found: Sequence[float], usual: Sequence[float]) -> None:
@@ -58,8 +65,23 @@ def losses(flags: Flags, precision: str) -> list[float]:
     """Return the losses of a run with these flags, step by step."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
-        command = [sys.executable, "-m", "megapipe", "pretrain", *_MODEL.split(), *_RUN.split(), *precision.split()]
-        command += ["--lr", str(flags.lr), "--train-iters", str(flags.steps), "--metrics-file", str(metrics)]
+        command = [
+            sys.executable,
+            "-m",
+            "megapipe",
+            "pretrain",
+            *_MODEL.split(),
+            *_RUN.split(),
+            *precision.split(),
+        ]
+        command += [
+            "--lr",
+            str(flags.lr),
+            "--train-iters",
+            str(flags.steps),
+            "--metrics-file",
+            str(metrics),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout + done.stderr)

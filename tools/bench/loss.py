@@ -1,9 +1,10 @@
-"""Memory and time of the output head with its loss: head, then loss of all logits, against both in one operation.
+"""Memory and time of the output head with its loss: head, then loss of all logits, against both in
+one operation.
 
 python tools/bench/loss.py --tokens 4096 --vocab 131072 --hidden 1024
 
-Each is a process of its own, forward and backward once to warm up and once measured; time is CPU time, memory the
-growth of the process's peak beyond inputs, weight and gradient buffers.
+Each is a process of its own, forward and backward once to warm up and once measured; time is CPU
+time, memory the growth of the process's peak beyond inputs, weight and gradient buffers.
 """
 
 from __future__ import annotations
@@ -58,16 +59,32 @@ def main(argv: Sequence[str]) -> None:
         for _ in range(flags.rounds):
             for kind, found in rows.items():
                 found.append(_run(flags, kind, precision))
-        seconds, peak = ({k: min(v[i] for v in found) for k, found in rows.items()} for i in range(2))
+        seconds, peak = (
+            {k: min(v[i] for v in found) for k, found in rows.items()} for i in range(2)
+        )
         ratio = seconds["fused"] / seconds["plain"]
-        print(f"{precision:9s}  time {seconds['plain']:8.2f} s {seconds['fused']:14.2f} s {ratio:15.2f}")
+        print(
+            f"{precision:9s}  time {seconds['plain']:8.2f} s {seconds['fused']:14.2f} s "
+            f"{ratio:15.2f}"
+        )
         ratio = peak["fused"] / peak["plain"]
-        print(f"{precision:9s}  peak {peak['plain']:6.0f} MiB {peak['fused']:12.0f} MiB {ratio:15.3f}", flush=True)
+        print(
+            f"{precision:9s}  peak {peak['plain']:6.0f} MiB {peak['fused']:12.0f} MiB "
+            f"{ratio:15.3f}",
+            flush=True,
+        )
 
 
 def _run(flags: Flags, kind: str, precision: str) -> tuple[float, float]:
     command = [sys.executable, __file__, "--child", kind, "--precision", precision]
-    command += ["--tokens", str(flags.tokens), "--vocab", str(flags.vocab), "--hidden", str(flags.hidden)]
+    command += [
+        "--tokens",
+        str(flags.tokens),
+        "--vocab",
+        str(flags.vocab),
+        "--hidden",
+        str(flags.hidden),
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

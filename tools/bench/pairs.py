@@ -1,10 +1,12 @@
-"""Two passes together: what a piece of them costs the host, and what they hide of a real all-to-all.
+"""Two passes together: what a piece of them costs the host, and what they hide of a real
+all-to-all.
 
     python tools/bench/pairs.py                          # no-op stages, on one thread each
     torchrun --nproc-per-node 4 tools/bench/pairs.py     # ep 2, pp 2: steps with pairs and without
 
-The second one trains a small model with experts over gloo. Steps with pairs and without take turns in one run, so that
-whatever else the machine does meets both; a pair may hide only what the cores have room for.
+The second one trains a small model with experts over gloo. Steps with pairs and without take turns
+in one run, so that whatever else the machine does meets both; a pair may hide only what the cores
+have room for.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import torch
 
@@ -38,7 +42,9 @@ from megapipe.tensor_parallel.rng import initialize
 
 @dataclass(frozen=True)
 class Flags:
-    """Two passes together: what a piece costs the host, and under torchrun what they hide of a real all-to-all."""
+    """Two passes together: what a piece costs the host, and under torchrun what they hide of a real
+    all-to-all.
+    """
 
     pieces: int = 50
     """Waits of each no-op pass."""
@@ -55,7 +61,9 @@ class Flags:
     microbatches: int = 8
     """Of each step."""
     link_us: float = 0.0
-    """Microseconds that each all-to-all takes longer than gloo's, as between machines; without work of the host."""
+    """Microseconds that each all-to-all takes longer than gloo's, as between machines; without work
+    of the host.
+    """
 
 
 def main(argv: Sequence[str]) -> None:
@@ -85,12 +93,18 @@ def _no_op(flags: Flags) -> None:
         return statistics.median(took)
 
     apart, both = median_us(How.APART), median_us(How.ONE_BEGINS)
-    print(f"host time of a piece, medians: {apart:.2f} us one after the other, {both:.2f} us together, ", end="")
+    print(
+        f"host time of a piece, medians: {apart:.2f} us one after the other, {both:.2f} us "
+        "together, ",
+        end="",
+    )
     print(f"{both - apart:.2f} us more")
 
 
 def _real(flags: Flags) -> None:
-    mesh = ProcessMesh.create(ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2), CPU)
+    mesh = ProcessMesh.create(
+        ParallelConfig(pipeline_model_parallel_size=2, expert_model_parallel_size=2), CPU
+    )
     if flags.link_us:
         _lengthen(flags.link_us / 1e6)
     chunks = 2 if entry_of(flags.schedule).any_chunks else None
@@ -106,13 +120,22 @@ def _real(flags: Flags) -> None:
             mesh.world.barrier()
             of.append((time.perf_counter() - begin, exposed))
     if mesh.world.rank == 0:
-        (plain, waits), (paired, hidden) = ([statistics.median(x) for x in zip(*of[1:], strict=True)] for of in times)
+        (plain, waits), (paired, hidden) = (
+            [statistics.median(x) for x in zip(*of[1:], strict=True)] for of in times
+        )
         ratios = [b[0] / a[0] for a, b in zip(*(of[1:] for of in times), strict=True)]
         print(
-            f"{schedule.name}, pp 2, ep 2, {os.cpu_count()} cores, medians of {flags.repeats} steps of each in turns:"
+            f"{schedule.name}, pp 2, ep 2, {os.cpu_count()} cores, medians of {flags.repeats} "
+            "steps of each in turns:"
         )
-        print(f"one after the other {plain * 1e3:.0f} ms, of which rank 0 waited for experts {waits * 1e3:.0f} ms")
-        print(f"with pairs          {paired * 1e3:.0f} ms, of which rank 0 waited for experts {hidden * 1e3:.0f} ms")
+        print(
+            f"one after the other {plain * 1e3:.0f} ms, of which rank 0 waited for experts "
+            f"{waits * 1e3:.0f} ms"
+        )
+        print(
+            f"with pairs          {paired * 1e3:.0f} ms, of which rank 0 waited for experts "
+            f"{hidden * 1e3:.0f} ms"
+        )
         print(f"step by step {statistics.median(ratios):.3f} of the time")
     mesh.close()
 

@@ -1,8 +1,8 @@
 """Measure for how many milliseconds a save blocks training: `python tools/bench/save.py [--layers N
 --hidden H] [--saves K]`.
 
-One process trains a GPT on synthetic tokens. The save that waits is the run's first; each later one is begun in the
-background after a step, and steps go on until it is complete.
+One process trains a GPT on synthetic tokens. The save that waits is the run's first; each later one
+is begun in the background after a step, and steps go on until it is complete.
 """
 
 from __future__ import annotations
@@ -56,17 +56,26 @@ def main(argv: Sequence[str]) -> None:
                 steps.append(_ms(trained.driver.whole))
                 trained.saving.finish()
         trained.saving.close()
-        size = sum(path.stat().st_size for path in Path(folder, f"iter_{trained.saving.last:07d}").iterdir())
+        size = sum(
+            path.stat().st_size
+            for path in Path(folder, f"iter_{trained.saving.last:07d}").iterdir()
+        )
     step, behind = statistics.median(steps), statistics.median(blocked)
     print("| a checkpoint has | step | save that waits | blocked by --async-save | of a step |")
-    print(f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | {behind / step:.1%} |")
+    print(
+        f"| {size / 2**20:.0f} MiB | {step:.0f} ms | {waits:.0f} ms | {behind:.1f} ms | "
+        f"{behind / step:.1%} |"
+    )
 
 
 def _run(given: Flags, folder: str) -> Training:
     flags = (
-        f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 --seq-length 256 "
-        f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr 1e-4 --mock-data "
-        f"--tokenizer-type NullTokenizer --vocab-size 4095 --split 1,0,0 --save {folder} --save-interval 1 "
+        f"--num-layers {given.layers} --hidden-size {given.hidden} --num-attention-heads 4 "
+        "--seq-length 256 "
+        f"--max-position-embeddings 256 --micro-batch-size {given.batch} --train-iters 1000 --lr "
+        "1e-4 --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size 4095 --split 1,0,0 --save {folder} "
+        "--save-interval 1 "
         "--async-save --save-keep-last 2 --log-interval 1000"
     )
     config = parse(Config, flags.split())
@@ -74,7 +83,15 @@ def _run(given: Flags, folder: str) -> Training:
     model = config.model.padded_vocab(tokenizer.vocab_size)
     config = parse(Config, [*flags.split(), "--padded-vocab-size", str(model)])
     data = build_datasets(config, tokenizer)
-    return Training(config, ProcessMesh.single(), gpt_provider, forward_step, data, tokenizer.eod, time.monotonic())
+    return Training(
+        config,
+        ProcessMesh.single(),
+        gpt_provider,
+        forward_step,
+        data,
+        tokenizer.eod,
+        time.monotonic(),
+    )
 
 
 def _ms(work: Callable[[], object]) -> float:

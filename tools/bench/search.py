@@ -1,9 +1,11 @@
-"""Cases where a better schedule than any fixed pattern is known to exist, and how far the search gets in its minute.
+"""Cases where a better schedule than any fixed pattern is known to exist, and how far the search
+gets in its minute.
 
     python tools/bench/search.py [--effort 50] [--only 6 15]
 
-Known is the best that any search has found, ours or minutes of annealing elsewhere; closed, how much of the way from
-the best table of the catalogue that fits to it. CPU time is counted, so that a busy machine says the same.
+Known is the best that any search has found, ours or minutes of annealing elsewhere; closed, how
+much of the way from the best table of the catalogue that fits to it. CPU time is counted, so that a
+busy machine says the same.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from random import Random
 from time import process_time
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule import Placement, loop, simulate, vee
 from megapipe.schedule.costs import Costs
@@ -47,13 +51,19 @@ class Case(NamedTuple):
             return Costs(*self.times, comm=self.lag)
         dice, chain = Random(self.times), self.placement.chain
         share = self.ranks / chain
-        f, b, w = (tuple(round(x * share * dice.uniform(0.8, 1.2), 2) for _ in range(chain)) for x in _REAL)
+        f, b, w = (
+            tuple(round(x * share * dice.uniform(0.8, 1.2), 2) for _ in range(chain)) for x in _REAL
+        )
         return Costs(f, b, w, comm=self.lag, mem_b=(share,) * chain, mem_w=(share,) * chain)
 
     @property
     def peer(self) -> float:
         """The shortest table of the catalogue that fits."""
-        made = (x for x in fixed(self.ranks, self.microbatches, self.chunks) if x.placement == self.placement)
+        made = (
+            x
+            for x in fixed(self.ranks, self.microbatches, self.chunks)
+            if x.placement == self.placement
+        )
         timed = (simulate(x, self.costs) for x in made)
         return min(x.makespan for x in timed if max(x.peak) <= self.memory * (1 + 1e-9))
 
@@ -98,10 +108,21 @@ CASES = [
 def main() -> None:
     """Print a line for each case as soon as it is searched."""
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--effort", type=float, default=50.0, help="about the seconds for each line (default: 50)")
-    parser.add_argument("--only", type=int, nargs="+", default=range(len(CASES)), metavar="N", help="lines by number")
+    parser.add_argument(
+        "--effort", type=float, default=50.0, help="about the seconds for each line (default: 50)"
+    )
+    parser.add_argument(
+        "--only",
+        type=int,
+        nargs="+",
+        default=range(len(CASES)),
+        metavar="N",
+        help="lines by number",
+    )
     args = parser.parse_args()
-    print(" n placement  p   m       F/B/W  lag memory   peer    ours   known   bound closed seconds")
+    print(
+        " n placement  p   m       F/B/W  lag memory   peer    ours   known   bound closed seconds"
+    )
     far = best = 0
     for n in args.only:
         x = CASES[n]
@@ -119,11 +140,18 @@ def main() -> None:
         closed = (peer - found.makespan) / (peer - x.known) if peer > x.known else 1.0
         far += closed >= 2 / 3
         best += found.makespan <= x.known * (1 + 1e-9)
-        times = f"uneven {x.times}" if isinstance(x.times, int) else "/".join(f"{t:g}" for t in x.times)
-        print(
-            f"{n:2} {x.shape:>7} {x.chunks} {x.ranks:2} {x.microbatches:3} {times:>11} {x.lag:4} {x.memory:6}", end=" "
+        times = (
+            f"uneven {x.times}" if isinstance(x.times, int) else "/".join(f"{t:g}" for t in x.times)
         )
-        print(f"{peer:6.6g} {found.makespan:7.6g} {x.known:7.6g} {found.bound:7.6g} {closed:6.0%}", end=" ")
+        print(
+            f"{n:2} {x.shape:>7} {x.chunks} {x.ranks:2} {x.microbatches:3} {times:>11} {x.lag:4} "
+            f"{x.memory:6}",
+            end=" ",
+        )
+        print(
+            f"{peer:6.6g} {found.makespan:7.6g} {x.known:7.6g} {found.bound:7.6g} {closed:6.0%}",
+            end=" ",
+        )
         print(f"{process_time() - began:7.1f}", flush=True)
     print(f"{far} of {len(args.only)} at two thirds of the way or more, {best} at the best known")
 

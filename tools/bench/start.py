@@ -1,8 +1,10 @@
-"""Milliseconds until names of `import megapipe` can be used, each in a fresh Python; asked: the import in 60.
+"""Milliseconds until names of `import megapipe` can be used, each in a fresh Python; asked: the
+import in 60.
 
 python tools/bench/start.py [--rounds 20]
 
-Rounds take turns, so that a busy machine hits all alike. The least is of a quiet moment, the median of this one.
+Rounds take turns, so that a busy machine hits all alike. The least is of a quiet moment, the median
+of this one.
 """
 
 from __future__ import annotations

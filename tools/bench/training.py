@@ -2,11 +2,13 @@
 
 In the same run, nanoGPT with torch.compile and fused AdamW is measured.
 
-git clone https://github.com/karpathy/nanoGPT; python tools/bench/training.py --nanogpt nanoGPT --tp 2
+git clone https://github.com/karpathy/nanoGPT; python tools/bench/training.py --nanogpt nanoGPT --tp
+2
 
-Each contender has processes of its own with one thread; rounds alternate, so a busy machine hits all alike. CPU time of
-all its ranks, not wall time (with --device cuda a GPU's): forward, backward and optimizer, warm-up steps left out. With
---tp 2 comes "ours x 2": two runs of one process each at once, which share caches and memory as two ranks do.
+Each contender has processes of its own with one thread; rounds alternate, so a busy machine hits
+all alike. CPU time of all its ranks, not wall time (with --device cuda a GPU's): forward, backward
+and optimizer, warm-up steps left out. With --tp 2 comes "ours x 2": two runs of one process each at
+once, which share caches and memory as two ranks do.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class Flags:
     size: tuple[str, ...] = ("20m", "124m")
     """Which models: 20m (sequence 512, batch 4), 124m (sequence 1024, batch 1)."""
     precision: tuple[str, ...] = ("fp32", "bf16")
-    """fp32, bf16. nanoGPT's bf16 holds its weights in bf16, ours keeps float32 main weights and gradients."""
+    """fp32, bf16. nanoGPT's bf16 holds its weights in bf16, ours keeps float32 main weights and
+    gradients.
+    """
     tp: tuple[int, ...] = ()
     """Ours over that many tensor-parallel ranks too."""
     sequence_parallel: bool = False
@@ -104,11 +108,18 @@ class Flags:
 
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
-    wrong = [s for s in flags.size if s not in SIZES] + [p for p in flags.precision if p not in ("fp32", "bf16")]
+    wrong = [s for s in flags.size if s not in SIZES] + [
+        p for p in flags.precision if p not in ("fp32", "bf16")
+    ]
     if wrong:
-        raise ConfigError(f"--size takes {' '.join(SIZES)}, --precision takes fp32 bf16; got {' '.join(wrong)}")
+        raise ConfigError(
+            f"--size takes {' '.join(SIZES)}, --precision takes fp32 bf16; got {' '.join(wrong)}"
+        )
     if flags.nanogpt is not None and not (Path(flags.nanogpt) / "model.py").is_file():
-        raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; git clone https://github.com/karpathy/nanoGPT")
+        raise ConfigError(
+            f"--nanogpt {flags.nanogpt} holds no model.py; git clone "
+            "https://github.com/karpathy/nanoGPT"
+        )
     if flags.child:
         step = (ours if flags.child == "ours" else nanogpt)(
             flags, _sized(flags, *flags.size), "bf16" in flags.precision
@@ -118,26 +129,41 @@ def main(argv: Sequence[str]) -> None:
     if flags.device == "cuda" and (flags.tp or not torch.cuda.is_available()):
         raise ConfigError("--device cuda needs a GPU, and no --tp: ranks have CPUs here")
     if flags.least is not None and flags.nanogpt is None:
-        raise ConfigError(f"--least {flags.least:g} compares with nanoGPT; name a checkout of it with --nanogpt")
+        raise ConfigError(
+            f"--least {flags.least:g} compares with nanoGPT; name a checkout of it with --nanogpt"
+        )
     if odd := [n for n in flags.tp if n < 2 or any(SIZES[size].heads % n for size in flags.size)]:
-        raise ConfigError(f"--tp {odd[0]} must be 2 or more and divide the attention heads: 6 in 20m, 12 in 124m")
+        raise ConfigError(
+            f"--tp {odd[0]} must be 2 or more and divide the attention heads: 6 in 20m, 12 in 124m"
+        )
     if flags.sequence_parallel and not flags.tp:
-        raise ConfigError("--sequence-parallel splits over tensor-parallel ranks; name how many: --tp 2")
+        raise ConfigError(
+            "--sequence-parallel splits over tensor-parallel ranks; name how many: --tp 2"
+        )
     contenders = [Contender("ours")]
-    contenders += [c for n in flags.tp for c in (Contender(f"ours x {n}", runs=n), Contender(f"tp {n}", tp=n))]
+    contenders += [
+        c for n in flags.tp for c in (Contender(f"ours x {n}", runs=n), Contender(f"tp {n}", tp=n))
+    ]
     contenders += [Contender("nanogpt")] if flags.nanogpt else []
     unit = "tokens/CPU-second" if flags.device == "cpu" else "    tokens/second"
     print(f"size  precision  contender   {unit}   ours / it")
     worst = math.inf
     for size in flags.size:
         for precision in flags.precision:
-            rounds = [[_run(flags, c, size, precision) for c in contenders] for _ in range(flags.rounds)]
+            rounds = [
+                [_run(flags, c, size, precision) for c in contenders] for _ in range(flags.rounds)
+            ]
             for contender, *values in zip(contenders, *rounds, strict=True):
                 ratios = [first[0] / value for first, value in zip(rounds, values, strict=True)]
                 ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 rate = statistics.median(values)
-                print(f"{size:5s} {precision:10s} {contender.name:11s} {rate:17.0f}   {ratio}", flush=True)
-                worst = min(worst, statistics.median(ratios)) if contender.name == "nanogpt" else worst
+                print(
+                    f"{size:5s} {precision:10s} {contender.name:11s} {rate:17.0f}   {ratio}",
+                    flush=True,
+                )
+                worst = (
+                    min(worst, statistics.median(ratios)) if contender.name == "nanogpt" else worst
+                )
     if flags.least is not None and worst < flags.least:
         raise SystemExit(1)
 
@@ -145,7 +171,12 @@ def main(argv: Sequence[str]) -> None:
 def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float:
     """Tokens per CPU-second of one contender in processes of its own."""
     tp, runs = contender.tp, contender.runs
-    command = [sys.executable, __file__, "--child", "nanogpt" if contender.name == "nanogpt" else "ours"]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        "nanogpt" if contender.name == "nanogpt" else "ours",
+    ]
     command += ["--size", size, "--precision", precision, "--steps", str(flags.steps)]
     command += ["--device", flags.device]
     command += ["--batch", str(flags.batch)] if flags.batch is not None else []
@@ -155,7 +186,13 @@ def _run(flags: Flags, contender: Contender, size: str, precision: str) -> float
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(tp)}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
     processes = [
-        subprocess.Popen(command, env=env | {"RANK": str(n)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=env | {"RANK": str(n)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for n in range(tp * runs)
     ]
     outputs = [process.communicate() for process in processes]
@@ -188,7 +225,9 @@ def measure(step: Callable[[], object], steps: int, device: torch.device) -> flo
 
 
 def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
-    """One step of megapipe, one microbatch, split over as many tensor-parallel ranks as WORLD_SIZE says."""
+    """One step of megapipe, one microbatch, split over as many tensor-parallel ranks as WORLD_SIZE
+    says.
+    """
     keep_freed_memory()
     tp = int(os.environ["WORLD_SIZE"])
     model = ModelConfig(
@@ -207,7 +246,9 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     precision = PrecisionConfig(bf16=bf16)
     config = Config(model=model, parallel=parallel, batch=batch, precision=precision, world_size=tp)
     mesh, schedule = ProcessMesh.create(parallel, torch.device(flags.device)), build("1f1b", 1, 1)
-    module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp).to(mesh.device)
+    module = gpt_provider(model, partition(size.layers, schedule.placement)[0], mesh.tp).to(
+        mesh.device
+    )
     initialize(module, 1, mesh.tp)
     module = module.bfloat16() if bf16 else module
     if flags.compile:
@@ -217,12 +258,14 @@ def ours(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
 
     pipeline = Stages(config, schedule, [module], forward_step, mesh, 0)
     optimizer = Optimizer([module], config.optimizer, mesh)
-    data = torch.randint(0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1))
+    data = torch.randint(
+        0, size.vocab, (1, size.batch, size.seq + 1), generator=torch.Generator().manual_seed(1)
+    )
     return lambda: train_step(pipeline, optimizer, [*data], 0, Rates(1e-4))
 
 
 def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
-    """One step of nanoGPT's own model with torch.compile and fused AdamW, as its train.py does it."""
+    """Do a step of nanoGPT's own model with torch.compile and fused AdamW, as its train.py does."""
     sys.path.insert(0, str(flags.nanogpt))
     from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
@@ -237,7 +280,9 @@ def nanogpt(flags: Flags, size: Size, bf16: bool) -> Callable[[], object]:
     )
     model: Any = GPT(config).to(flags.device)
     model = model.bfloat16() if bf16 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     compiled: Any = torch.compile(model)
     tokens = torch.randint(0, size.vocab, (size.batch, size.seq + 1), device=flags.device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -3,7 +3,8 @@
 stage, and with vocabulary passes.
 
 python tools/bench/vocabulary.py --pp 4 --microbatches 16 --head-layers 4
-python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8     by the clock alone, no run
+python tools/bench/vocabulary.py --balance --pp 8 --microbatches 32 --ms 10,11,8
+    by the clock alone, no run
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 from megapipe.flags.parse import parse, run
 from megapipe.plan.auto import Judge, search
@@ -29,7 +32,9 @@ from tools.bench.schedules import overhead_here
 
 THOUSANDS = (32, 64, 128, 256)
 LAYERS_PER_K = 9.6 / 256
-"""What 1,024 ids cost in layers: 2 h V FLOPs a token beside some 27 h^2 of a Llama's layer, h = 4096."""
+"""What 1,024 ids cost in layers: 2 h V FLOPs a token beside some 27 h^2 of a Llama's layer, h =
+4096.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,16 @@ class Model:
 
     def whole(self) -> Job:
         """In the best split of whole layers, its head on the last stage."""
-        return Job("megapipe", self.table, self.pieces.costs(search(Judge(self.table, self.pieces))))
+        return Job(
+            "megapipe", self.table, self.pieces.costs(search(Judge(self.table, self.pieces)))
+        )
 
     def shared(self) -> Job:
         """With vocabulary passes."""
         table, chain = self.table, self.table.placement.chain
-        even = replace(self.pieces, shares=self.ranks).costs((self.layers * self.ranks // chain,) * chain)
+        even = replace(self.pieces, shares=self.ranks).costs(
+            (self.layers * self.ranks // chain,) * chain
+        )
         return Job("megapipe", with_vocabulary(table, even), even)
 
     def balance(self) -> tuple[float, float]:
@@ -84,7 +93,9 @@ class Model:
 def balances(models: Sequence[Model]) -> str:
     """A row for each schedule, a column for each vocabulary."""
     lines = [
-        "| schedule | " + " | ".join(f"{k}k" for k in THOUSANDS) + " | microbatches more, at most |",
+        "| schedule | "
+        + " | ".join(f"{k}k" for k in THOUSANDS)
+        + " | microbatches more, at most |",
         "|---|" + "---:|" * (len(THOUSANDS) + 1),
     ]
     for x in models:
@@ -141,16 +152,24 @@ def main(argv: Sequence[str]) -> None:
     if args.measure_overhead:
         f, b, w = (x / 1000 for x in ms)
         overhead, comm = overhead_here(args.pp, args.message_kib, Costs(f, b, w), args.repeats)
-        print(f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message {comm * 1e3:.3g} ms\n")
+        print(
+            f"measured here: a pass costs {overhead * 1e3:.3g} ms beside its work, a message "
+            f"{comm * 1e3:.3g} ms\n"
+        )
     jobs = [job for x in models for job in (x.whole(), x.shared())]
-    measured = run_pool(jobs, Costs(), Turns(args.pp, message_kib=args.message_kib, repeats=args.repeats))
+    measured = run_pool(
+        jobs, Costs(), Turns(args.pp, message_kib=args.message_kib, repeats=args.repeats)
+    )
     print(
-        f"pp {args.pp}, {args.microbatches} microbatches, {args.layers} layers a rank and a head worth "
-        f"{args.head_layers:g}, F/B/W of a rank's layers {'/'.join(f'{x:g}' for x in ms)} ms, median of "
+        f"pp {args.pp}, {args.microbatches} microbatches, {args.layers} layers a rank and a head "
+        "worth "
+        f"{args.head_layers:g}, F/B/W of a rank's layers {'/'.join(f'{x:g}' for x in ms)} ms, "
+        "median of "
         f"{args.repeats} steps\n"
     )
     print(
-        "| schedule | whole layers: predicted ms | measured | shared: predicted | measured | measured/predicted |",
+        "| schedule | whole layers: predicted ms | measured | shared: predicted | measured | "
+        "measured/predicted |",
         end="",
     )
     print(" gain predicted | measured |\n|---|" + "---:|" * 7)
@@ -160,7 +179,8 @@ def main(argv: Sequence[str]) -> None:
             told.append(simulate(job.schedule, known(job, overhead, comm)).makespan * 1e3)
             seen.append(statistics.median(max(rank[0] for rank in step) for step in steps) * 1e3)
         print(
-            f"| {name} | {told[0]:.0f} | {seen[0]:.0f} | {told[1]:.0f} | {seen[1]:.0f} | {seen[1] / told[1]:.3f} | "
+            f"| {name} | {told[0]:.0f} | {seen[0]:.0f} | {told[1]:.0f} | {seen[1]:.0f} | "
+            f"{seen[1] / told[1]:.3f} | "
             f"{1 - told[1] / told[0]:.1%} | {1 - seen[1] / seen[0]:.1%} |"
         )
 

@@ -24,7 +24,9 @@ def main(argv: Sequence[str]) -> None:
 
 def rows_of(path: Path) -> list[Row]:
     """All steps of a --metrics-file. Raises: DataError if there are none."""
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    rows = (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
     if not rows:
         raise DataError(f"{path} has no steps: megapipe pretrain --metrics-file writes them")
     return rows
@@ -34,19 +36,27 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
     """The lines. rows: of all steps."""
     first, last = rows[0], rows[-1]
     for name, loss in last["losses"].items():
-        yield f"{name}: {first['losses'].get(name, loss):.4f} in step {first['iteration']}, {loss:.4f} in step " + str(
-            last["iteration"]
+        yield (
+            f"{name}: {first['losses'].get(name, loss):.4f} in step {first['iteration']}, "
+            f"{loss:.4f} in step " + str(last["iteration"])
         )
-    yield f"step: {_median(rows, 'step_ms'):.0f} ms, {_median(rows, 'tokens_per_second'):.0f} tokens/s (medians)"
+    rate = _median(rows, "tokens_per_second")
+    yield f"step: {_median(rows, 'step_ms'):.0f} ms, {rate:.0f} tokens/s (medians)"
     if any("bubble" in row for row in rows):
-        parts = {name: median(row["bubble_parts"][name] for row in rows if "bubble" in row) for name in _parts(rows)}
+        parts = {
+            name: median(row["bubble_parts"][name] for row in rows if "bubble" in row)
+            for name in _parts(rows)
+        }
         said = ", ".join(f"{name} {share:.1%}" for name, share in parts.items())
         yield (
-            f"bubble: predicted {_median(rows, 'predicted_bubble'):.1%}, measured {_median(rows, 'bubble'):.1%} "
+            f"bubble: predicted {_median(rows, 'predicted_bubble'):.1%}, measured "
+            f"{_median(rows, 'bubble'):.1%} "
             f"({said}); medians"
         )
     exposed = "exposed_communication", "predicted_exposed_communication"
-    if shares := [_median(rows, key) for key in exposed if any(row.get(key) is not None for row in rows)]:
+    if shares := [
+        _median(rows, key) for key in exposed if any(row.get(key) is not None for row in rows)
+    ]:
         said = ", predicted ".join(f"{share:.1%} of the passes" for share in shares)
         yield f"communication that nothing ran beside: {said}; medians"
     tokens = last.get("tokens_per_expert") or {}

@@ -1,5 +1,5 @@
-"""A share of communication in the costs of passes, from the steps of a run whose passes run alone: all of it is waited
-for there.
+"""A share of communication in the costs of passes, from the steps of a run whose passes run alone:
+all of it is waited for there.
 
 python -m tools.deepseek_v3.shares runs/deepseek-v3/alone.jsonl runs/deepseek-v3/costs.json
 """
@@ -20,10 +20,15 @@ from tools.deepseek_v3.ended import Row, rows_of
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the costs again with the share. argv: a --metrics-file, costs as megapipe plan --save-costs writes them."""
+    """Write the costs again with the share. argv: a --metrics-file, costs as megapipe plan
+    --save-costs writes them.
+    """
     rows = [row for row in rows_of(Path(argv[0])) if row.get("exposed_communication") is not None]
     if not rows:
-        raise DataError(f"{argv[0]} tells of no communication in passes: train some steps with experts over ranks")
+        raise DataError(
+            f"{argv[0]} tells of no communication in passes: train some steps with experts over "
+            "ranks"
+        )
     costs = load_costs(argv[1])
     share = median(map(_of_busy, rows))
     f, b, w = (sum(x) if isinstance(x, tuple) else x for x in (costs.f, costs.b, costs.w))

@@ -1,8 +1,8 @@
 """Add pages to docs/ in `mkdocs build`: README as the first page, a page for each schedule, every
 flag, the API.
 
-A schedule's page is made of what stands elsewhere: its entry of the catalogue, its section of docs/schedules.md with
-picture, formula, paper and when to take it, and its numbers from the clock.
+A schedule's page is made of what stands elsewhere: its entry of the catalogue, its section of
+docs/schedules.md with picture, formula, paper and when to take it, and its numbers from the clock.
 """
 
 from __future__ import annotations
@@ -27,20 +27,38 @@ if TYPE_CHECKING:
 API = {
     "The library": [f"megapipe.library.{name}" for name in ("schedules", "runs")],
     "Schedules": [
-        *(f"megapipe.schedule.{name}" for name in ("catalogue", "passes", "costs", "text", "generators.recorder")),
-        *(f"megapipe.schedule.{name}" for name in ("simulate.simulate", "simulate.Timeline", "verify.verify")),
+        *(
+            f"megapipe.schedule.{name}"
+            for name in ("catalogue", "passes", "costs", "text", "generators.recorder")
+        ),
+        *(
+            f"megapipe.schedule.{name}"
+            for name in ("simulate.simulate", "simulate.Timeline", "verify.verify")
+        ),
     ],
     "Transforms of a schedule": [
         *(f"megapipe.schedule.shapes.{name}" for name in ("slices.slices", "pairs.pairs")),
-        *(f"megapipe.schedule.families.{name}" for name in ("vocabulary.shares", "offload.copies", "step.optimizer")),
-        *(f"megapipe.schedule.families.{name}" for name in ("offload.solve.solve", "sharding.sharded.sharded_within")),
+        *(
+            f"megapipe.schedule.families.{name}"
+            for name in ("vocabulary.shares", "offload.copies", "step.optimizer")
+        ),
+        *(
+            f"megapipe.schedule.families.{name}"
+            for name in ("offload.solve.solve", "sharding.sharded.sharded_within")
+        ),
     ],
     "Schedules compared and drawn": [
-        *(f"megapipe.schedule.views.{name}" for name in ("compare", "terminal", "draw", "timeline", "perfetto"))
+        *(
+            f"megapipe.schedule.views.{name}"
+            for name in ("compare", "terminal", "draw", "timeline", "perfetto")
+        )
     ],
     "A run": ["megapipe.training.pretrain", "megapipe.training.hooks"],
     "Data sets and batches": [
-        *(f"megapipe.data.{name}" for name in ("build.Datasets", "gpt_dataset.TokenDataset", "loader.Batch"))
+        *(
+            f"megapipe.data.{name}"
+            for name in ("build.Datasets", "gpt_dataset.TokenDataset", "loader.Batch")
+        )
     ],
     "Models": [
         *("megapipe.models.provider", "megapipe.models.gpt"),
@@ -52,7 +70,11 @@ API = {
 }
 """What programs of users import, by title."""
 POINTS = [(4, 8), (8, 16), (8, 64)]
-COSTS = {"F = B = W": Costs(), "10:11:8": Costs(10, 11, 8), "10:11:8, message 1": Costs(10, 11, 8, comm=1)}
+COSTS = {
+    "F = B = W": Costs(),
+    "10:11:8": Costs(10, 11, 8),
+    "10:11:8, message 1": Costs(10, 11, 8, comm=1),
+}
 
 
 def on_config(config: Any) -> Any:
@@ -90,19 +112,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _OUTSIDE.sub(copied, markdown)
 
 
-_OUTSIDE = re.compile(r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)")  # a copy as text has no headings
+_OUTSIDE = re.compile(
+    r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)"
+)  # a copy as text has no headings
 
 
 def outside(file: File) -> list[str]:
     """Return the files outside of docs/ that a page links to."""
     here = posixpath.dirname(file.src_uri)
-    paths = (posixpath.normpath(posixpath.join("docs", here, x)) for x in _OUTSIDE.findall(file.content_string))
+    paths = (
+        posixpath.normpath(posixpath.join("docs", here, x))
+        for x in _OUTSIDE.findall(file.content_string)
+    )
     return [path for path in paths if not path.startswith("docs/")]
 
 
 def readme() -> str:
     """README as it would link within docs/."""
-    text = re.sub(r"\]\((?!https?:|#|docs/)", "](../", (ROOT / "README.md").read_text(encoding="utf-8"))
+    text = re.sub(
+        r"\]\((?!https?:|#|docs/)", "](../", (ROOT / "README.md").read_text(encoding="utf-8")
+    )
     return text.replace("](docs/", "](")
 
 
@@ -141,7 +170,9 @@ def numbers(name: str) -> str:
                 continue
             cells = (row.makespan, plain.makespan, row.bubble)
             shown = " | ".join(map(short, cells))
-            lines.append(f"| {p} | {m} | {said} | {shown} | {row.bubble_share:.1%} | {short(row.peak)} |")
+            lines.append(
+                f"| {p} | {m} | {said} | {shown} | {row.bubble_share:.1%} | {short(row.peak)} |"
+            )
     return "\n".join(lines)
 
 
@@ -152,5 +183,8 @@ def flags() -> str:
 
 def api() -> str:
     """Return a page of the names that programs import, from the docstrings."""
-    parts = [f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in API.items()]
+    parts = [
+        f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names)
+        for title, names in API.items()
+    ]
     return "# API\n\n" + "\n\n".join(part.replace("# ", "## ", 1) for part in parts) + "\n"

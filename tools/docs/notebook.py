@@ -1,4 +1,5 @@
-"""Run the code cells of examples/schedules.ipynb in one namespace, and write what they show into it.
+"""Run the code cells of examples/schedules.ipynb in one namespace, and write what they show into
+it.
 
 python tools/docs/notebook.py            no jupyter is needed; the test runs the cells the same way
 """
@@ -44,14 +45,25 @@ def run(code: str, names: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def outputs(code: str, count: int, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell, and return its outputs in the notebook's format. count: its number among code cells."""
+    """Run a cell, and return its outputs in the notebook's format. count: its number among code
+    cells.
+    """
     printed, value = run(code, names)
     found: list[dict[str, Any]] = []
     if printed:
-        found.append({"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)})
+        found.append(
+            {"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}
+        )
     if value:
         data = {kind: text.splitlines(keepends=True) for kind, text in value.items()}
-        found.append({"data": data, "execution_count": count, "metadata": {}, "output_type": "execute_result"})
+        found.append(
+            {
+                "data": data,
+                "execution_count": count,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """Pictures of docs/: every schedule, and each figure by its command in docs/figures.md.
 
-python tools/docs/pictures.py [NAME ...]        names of docs/schedules/*.svg or docs/figures/*.svg; all by default
+python tools/docs/pictures.py [NAME ...]
+    names of docs/schedules/*.svg or docs/figures/*.svg; all by default
 """
 
 from __future__ import annotations
@@ -34,19 +35,25 @@ SHOWN["1f1b-vocabulary"] = {**SHOWN["1f1b"], "costs": Costs(s=0.5, t=0.25)}
 PARTS = {
     "1f1b-slices": "1f1b --pp 4 --microbatches 2 --slices 4 --attention-share 0.6",
     "1f1b-offload": "1f1b --pp 4 --microbatches 4 --copy-ratio 0.5",
-    "breadth-first-sharded": "breadth-first --pp 2 --microbatches 4 --chunks 4 --shard 0.5,1,1,2 --memory 5.2",
+    "breadth-first-sharded": "breadth-first --pp 2 --microbatches 4 --chunks 4 "
+    "--shard 0.5,1,1,2 --memory 5.2",
     "breadth-first-reduced": "breadth-first --pp 2 --microbatches 4 --step 2,0,0",
     "zb-h2-two-steps": "zb-h2 --pp 4 --microbatches 6 --step 0,0 --post-validation",
-    "interleaved-zb-pairs": "interleaved-zb --chunks 2 --pp 4 --microbatches 8 --costs 10,11,8 --comm-share 0.23 "
+    "interleaved-zb-pairs": "interleaved-zb --chunks 2 --pp 4 --microbatches 8 --costs 10,11,8 "
+    "--comm-share 0.23 "
     "--pairs",
 }
 """What other pages show by `megapipe schedules show`: pictures of the commands that stand there."""
 _COMMAND = re.compile(r"^python (tools/.*--svg docs/figures/[\w-]+\.svg)$", re.M)
 FIGURES = {
     Path(words[-1]).stem: words
-    for words in map(shlex.split, _COMMAND.findall((ROOT / "docs" / "figures.md").read_text(encoding="utf-8")))
+    for words in map(
+        shlex.split, _COMMAND.findall((ROOT / "docs" / "figures.md").read_text(encoding="utf-8"))
+    )
 }
-"""Commands of the page by the picture that they make; what was measured needs its run again, and is not among them."""
+"""Commands of the page by the picture that they make; what was measured needs its run again, and is
+not among them.
+"""
 
 
 def drawn(name: str) -> str:
@@ -65,7 +72,10 @@ def drawn(name: str) -> str:
 def main(names: list[str]) -> int:
     known = [*SHOWN, *PARTS, *FIGURES]
     if unknown := [name for name in names if name not in known]:
-        print(f"pictures.py: error: no picture {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"pictures.py: error: no picture {', '.join(unknown)}; there are {', '.join(known)}",
+            file=sys.stderr,
+        )
         return 2
     for name in names or known:
         if name in SHOWN or name in PARTS:

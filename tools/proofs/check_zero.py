@@ -1,10 +1,15 @@
-"""Train with shares of a stage and with plain data parallelism under every schedule, and compare the bits.
+"""Train with shares of a stage and with plain data parallelism under every schedule, and compare
+the bits.
 
-    python tools/proofs/check_zero.py                        dp 2: losses, norms, weights and moments must be the same
-    python tools/proofs/check_zero.py --strategy optim_grads_params --pp 4    the same for ZeRO-3, on four stages
-    python tools/proofs/check_zero.py --dp 4 --within 2e-6   four numbers have several sums: losses, norms, weights near
+    python tools/proofs/check_zero.py
+        dp 2: losses, norms, weights and moments must be the same
+    python tools/proofs/check_zero.py --strategy optim_grads_params --pp 4
+        the same for ZeRO-3, on four stages
+    python tools/proofs/check_zero.py --dp 4 --within 2e-6
+        four numbers have several sums: losses, norms and weights must be near
 
-Each run trains a tiny GPT for twenty steps, ranks as threads over gloo, with gradients that are clipped.
+Each run trains a tiny GPT for twenty steps, ranks as threads over gloo, with gradients that are
+clipped.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import torch
 
@@ -41,11 +48,15 @@ class _Shares(Case):
 
     def config(self, *, late: bool) -> Config:
         plain = super().config(late=late)
-        par = replace(plain.parallel, use_megatron_fsdp=True, data_parallel_sharding_strategy=self.strategy)
+        par = replace(
+            plain.parallel, use_megatron_fsdp=True, data_parallel_sharding_strategy=self.strategy
+        )
         return replace(plain, parallel=par)
 
 
-def compare(case: Case, within: float = 0.0, strategy: Strategy = "optim") -> tuple[list[str], float]:
+def compare(
+    case: Case, within: float = 0.0, strategy: Strategy = "optim"
+) -> tuple[list[str], float]:
     """Compare a case with sharded stages to the same case without shards and overlap.
 
     Returns the differences, and the largest of a number.
@@ -59,7 +70,9 @@ def compare(case: Case, within: float = 0.0, strategy: Strategy = "optim") -> tu
         )
     norms = [result.grad_norm for result in plain[0].results]
     if not any(norm > case.clip for norm in norms):
-        return [f"nothing was clipped at {case.clip:g}: norms {min(norms):.3g} to {max(norms):.3g}"], 0.0
+        return [
+            f"nothing was clipped at {case.clip:g}: norms {min(norms):.3g} to {max(norms):.3g}"
+        ], 0.0
     largest = max(_largest(a, b) for a, b in zip(plain, split, strict=True))
     if within:
         return [f"differs by {largest:.2g}"] if largest > within else [], largest
@@ -74,7 +87,8 @@ def split_by(case: Case, strategy: Strategy) -> Case:
 def _largest(a: Outcome, b: Outcome) -> float:
     """Difference of losses and norms, relative, and of weights and moments.
 
-    Not of the keys' bias: softmax does not see it, so that its gradient is rounding, of which Adam makes whole steps.
+    Not of the keys' bias: softmax does not see it, so that its gradient is rounding, of which Adam
+    makes whole steps.
     """
     said = [[(r.losses["lm loss"], r.grad_norm) for r in outcome.results] for outcome in (a, b)]
     pairs = zip(*(torch.tensor(numbers, dtype=torch.float64) for numbers in said), strict=True)
@@ -140,7 +154,9 @@ def main(argv: Sequence[str]) -> None:
                 print(f"{how} differs: {case}", *found[:12], sep="\n", flush=True)
                 os._exit(1)  # threads may wait for a rank that failed
             largest_text = f", at most {largest:.2g} apart" if options.within else ""
-            print(f"{how}: same{largest_text} ({time.process_time() - begun:.1f} CPU s)", flush=True)
+            print(
+                f"{how}: same{largest_text} ({time.process_time() - begun:.1f} CPU s)", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Start runs whose ranks differ in something drawn: none may train, and each difference must be named to every rank.
+"""Start runs whose ranks differ in something drawn: none may train, and each difference must be
+named to every rank.
 
     python tools/proofs/drawn_starts.py --starts 1000
 
-A start is what each rank does before any group exists: read its flags and files, plan, and compare over a TCP store.
-Ranks are threads, each with a connection of its own. One start in ten has no difference and must go on.
+A start is what each rank does before any group exists: read its flags and files, plan, and compare
+over a TCP store. Ranks are threads, each with a connection of its own. One start in ten has no
+difference and must go on.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import numpy as np
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -42,12 +46,18 @@ from megapipe.schedule.recipe import _built
 from megapipe.training.guards import ranks
 
 FLAGS = (
-    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 "
     "--padded-vocab-size 128 --data-args-path list.txt --tokenizer-type SentencePieceTokenizer "
-    "--tokenizer-model t.model --split 1,0,0 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 "
+    "--tokenizer-model t.model --split 1,0,0 --micro-batch-size 1 --global-batch-size 8 "
+    "--train-iters 3 --lr 1e-3 "
     "--pipeline-costs costs.json"
 )
-LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+LAYOUT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
 RANKS = 8
 Facts = dict[str, str]
 
@@ -87,7 +97,10 @@ def files() -> None:
     Path("t.model").write_text("one")
     Path("costs.json").write_text('{"f": 1}')
     Path("s.json").write_text(to_json(build("1f1b", 2, 4)).replace("1f1b", "mine"))
-    source = "from megapipe.models.provider import gpt_provider as base\ndef provider(*a): return base(*a)\n"
+    source = (
+        "from megapipe.models.provider import gpt_provider as base\n"
+        "def provider(*a): return base(*a)\n"
+    )
     Path("model.py").write_text(source)
 
 
@@ -137,7 +150,11 @@ def layouts(ranks: int) -> Iterator[list[str]]:
         for pp in (1, 2, 4):
             for cp in (1, 2):
                 if ranks % (tp * pp * cp) == 0:
-                    yield [word for pair in zip(LAYOUT, map(str, (tp, pp, cp)), strict=True) for word in pair]
+                    yield [
+                        word
+                        for pair in zip(LAYOUT, map(str, (tp, pp, cp)), strict=True)
+                        for word in pair
+                    ]
 
 
 def other(kind: Any, value: Any, draw: random.Random) -> Any:
@@ -154,12 +171,18 @@ def other(kind: Any, value: Any, draw: random.Random) -> Any:
 
 
 def other_flag(config: Config, draw: random.Random) -> tuple[str, Facts]:
-    """A flag, and what a rank says whose configuration is sound by itself and has another value of it."""
+    """A flag, and what a rank says whose configuration is sound by itself and has another value of
+    it.
+    """
     while True:
-        flag = draw.choice([flag for flag in flags_of(Config).values() if flag.section and flag.count != "many"])
+        flag = draw.choice(
+            [flag for flag in flags_of(Config).values() if flag.section and flag.count != "many"]
+        )
         section = getattr(config, flag.section)
         changed = other(flag.kind, getattr(section, flag.field), draw)
-        drawn = dataclasses.replace(config, **{flag.section: dataclasses.replace(section, **{flag.field: changed})})
+        drawn = dataclasses.replace(
+            config, **{flag.section: dataclasses.replace(section, **{flag.field: changed})}
+        )
         try:
             if changed != getattr(section, flag.field) and not flag_problems(drawn):
                 return flag.name, facts(drawn)
@@ -171,10 +194,19 @@ def draw_start(draw: random.Random, copy: Path) -> Start:
     """In the current folder, which has the files. copy: of the package, to be edited."""
     size = draw.choice((2, 4, 8))
     odd = tuple(sorted(draw.sample(range(size), draw.randint(1, size - 1))))
-    kind = draw.choice(("flag", "flag", "flag", "layout", "file", "torch", "Python", "megapipe", "nothing"))
+    kind = draw.choice(
+        ("flag", "flag", "flag", "layout", "file", "torch", "Python", "megapipe", "nothing")
+    )
     layout = draw.choice(list(layouts(size)))
     if kind == "file" and (name := draw.choice(list(FILES))).startswith("the schedule"):
-        layout = [LAYOUT[1], "2", "--pipeline-schedule", "s.json", "--global-batch-size", str(2 * size)]
+        layout = [
+            LAYOUT[1],
+            "2",
+            "--pipeline-schedule",
+            "s.json",
+            "--global-batch-size",
+            str(2 * size),
+        ]
     config = configuration(size, *layout)
     names: tuple[str, ...] = ()
     usual = differing = facts(config)
@@ -183,7 +215,9 @@ def draw_start(draw: random.Random, copy: Path) -> Start:
         names = (name,)
     elif kind == "layout":
         another = draw.choice([other for other in layouts(size) if other != layout])
-        names = tuple(flag for flag, a, b in zip(LAYOUT, layout[1::2], another[1::2], strict=True) if a != b)
+        names = tuple(
+            flag for flag, a, b in zip(LAYOUT, layout[1::2], another[1::2], strict=True) if a != b
+        )
         differing = facts(configuration(size, *another))
     elif kind == "file":
         FILES[name]()
@@ -223,12 +257,17 @@ def problem(start: Start, stores: Sequence[PrefixStore], pool: ThreadPoolExecuto
         return f"ranks are told different things: {told}"
     if not start.names:
         return f"nothing differs, and they stop: {told[0]}" if told[0] else ""
-    shown = start.odd if 0 not in start.odd else sorted({*range(len(start.ranks))} - {*start.odd})  # all unlike rank 0
+    shown = (
+        start.odd if 0 not in start.odd else sorted({*range(len(start.ranks))} - {*start.odd})
+    )  # all unlike rank 0
     ranks = f"on ranks? {', '.join(map(str, shown))}(;|$)"
     missing = [
         name
         for name in start.names
-        if not any(line.startswith(f"{name} differs between ranks: ") and re.search(ranks, line) for line in told[0])
+        if not any(
+            line.startswith(f"{name} differs between ranks: ") and re.search(ranks, line)
+            for line in told[0]
+        )
     ]
     return f"not named: {', '.join(missing)}, ranks {start.odd}; told {told[0]}" if missing else ""
 
@@ -248,7 +287,9 @@ def starts(count: int, seed: int) -> tuple[Counter[str], list[str], float]:
             target.write_bytes(path.read_bytes())
         for n in range(count):
             start, began = draw_start(draw, Path("copy")), time.monotonic()
-            if text := problem(start, [PrefixStore(f"start {n}", client) for client in clients], pool):
+            if text := problem(
+                start, [PrefixStore(f"start {n}", client) for client in clients], pool
+            ):
                 wrong.append(f"start {n}, {start.kind}: {text}")
             longest = max(longest, time.monotonic() - began)
             kinds[start.kind] += 1
@@ -262,7 +303,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, KeyboardInterrupt) as error:
         stop(error)
     kinds, wrong, longest = starts(options.starts, options.seed)
-    print(f"{options.starts} starts: {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}")
+    print(
+        f"{options.starts} starts: "
+        f"{', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"
+    )
     print(*wrong, f"{len(wrong)} wrong; the longest took {longest:.2f} s", sep="\n")
     return int(bool(wrong))
 

@@ -32,16 +32,21 @@ from megapipe.training.steps.stages import Stages
 from megapipe.training.steps.step import StepResult, train_step, weights_of
 from tools.proofs.equivalence_case import EOD, LR, Case, table
 
-# Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs altogether.
+# Relative, of what is summed in another order; what Adam makes of a gradient that is noise differs
+# altogether.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 SLICES = 1e-12
 """Of the loss of a first step, and of the largest gradient of all, in float64."""
 MOVES = 24
-"""Of the initial weights of one process by ulps, which show how much becomes of rounding in 16 bits."""
+"""Of the initial weights of one process by ulps, which show how much becomes of rounding in 16
+bits.
+"""
 
 
 class Part(NamedTuple):
-    """A rank's part of a parameter or its gradient, as saved: by dimension (i, n), piece i of n there."""
+    """A rank's part of a parameter or its gradient, as saved: by dimension (i, n), piece i of n
+    there.
+    """
 
     tensor: Tensor
     pieces: dict[int, tuple[int, int]]
@@ -51,7 +56,8 @@ class Outcome(NamedTuple):
     """The results of training that one rank has.
 
     Attributes:
-        losses: of each step, and of validation after the last; then of each depth of multi-token prediction.
+        losses: of each step, and of validation after the last; then of each depth of multi-token
+            prediction.
         gradients: of the first step, reduced, scaled and clipped.
         routers: their losses in each step; tokens: of each expert.
     """
@@ -83,14 +89,18 @@ class Training:
         step = case.reporting(forward_step)
         self.pipeline = Stages(self.config, schedule, self.stages, step, mesh, EOD)
         self.pipeline.engine.variable_seq_lengths = case.variable
-        self.optimizer = Optimizer(self.stages, self.config.optimizer, mesh, **self.config.of_optimizer)
+        self.optimizer = Optimizer(
+            self.stages, self.config.optimizer, mesh, **self.config.of_optimizer
+        )
         self.scale = LossScale.start(self.config.precision)
 
     def step(self, number: int) -> StepResult:
         """Train on the samples of a step, counted from 0."""
         consumed = number * self.config.global_batch_size
         scale = self.scale.scale
-        result = train_step(self.pipeline, self.optimizer, self._at(consumed), consumed, Rates(LR), loss_scale=scale)
+        result = train_step(
+            self.pipeline, self.optimizer, self._at(consumed), consumed, Rates(LR), loss_scale=scale
+        )
         self.scale = self.scale.after(result.skipped, self.config.precision)
         return result
 
@@ -104,19 +114,29 @@ class Training:
         rank.
         """
         reduced = [(b, b.gathered(b.reduced)) for b in self.optimizer.owned]
-        return {name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own}
+        return {
+            name: self._part(name, b.view(grads, name)) for b, grads in reduced for name in b.own
+        }
 
     def weights(self) -> dict[str, Part]:
         """Return the weights of all stages on this rank, and routers' biases."""
-        biases = {f"bias of layer {router.layer}": router.expert_bias for router in self.pipeline.routers.own}
+        biases = {
+            f"bias of layer {router.layer}": router.expert_bias
+            for router in self.pipeline.routers.own
+        }
         whole = {name: Part(x.double(), {}) for name, x in biases.items() if x is not None}
         with self.optimizer.gathers.whole():
-            return {name: self._part(name, param) for name, param in self.optimizer.params.items()} | whole
+            return {
+                name: self._part(name, param) for name, param in self.optimizer.params.items()
+            } | whole
 
     def _at(self, consumed: int) -> list[Tensor]:
         dp, b = self.mesh.dp, self.case.batch
         firsts = [consumed + (i * dp.size + dp.rank) * b for i in range(self.case.microbatches)]
-        return [torch.stack([self.case.sample(number) for number in range(first, first + b)]) for first in firsts]
+        return [
+            torch.stack([self.case.sample(number) for number in range(first, first + b)])
+            for first in firsts
+        ]
 
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])
@@ -124,7 +144,9 @@ class Training:
         return Part(tensor.detach().clone().view(layout.local(tp)), layout.pieces(tp))
 
 
-def train(mesh: ProcessMesh, case: Case, change: Callable[[Training], None] = lambda training: None) -> Outcome:
+def train(
+    mesh: ProcessMesh, case: Case, change: Callable[[Training], None] = lambda training: None
+) -> Outcome:
     """One rank's part of the whole run. change: called before the first step."""
     training = Training(mesh, case)
     change(training)
@@ -132,10 +154,19 @@ def train(mesh: ProcessMesh, case: Case, change: Callable[[Training], None] = la
     gradients = training.gradients()
     results += [training.step(n) for n in range(1, case.steps)]
     losses = [*(_loss(result.losses) for result in results), training.validation_loss()]
-    losses += [loss for result in results for name, loss in sorted(result.losses.items()) if name.startswith("mtp_")]
-    norms = [result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results]
+    losses += [
+        loss
+        for result in results
+        for name, loss in sorted(result.losses.items())
+        if name.startswith("mtp_")
+    ]
+    norms = [
+        result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results
+    ]
     routers = [x for result in results for row in result.routed.per_layer.values() for x in row]
-    return Outcome(losses, norms, gradients, training.weights(), routers, [r.routed.tokens for r in results])
+    return Outcome(
+        losses, norms, gradients, training.weights(), routers, [r.routed.tokens for r in results]
+    )
 
 
 def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
@@ -146,15 +177,26 @@ def differences(case: Case, ranks: Sequence[Outcome]) -> list[str]:
             found.append(f"rank {rank}: experts have {mine.tokens}, not {whole.tokens}")
         for kind in ("losses", "norms", "routers"):
             if not _numbers_agree(case, kind, mine, whole):
-                found.append(f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}")
+                found.append(
+                    f"rank {rank}: {kind} {getattr(mine, kind)}, not {getattr(whole, kind)}"
+                )
         for kind in ("gradients", "weights"):
             for name, (tensor, pieces) in getattr(mine, kind).items():
-                # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
-                wanted = (getattr(whole, kind).get(whole_name(name)) or getattr(whole, kind)[WORD_EMBEDDINGS]).tensor
+                # A tied head on a rank of its own has the embedding's gradient, the sum of both
+                # uses.
+                wanted = (
+                    getattr(whole, kind).get(whole_name(name))
+                    or getattr(whole, kind)[WORD_EMBEDDINGS]
+                ).tensor
                 for dim, (i, n) in pieces.items():
                     wanted = wanted.chunk(n, dim)[i]
-                if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(case, tensor, wanted):
-                    found.append(f"rank {rank}: {kind} of {name} differ by {(tensor - wanted).abs().max():.3g}")
+                if not (_equal if case.same_bits or case.dtype == "float64" else ROUNDED[kind])(
+                    case, tensor, wanted
+                ):
+                    found.append(
+                        f"rank {rank}: {kind} of {name} differ by "
+                        f"{(tensor - wanted).abs().max():.3g}"
+                    )
     owners = Counter[str]()
     for name in (name for mine in ranks for name in mine.gradients):
         shares = name.partition("/")[2].rstrip("]")  # of the vocabulary
@@ -172,11 +214,18 @@ def differing_bits(ranks: Sequence[Outcome], others: Sequence[Outcome]) -> list[
     found = []
     for rank, (mine, other) in enumerate(zip(ranks, others, strict=True)):
         numbers = ("losses", "norms", "routers")
-        differ = [kind for kind in numbers if repr(getattr(mine, kind)) != repr(getattr(other, kind))]
+        differ = [
+            kind for kind in numbers if repr(getattr(mine, kind)) != repr(getattr(other, kind))
+        ]
         for kind in ("gradients", "weights"):
             a, b = getattr(mine, kind), getattr(other, kind)
-            differ += [f"{kind} of {name}" for name in a if not _same_bits(a[name].tensor, b[name].tensor)]
-        found += [f"rank {rank}: {what} have other bits than with weights that live for ever" for what in differ]
+            differ += [
+                f"{kind} of {name}" for name in a if not _same_bits(a[name].tensor, b[name].tensor)
+            ]
+        found += [
+            f"rank {rank}: {what} have other bits than with weights that live for ever"
+            for what in differ
+        ]
     return found
 
 
@@ -224,7 +273,9 @@ def _equal(case: Case, a: Tensor, b: Tensor, rtol: float | None = None) -> bool:
     return torch.allclose(a, b, rtol=rtol, atol=rtol / 100, equal_nan=True)
 
 
-def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome, rtol: float | None = None) -> bool:
+def _numbers_agree(
+    case: Case, kind: str, mine: Outcome, whole: Outcome, rtol: float | None = None
+) -> bool:
     """Return whether losses or norms agree with one process's.
 
     In 32 and 16 bits, two runs may lie on both sides of float64, each as far from it as one process
@@ -237,11 +288,15 @@ def _numbers_agree(case: Case, kind: str, mine: Outcome, whole: Outcome, rtol: f
     a, b = (torch.tensor(getattr(x, kind), dtype=torch.float64) for x in (mine, whole))
     if case.same_bits or case.dtype == "float64" or _equal(case, a, b, rtol):
         return _equal(case, a, b, rtol)
-    exact = torch.tensor(getattr(alone(replace(case.whole, dtype="float64")), kind), dtype=torch.float64)
+    exact = torch.tensor(
+        getattr(alone(replace(case.whole, dtype="float64")), kind), dtype=torch.float64
+    )
     alike = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
     off = torch.zeros_like(b)
     for seed in range(1 + MOVES):
-        moved = torch.tensor(getattr(alone(replace(case.whole, moved=seed)), kind), dtype=torch.float64)
+        moved = torch.tensor(
+            getattr(alone(replace(case.whole, moved=seed)), kind), dtype=torch.float64
+        )
         off = torch.fmax(off, (moved - exact).abs())
         allowed = TOLERANCE[case.dtype] * b.abs() + TOLERANCE[case.dtype] / 100 + 2 * off
         if (alike | (a.isfinite() & b.isfinite() & ((a - b).abs() <= allowed))).all():

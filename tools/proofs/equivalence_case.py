@@ -1,4 +1,6 @@
-"""One training run of a tiny GPT, its settings and data: what the equality tests and the fuzzer compare."""
+"""One training run of a tiny GPT, its settings and data: what the equality tests and the fuzzer
+compare.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,20 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full"},
     "uniform-2": {"recompute_granularity": "full", "recompute_num_layers": 2},
-    "block-1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "block-1": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    },
     "selective": {"recompute_granularity": "selective"},
-    "modules": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm", "moe", "mla_up_proj")},
-    "partial": {"recompute_granularity": "full", "num_microbatches_with_partial_activation_checkpoints": 1},
+    "modules": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("mlp", "layernorm", "moe", "mla_up_proj"),
+    },
+    "partial": {
+        "recompute_granularity": "full",
+        "num_microbatches_with_partial_activation_checkpoints": 1,
+    },
 }
 # Of layers 0, 1, ... in turn.
 OVERRIDES: dict[str, list[dict[str, Any]]] = {
@@ -71,15 +83,25 @@ OVERRIDES: dict[str, list[dict[str, Any]]] = {
 }
 _PLAIN: dict[str, Any] = dict.fromkeys(("recompute", "sharding", "metrics", "memory"), "none")
 _OFTEN: dict[str, Any] = {"loss_scale_window": 1, "hysteresis": 1}
-_SOFTMAX: dict[str, Any] = {"num_experts": 6, "moe_ffn_hidden_size": 8, "moe_aux_loss_coeff": (0.1,)}
-_SIGMOID = _SOFTMAX | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+_SOFTMAX: dict[str, Any] = {
+    "num_experts": 6,
+    "moe_ffn_hidden_size": 8,
+    "moe_aux_loss_coeff": (0.1,),
+}
+_SIGMOID = _SOFTMAX | {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "none": {},
     "softmax": _SOFTMAX | {"moe_z_loss_coeff": 0.1},
-    "bias": _SIGMOID | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_router_bias_update_rate": 0.02},
-    "groups": _SIGMOID | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_topk": 3},
+    "bias": _SIGMOID
+    | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_router_bias_update_rate": 0.02},
+    "groups": _SIGMOID
+    | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_topk": 3},
     "shared": _SOFTMAX | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
-    "some": _SOFTMAX | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
+    "some": _SOFTMAX
+    | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
     "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
 }
 # What else loss_func reports.
@@ -98,7 +120,8 @@ class Case:
     """One training run.
 
     Attributes:
-        drawn: seed of a table of tools/proofs/tables/drawn.py that takes the place of the schedule's.
+        drawn: seed of a table of tools/proofs/tables/drawn.py that takes the place of the
+            schedule's.
         microbatches: per data-parallel rank; each of `batch` sequences.
         chunks: stages per rank where the schedule leaves a choice.
         layers: of each position of the chain; a position may have none.
@@ -107,19 +130,22 @@ class Case:
         file: the schedule goes through a "json" or "csv" file first.
         variable: the microbatches differ in length.
         distributed: optimizer state is split over data parallel.
-        sharding: "grads" or "weights" too are split over data parallel, but while passes use them; living: as of
-            `weights.sharded.Living`, None for whole steps.
+        sharding: "grads" or "weights" too are split over data parallel, but while passes use them;
+            living: as of `weights.sharded.Living`, None for whole steps.
         overlap: gradients are reduced, and with `distributed` weights gathered, beside the passes.
         buckets: in which each stage's gradients are reduced then.
-        dtype: of weights and activations; float16 trains with a dynamic loss scale from `loss_scale` on, which doubles
-            with each step.
+        dtype: of weights and activations; float16 trains with a dynamic loss scale from
+            `loss_scale` on, which doubles with each step.
         vocabulary: the ranks of the pipeline share it.
-        paired: passes run together, wherever that would pay if three tenths were communication. joined: or by a seed.
-        memory: what is copied to the host or computed again, see tables/moved.py; modules: of --offload-modules.
+        paired: passes run together, wherever that would pay if three tenths were communication.
+            joined: or by a seed.
+        memory: what is copied to the host or computed again, see tables/moved.py; modules: of
+            --offload-modules.
         experts: what the layers have in place of an MLP.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
-        slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to ends of documents.
+        slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to
+            ends of documents.
         depths: the rank of each depth of multi-token prediction.
         moved: seed by which initial weights are moved by at most an ulp; 0 leaves them.
     """
@@ -278,7 +304,9 @@ class Case:
     def sample(self, number: int) -> Tensor:
         """[s + 1] token ids; s is SEQ, or one of two lengths."""
         length = SEQ - 4 * (number % 2) if self.variable else SEQ
-        tokens = torch.randint(0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(
+            0, VOCAB, (length + 1,), generator=torch.Generator().manual_seed(number)
+        )
         return tokens if self.documents == "none" else tokens.masked_fill_(tokens % 4 == 0, EOD)
 
     def reporting(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,10 +329,22 @@ class Case:
 def table(case: Case) -> Schedule:
     """The case's schedule. Raises: ScheduleError if there is none for these numbers."""
     of_table = ("chunks", "drawn", "paired", "slices")
-    plain = built(case.schedule, case.pp, case.microbatches, **{name: getattr(case, name) for name in of_table})
+    plain = built(
+        case.schedule,
+        case.pp,
+        case.microbatches,
+        **{name: getattr(case, name) for name in of_table},
+    )
     plain = plain if case.joined is None else joined(plain, case.joined)
-    made = moved(with_depths(plain, case.depths, Costs(s=0.5, t=0.25), vocabulary=case.vocabulary), case.memory)
+    made = moved(
+        with_depths(plain, case.depths, Costs(s=0.5, t=0.25), vocabulary=case.vocabulary),
+        case.memory,
+    )
     made = sharded(made, case.sharding, case.living)
     if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
-    return from_json(to_json(made)) if case.file == "json" else replace(from_csv(to_csv(made)), cuts=made.cuts)
+    return (
+        from_json(to_json(made))
+        if case.file == "json"
+        else replace(from_csv(to_csv(made)), cuts=made.cuts)
+    )

@@ -2,12 +2,13 @@
 
     python tools/proofs/fuzz_equivalence.py --seconds 600 --seed 0
 
-A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses, gradients, gradient
-norms, weights and validation loss of the unsplit model, not compiled and with nothing reported but its loss; where
-nothing is summed in another order, to the bit in every type. Where gradients, or weights too, are shares between runs
-of passes, it also trains with weights that live for ever, and must have all bits of that. Two of five tables are drawn
-too (tables/drawn.py): passes in any order, chains of unequal length; under those Megatron's no_sync is left once for
-each chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
+A case trains a tiny GPT for three steps, ranks as threads over gloo, and must have the losses,
+gradients, gradient norms, weights and validation loss of the unsplit model, not compiled and with
+nothing reported but its loss; where nothing is summed in another order, to the bit in every type.
+Where gradients, or weights too, are shares between runs of passes, it also trains with weights that
+live for ever, and must have all bits of that. Two of five tables are drawn too (tables/drawn.py):
+passes in any order, chains of unequal length; under those Megatron's no_sync is left once for each
+chunk, not early. A case that differs is made smaller, and is the first of the next run (shrink.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import torch
 
@@ -38,21 +41,34 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import sharing
 from megapipe.schedule import SCHEDULES, Kind, Placement, ScheduleError, entry_of
 from tools.proofs.equivalence import Outcome, differences, differing_bits, train
-from tools.proofs.equivalence_case import EXPERTS, METRICS, OVERRIDES, RECOMPUTE, SEQ, STYLES, VOCAB, Case, table
+from tools.proofs.equivalence_case import (
+    EXPERTS,
+    METRICS,
+    OVERRIDES,
+    RECOMPUTE,
+    SEQ,
+    STYLES,
+    VOCAB,
+    Case,
+    table,
+)
 from tools.proofs.shrink import Fuzzer
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MODULES, MOVED
 
 SLICED, COMPILED = 0.25, 0.02
-"""Share of the cases whose microbatches go in slices, where they can; of those of one or two ranks that are compiled,
-which takes a minute."""
+"""Share of the cases whose microbatches go in slices, where they can; of those of one or two ranks
+that are compiled, which takes a minute.
+"""
 
 
 def run(case: Case) -> list[str]:
     """The differences of a case, ranks as threads; a case that fails has its error."""
     seconds = 300 if case.compile else 60
     try:
-        sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+        sizes: dict[str, Any] = {
+            axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")
+        }
         shares = sharing(table(case).placement, tied=case.tied)
 
         def trained(case: Case) -> list[Outcome]:
@@ -83,12 +99,18 @@ def sharded_otherwise(case: Case) -> Case:
 
 
 def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
-    """A case of one of these schedules that it allows, of at most 8 ranks. names: as `build` takes them, no files."""
+    """A case of one of these schedules that it allows, of at most 8 ranks. names: as `build` takes
+    them, no files.
+    """
     draws = len(names) == len(SCHEDULES)
     while True:
         name, pp = rng.choice(names), rng.randint(1, 4)
         tp, dp = rng.choice(
-            [sizes for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)) if sizes[0] * sizes[1] * pp <= 8]
+            [
+                sizes
+                for sizes in ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+                if sizes[0] * sizes[1] * pp <= 8
+            ]
         )
         cp = rng.choice([c for c in (1, 1, 2, 4) if c * tp * dp * pp <= 8])
         case = Case(
@@ -124,14 +146,26 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
         )
-        shares = pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
-        batch, memory = 1 if case.variable else rng.choice((1, 1, 2)), rng.choice([*MOVED, "none", "none"])
+        shares = (
+            pp > 1 == cp and not case.variable and VOCAB % (pp * tp) == 0 and rng.random() < 0.25
+        )
+        batch, memory = (
+            1 if case.variable else rng.choice((1, 1, 2)),
+            rng.choice([*MOVED, "none", "none"]),
+        )
         case = replace(case, batch=batch, memory=memory, vocabulary=shares)
         case = replace(case, **_drawn_passes(rng, split=dp * cp > 1, whole=shares))
-        routes_alike = case.same_bits or case.dtype == "float64"  # another rounding sends a token elsewhere
+        routes_alike = (
+            case.same_bits or case.dtype == "float64"
+        )  # another rounding sends a token elsewhere
         if routes_alike and rng.random() < 0.5:
-            parts = cp > 1 or case.sequence_parallel  # of a microbatch: what is dropped is decided in each
-            case = replace(case, experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]))
+            parts = (
+                cp > 1 or case.sequence_parallel
+            )  # of a microbatch: what is dropped is decided in each
+            case = replace(
+                case,
+                experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]),
+            )
         if case.experts != "none" and (tp == 1 or case.sequence_parallel):
             case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
         case = _perhaps_sliced(rng, _perhaps_named(rng, case))
@@ -139,7 +173,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             place = table(case).placement
         except ScheduleError:
             continue
-        case = replace(case, layers=_drawn_layers(rng, place), depths=_drawn_depths(rng, case, place))
+        case = replace(
+            case, layers=_drawn_layers(rng, place), depths=_drawn_depths(rng, case, place)
+        )
         if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
             return case
 
@@ -158,10 +194,14 @@ def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
         return case
     ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
-    metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"  # what has a sum and a count
+    metrics = (
+        case.metrics if case.metrics in ("none", "pair", "empty") else "none"
+    )  # what has a sum and a count
     gathers = case.dispatcher == "allgather" and case.ep * (case.etp or case.tp) > case.tp * case.cp
     follows = case.documents in ("attention", "both") and not gathers and rng.random() < 0.5
-    return replace(case, slices=lengths, follows=follows, paired=False, joined=None, metrics=metrics)
+    return replace(
+        case, slices=lengths, follows=follows, paired=False, joined=None, metrics=metrics
+    )
 
 
 def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:
@@ -169,21 +209,33 @@ def _drawn_layers(rng: random.Random, place: Placement) -> tuple[int, ...]:
 
 
 def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int, ...]:
-    """Ranks of depths of multi-token prediction; of two copies of a model their ends share the outer ranks."""
+    """Ranks of depths of multi-token prediction; of two copies of a model their ends share the
+    outer ranks.
+    """
     if case.slices or rng.random() >= 0.4:
         return ()
-    copies = table(replace(case, file=None)).placement.num_chains  # a CSV has no chain without passes
+    copies = table(
+        replace(case, file=None)
+    ).placement.num_chains  # a CSV has no chain without passes
     where = (0, place.num_ranks - 1) if copies > 1 else range(place.num_ranks)
     return tuple(rng.choice(where) for _ in range(rng.choice((1, 1, 2, 3))))
 
 
 def _drawn_passes(rng: random.Random, *, split: bool, whole: bool) -> dict[str, Any]:
-    """Which passes run together; what ranks have shares of, if there are several with the same weights, and how many
-    stages of a rank are whole at a time: all of them, or few."""
-    passes = {"paired": rng.random() < 0.3, "joined": rng.randrange(10**6) if rng.random() < 0.3 else None}
+    """Which passes run together; what ranks have shares of, if there are several with the same
+    weights, and how many stages of a rank are whole at a time: all of them, or few.
+    """
+    passes = {
+        "paired": rng.random() < 0.3,
+        "joined": rng.randrange(10**6) if rng.random() < 0.3 else None,
+    }
     living = rng.choice((None, (rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.5)))
     sharding = rng.choice(("none", "none", "none", "grads", "weights")) if split else "none"
-    return {**({} if whole else passes), "sharding": sharding, "living": None if sharding == "none" else living}
+    return {
+        **({} if whole else passes),
+        "sharding": sharding,
+        "living": None if sharding == "none" else living,
+    }
 
 
 def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any]:
@@ -191,19 +243,31 @@ def _drawn_grid(rng: random.Random, ranks: int, variable: bool) -> dict[str, Any
     of other lengths.
     """
     ep, etp = rng.choice([(e, t) for e in (1, 2, 3, 6) for t in (1, 2, 4) if ranks % (e * t) == 0])
-    return {"ep": ep, "etp": etp, "dispatcher": "alltoall" if variable else rng.choice(("allgather", "alltoall"))}
+    return {
+        "ep": ep,
+        "etp": etp,
+        "dispatcher": "alltoall" if variable else rng.choice(("allgather", "alltoall")),
+    }
 
 
 def command(case: Case) -> str:
     """Return the command that runs the case again."""
-    given = {f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default}
+    given = {
+        f.name: getattr(case, f.name) for f in fields(case) if getattr(case, f.name) != f.default
+    }
     return f"python tools/proofs/fuzz_equivalence.py --case '{json.dumps(given)}'"
 
 
 def read(text: str) -> Case:
-    """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another text."""
+    """The case of a command. Raises: ValueError, TypeError, KeyError or ScheduleError for another
+    text.
+    """
     given = json.loads(text)
-    lists = {name: tuple(given[name]) for name in ("layers", "slices", "depths", "living", "modules") if name in given}
+    lists = {
+        name: tuple(given[name])
+        for name in ("layers", "slices", "depths", "living", "modules")
+        if name in given
+    }
     case = Case(**given | lists)
     if len(case.layers) != (chain := table(case).placement.main):
         raise ValueError(f"{len(case.layers)} layer counts for a chain of {chain}")
@@ -218,7 +282,8 @@ def fuzz(
     most: float = math.inf,
     wanted: Callable[[Case], bool] = lambda case: True,
 ) -> tuple[int, Case | None, list[str]]:
-    """Draw cases until the time is up, there are enough or one differs: how many ran, the smallest that does, and how.
+    """Draw cases until the time is up, there are enough or one differs: how many ran, the smallest
+    that does, and how.
 
     wanted: whether a case is to be run.
     """
@@ -246,7 +311,9 @@ class Flags:
     only_memory: bool = False
     """Cases alone whose activations go to the host or are computed again: O, L and R."""
     only_shares: bool = False
-    """Cases alone whose ranks keep shares of gradients, or weights too, between runs of passes: AF, AB and RS."""
+    """Cases alone whose ranks keep shares of gradients, or weights too, between runs of passes: AF,
+    AB and RS.
+    """
 
 
 def main(argv: Sequence[str]) -> None:
@@ -258,7 +325,9 @@ def main(argv: Sequence[str]) -> None:
         try:
             case = read(options.case)
         except (ValueError, TypeError, KeyError, ScheduleError) as error:
-            raise ConfigError(f"--case {options.case} is none that was printed here: {error}") from None
+            raise ConfigError(
+                f"--case {options.case} is none that was printed here: {error}"
+            ) from None
         found = run(case)
     else:
         try:
@@ -270,9 +339,15 @@ def main(argv: Sequence[str]) -> None:
         def wanted(case: Case) -> bool:
             sliced, moves = len(case.slices) > 1, bool(table(case).kinds & {Kind.O, Kind.R})
             shared = case.sharding != "none" or not options.only_shares
-            return shared and (sliced or not options.only_slices) and (moves or not options.only_memory)
+            return (
+                shared
+                and (sliced or not options.only_slices)
+                and (moves or not options.only_memory)
+            )
 
-        count, case, found = fuzz(options.seconds, options.seed, options.schedules, most=options.cases, wanted=wanted)
+        count, case, found = fuzz(
+            options.seconds, options.seed, options.schedules, most=options.cases, wanted=wanted
+        )
     if found and case is not None:
         print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
         sys.stdout.flush()

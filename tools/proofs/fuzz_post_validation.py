@@ -2,9 +2,10 @@
 
     python tools/proofs/fuzz_post_validation.py --cases 300 --seed 0
 
-A case trains a tiny GPT for thirty steps, ranks as threads over gloo, with gradients that are clipped, overflow, or are
-not finite on one rank, at steps drawn in runs of up to three, with evaluations and saves between. Losses, norms, loss
-scales, and the weights and moments of every save and of the end must be the same.
+A case trains a tiny GPT for thirty steps, ranks as threads over gloo, with gradients that are
+clipped, overflow, or are not finite on one rank, at steps drawn in runs of up to three, with
+evaluations and saves between. Losses, norms, loss scales, and the weights and moments of every save
+and of the end must be the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[2])
+)  # a fresh clone runs it before anything is installed
 
 import numpy as np
 import torch
@@ -88,7 +91,9 @@ class Case:
 
     def config(self, *, late: bool) -> Config:
         """late: with post-validation."""
-        chunks = build(self.schedule, self.pp, self.microbatches, **_effort(self.schedule)).placement.chain
+        chunks = build(
+            self.schedule, self.pp, self.microbatches, **_effort(self.schedule)
+        ).placement.chain
         return Config(
             model=ModelConfig(
                 num_layers=self.layers * chunks,
@@ -110,9 +115,14 @@ class Case:
                 post_validation_after=self.after,
             ),
             batch=BatchConfig(
-                micro_batch_size=1, global_batch_size=self.microbatches * self.dp, seq_length=8, train_iters=self.steps
+                micro_batch_size=1,
+                global_batch_size=self.microbatches * self.dp,
+                seq_length=8,
+                train_iters=self.steps,
             ),
-            optimizer=OptimizerConfig(lr=3e-3, lr_warmup_iters=3, clip_grad=self.clip, optimizer=self.optimizer),
+            optimizer=OptimizerConfig(
+                lr=3e-3, lr_warmup_iters=3, clip_grad=self.clip, optimizer=self.optimizer
+            ),
             precision=PrecisionConfig(
                 bf16=self.precision == "bf16",
                 fp16=self.precision == "fp16",
@@ -120,7 +130,9 @@ class Case:
                 loss_scale_window=4,
                 hysteresis=1,
             ),
-            guards=GuardConfig(no_check_for_nan_in_loss_and_grad=True, max_bad_iterations_in_a_row=self.steps + 1),
+            guards=GuardConfig(
+                no_check_for_nan_in_loss_and_grad=True, max_bad_iterations_in_a_row=self.steps + 1
+            ),
             data=DataConfig(
                 mock_data=True,
                 tokenizer_type="NullTokenizer",
@@ -165,7 +177,9 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         output, loss_func = forward_step(data, model)
         return _spoil(output, bad.get(step[0], 1.0) if model.training else 1.0), loss_func
 
-    training = Training(config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic())
+    training = Training(
+        config, mesh, gpt_provider, spoiled, made_datasets(), VOCAB - 1, time.monotonic()
+    )
     run, driver, saving = training.run, training.driver, training.saving
     passes, told, tensors = run.stages.run, driver.ended, dict[str, Tensor]()
 
@@ -183,9 +197,13 @@ def train(mesh: ProcessMesh, case: Case, late: bool) -> Outcome:
         saving.last = saving.begun = n = run.progress.iteration
         with run.optimizer.gathers.whole():
             for kind, of in state.items():
-                tensors.update({f"{kind} {name} at {n}": x.detach().clone() for name, x in of.items()})
+                tensors.update(
+                    {f"{kind} {name} at {n}": x.detach().clone() for name, x in of.items()}
+                )
 
-    run.stages.run, driver.ended, saving.save = numbered, ended, save  # type: ignore[method-assign, assignment]
+    run.stages.run = numbered  # type: ignore[method-assign, assignment]
+    driver.ended = ended  # type: ignore[method-assign]
+    saving.save = save  # type: ignore[method-assign]
     training.train()
     save()
     return Outcome(results, scales, tensors)
@@ -198,13 +216,18 @@ def run_case(case: Case) -> tuple[list[str], int, int]:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             plain, late = (
-                run_threads(partial(train, case=case, late=late), **sizes, timeout_s=120) for late in (False, True)
+                run_threads(partial(train, case=case, late=late), **sizes, timeout_s=120)
+                for late in (False, True)
             )
     except Exception as error:
         return ["".join(traceback.format_exception(error))], 0, 0
-    late_steps, undone = (sum(getattr(result, name) for result in late[0].results) for name in ("guessed", "undone"))
+    late_steps, undone = (
+        sum(getattr(result, name) for result in late[0].results) for name in ("guessed", "undone")
+    )
     for outcome in late:
-        outcome.results[:] = [replace(result, guessed=False, undone=False) for result in outcome.results]
+        outcome.results[:] = [
+            replace(result, guessed=False, undone=False) for result in outcome.results
+        ]
     return differences(plain, late), late_steps, undone
 
 
@@ -214,16 +237,30 @@ def differences(ones: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]
     for rank, (a, b) in enumerate(zip(ones, others, strict=True)):
         for what in ("results", "scales"):
             pairs = zip(getattr(a, what), getattr(b, what), strict=True)
-            found += [f"rank {rank}: {what} {n}: {x}, {y}" for n, (x, y) in enumerate(pairs) if repr(x) != repr(y)][:3]
-        same = (torch.equal(x.nan_to_num(), b.tensors[name].nan_to_num()) for name, x in a.tensors.items())
-        found += [f"rank {rank}: {name} differs" for name, equal in zip(a.tensors, same, strict=True) if not equal][:3]
+            found += [
+                f"rank {rank}: {what} {n}: {x}, {y}"
+                for n, (x, y) in enumerate(pairs)
+                if repr(x) != repr(y)
+            ][:3]
+        same = (
+            torch.equal(x.nan_to_num(), b.tensors[name].nan_to_num())
+            for name, x in a.tensors.items()
+        )
+        found += [
+            f"rank {rank}: {name} differs"
+            for name, equal in zip(a.tensors, same, strict=True)
+            if not equal
+        ][:3]
     return found
 
 
 def draw(rng: random.Random) -> Case:
     """A case that can be built, of at most 8 ranks."""
     while True:
-        pp, (tp, dp) = rng.choice((1, 2, 2, 2, 3, 4)), rng.choice([*[(1, 1)] * 3, *[(1, 2)] * 5, (2, 1), (2, 2)])
+        pp, (tp, dp) = (
+            rng.choice((1, 2, 2, 2, 3, 4)),
+            rng.choice([*[(1, 1)] * 3, *[(1, 2)] * 5, (2, 1), (2, 2)]),
+        )
         bad: dict[int, float] = {}
         for _ in range(rng.randint(0, 4)):
             first = rng.choice((0, STEPS - 1, *range(STEPS)))
@@ -262,7 +299,9 @@ def made_datasets() -> Datasets:
 
     def part(first: int, last: int) -> GPTDataset:
         documents = np.arange(first, last)
-        return GPTDataset(source, build_indices(source.lengths, documents, 8, 1000, 1234), 8, VOCAB, documents)
+        return GPTDataset(
+            source, build_indices(source.lengths, documents, 8, 1000, 1234), 8, VOCAB, documents
+        )
 
     return Datasets(part(0, 500), part(500, 600), part(600, 700))
 
@@ -276,7 +315,9 @@ _spoil: Any = Spoil.apply
 
 def main() -> int:
     """Draw, run, say. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     options = parser.parse_args()
@@ -291,10 +332,17 @@ def main() -> int:
 
     fuzzer = Fuzzer("post_validation", draw, run)
     if not fuzzer.fuzz(options.seed, most=options.cases):
-        print(f"case {fuzzer.count} of seed {options.seed} differs: {fuzzer.failed}", *fuzzer.found[:12], sep="\n")
+        print(
+            f"case {fuzzer.count} of seed {options.seed} differs: {fuzzer.failed}",
+            *fuzzer.found[:12],
+            sep="\n",
+        )
         sys.stdout.flush()
         os._exit(1)  # threads may wait for a rank that failed
-    print(f"{fuzzer.count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} of them undone")
+    print(
+        f"{fuzzer.count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} "
+        "of them undone"
+    )
     print("no bit differs from the run with a barrier")
     return 0
 

@@ -2,9 +2,10 @@
 
     python tools/proofs/megatron_golden.py FOLDER [--case NAME]
 
-FOLDER has golden.json, the flags and numbers of Megatron-LM's own runs, starting weights in Hugging Face's form under
-hf/ and data. Numbers may lie as far apart as four times what Megatron-LM differs from itself when the weights it starts
-from move by half a float32 step; tokens of each expert and the routers' biases not at all.
+FOLDER has golden.json, the flags and numbers of Megatron-LM's own runs, starting weights in Hugging
+Face's form under hf/ and data. Numbers may lie as far apart as four times what Megatron-LM differs
+from itself when the weights it starts from move by half a float32 step; tokens of each expert and
+the routers' biases not at all.
 """
 
 from __future__ import annotations
@@ -51,19 +52,25 @@ from megapipe.training.run import Run
 from megapipe.training.steps.step import StepResult
 
 TIMES, FLOOR = 4.0, 6e-8
-"""Noise may be exceeded this often; where Megatron-LM did not differ from itself, half a float32 step is the noise."""
+"""Noise may be exceeded this often; where Megatron-LM did not differ from itself, half a float32
+step is the noise.
+"""
 LOGITS = 2e-6
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "one": ({}, ""),
     "zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
-    "recompute": ({"pp": 2}, "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 1"),
+    "recompute": (
+        {"pp": 2},
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-num-layers 1",
+    ),
     "mtp-spread": (
         {"pp": 2},
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etm|ttt{m}L",
     ),
     "mtp-zb-v": (
         {"pp": 2},
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Et|tm|t{m}|tL",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
+        "--pipeline-model-parallel-layout Et|tm|t{m}|tL",
     ),
     "mtp-tp": (
         {"tp": 2, "pp": 2},
@@ -71,9 +78,15 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
         "--pipeline-model-parallel-layout Em|tttt{m}L",
     ),
     "vocab": ({"pp": 2}, "--pipeline-model-parallel-size 2 --vocab-parallel-pipeline"),
-    "vocab-zb-v": ({"pp": 2}, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --vocab-parallel-pipeline"),
+    "vocab-zb-v": (
+        {"pp": 2},
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --vocab-parallel-pipeline",
+    ),
     "dp": ({"dp": 2}, "--use-distributed-optimizer"),
-    "ep": ({"dp": 2, "ep": 2}, "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    "ep": (
+        {"dp": 2, "ep": 2},
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    ),
     "etp": ({"dp": 2, "etp": 2}, "--expert-tensor-parallel-size 2"),
     "ep-zb-v": (
         {"dp": 2, "ep": 2, "pp": 2},
@@ -82,7 +95,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     ),
     "ep-pairs": (
         {"dp": 2, "ep": 2, "pp": 2},
-        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall "
         "--overlap-moe-expert-parallel-comm --delay-wgrad-compute",
     ),
     "ep-tp": (
@@ -131,7 +145,9 @@ def _whole(x: Tensor, layout: Layout, tp: Axis) -> Tensor:
 
 @dataclasses.dataclass
 class Trained:
-    """One rank's run: its record, and `KIND NAME` -> what the end has of a tensor in its saved shape."""
+    """One rank's run: its record, and `KIND NAME` -> what the end has of a tensor in its saved
+    shape.
+    """
 
     record: Recorder
     tensors: dict[str, Tensor]
@@ -142,14 +158,24 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
     ranks, more = LAYOUTS[layout]
     more = more.format(m="m" * ("--mtp-num-layers 2" in case["flags"]))
     with tempfile.TemporaryDirectory() as scratch:
-        start = SavedTensors(import_checkpoint(folder / "hf" / name.partition("/")[0], Path(scratch) / "start").folder)
+        start = SavedTensors(
+            import_checkpoint(
+                folder / "hf" / name.partition("/")[0], Path(scratch) / "start"
+            ).folder
+        )
         flags = f"{case['flags']} {more} --num-workers 0 --data-cache-path {scratch}"
-        config = parse(Config, [*flags.split(), "--data-path", str(folder / "data" / "t_text_document")])
-        config = dataclasses.replace(config, world_size=math.prod(ranks.get(name, 1) for name in ("tp", "dp", "pp")))
+        config = parse(
+            Config, [*flags.split(), "--data-path", str(folder / "data" / "t_text_document")]
+        )
+        config = dataclasses.replace(
+            config, world_size=math.prod(ranks.get(name, 1) for name in ("tp", "dp", "pp"))
+        )
         validate(config, has_cuda=False)
         tokenizer = build_tokenizer(config.data)
         rows = config.model.padded_vocab(tokenizer.vocab_size)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, padded_vocab_size=rows))
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, padded_vocab_size=rows)
+        )
         data, plan = build_datasets(config, tokenizer), make_plan(config)
 
         def read(key: str) -> Tensor:  # another router may go with the same weights
@@ -176,14 +202,23 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             }
             return Trained(record, moved | moments)
 
-        return run_threads(rank, **ranks, shares=plan.shares) if ranks else [rank(ProcessMesh.single())]
+        return (
+            run_threads(rank, **ranks, shares=plan.shares)
+            if ranks
+            else [rank(ProcessMesh.single())]
+        )
 
 
 def sketch(key: str, tensor: Tensor) -> list[float]:
     """L2 norm and three products with random signs, which the tensor's name draws."""
     flat = tensor.flatten().numpy()
-    draws = np.random.RandomState(int(hashlib.sha256(key.replace(" ", "/", 1).encode()).hexdigest()[:8], 16))
-    return [float(np.linalg.norm(flat)), *(float(flat @ (2 * draws.randint(0, 2, flat.size) - 1)) for _ in range(3))]
+    draws = np.random.RandomState(
+        int(hashlib.sha256(key.replace(" ", "/", 1).encode()).hexdigest()[:8], 16)
+    )
+    return [
+        float(np.linalg.norm(flat)),
+        *(float(flat @ (2 * draws.randint(0, 2, flat.size) - 1)) for _ in range(3)),
+    ]
 
 
 def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[str]:
@@ -192,7 +227,9 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
     words = case["flags"].split()
     own = int(words[words.index("--num-layers") + 1])
 
-    def check(what: str, kind: str, mine: float, its: float, unit: float | None = None) -> Iterator[str]:
+    def check(
+        what: str, kind: str, mine: float, its: float, unit: float | None = None
+    ) -> Iterator[str]:
         allowed = TIMES * max(noise.get(kind, 0.0), FLOOR)
         if not abs(mine - its) <= allowed * (abs(its) if unit is None else unit):
             off = abs(mine - its) / (abs(its) if unit is None else unit)
@@ -212,15 +249,20 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
         for name, layers in row["per layer"].items():
             of_layers = result.routed.per_layer.get(name, ())
             for number, (mine, other) in enumerate(zip(of_layers, layers, strict=True)):
-                what = f"{at}, {name} of layer {number}"  # noise is of their mean, which moves less by the root
-                yield from check(what, "router losses", mine, other, abs(other) * len(layers) ** 0.5 + 1e-30)
+                # noise is of their mean, which moves less by the root
+                what = f"{at}, {name} of layer {number}"
+                yield from check(
+                    what, "router losses", mine, other, abs(other) * len(layers) ** 0.5 + 1e-30
+                )
         names = {n: f"layer{n}" if n < own else f"mtp{n - own}" for n in result.routed.tokens}
         tokens = {names[number]: list(counts) for number, counts in result.routed.tokens.items()}
         if tokens != row.get("tokens", {}):
             yield f"{at}, tokens: {tokens}, not {row['tokens']}"
     for number, row in enumerate(case["rows"]):
         biases = dict(pair for rank in ranks for pair in rank.record.steps[number][2].items())
-        for (layer, bias), its in zip(sorted(biases.items()), row.get("expert_bias", []), strict=True):
+        for (layer, bias), its in zip(
+            sorted(biases.items()), row.get("expert_bias", []), strict=True
+        ):
             if [round(x, 7) for x in bias] != its:  # as it is written there
                 yield f"iteration {row['iteration']}, bias of layer {layer}: {bias}, not {its}"
     for number, (mine, its) in enumerate(zip(said.evaluations, case["evaluations"], strict=True)):
@@ -234,7 +276,8 @@ def differences(case: Mapping[str, Any], ranks: Sequence[Trained]) -> Iterator[s
             kind = "weights" if key.startswith("weight") else "moments"
             (norm, *products), (its_norm, *its_products) = sketch(key, x), its
             yield from check(f"norm of {key}", kind, norm, its_norm)
-            # A product of a difference with random signs has the difference's length on average, and a tail.
+            # A product of a difference with random signs has the difference's length on average,
+            # and a tail.
             apart = float(np.linalg.norm(np.array(products) - np.array(its_products))) / 3**0.5
             yield from check(f"length of the difference of {key}", kind, apart, 0.0, abs(its_norm))
 
@@ -248,7 +291,9 @@ def _joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoint_difference(folder: Path) -> float:
-    """Largest difference between logits of the checkpoint that Megatron-LM has written and those it gave, unsplit."""
+    """Largest difference between logits of the checkpoint that Megatron-LM has written and those it
+    gave, unsplit.
+    """
     tokens = torch.from_numpy(np.load(folder / "routing.npz")["tokens"])
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         taken = import_megatron(folder / "checkpoint", Path(scratch) / "ours")
@@ -278,8 +323,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             except UserError as error:
                 found = [f"not run: {line}" for line in error.problems]
             bad += bool(found)
-            print(f"{name} ({layout}): {'as Megatron-LM' if not found else f'{len(found)} differences'}", flush=True)
-            print("\n".join(f"  {line}" for line in found[:12]) + "\n" * bool(found), end="", flush=True)
+            print(
+                f"{name} ({layout}): "
+                f"{'as Megatron-LM' if not found else f'{len(found)} differences'}",
+                flush=True,
+            )
+            print(
+                "\n".join(f"  {line}" for line in found[:12]) + "\n" * bool(found),
+                end="",
+                flush=True,
+            )
     return 1 if bad else 0
 
 

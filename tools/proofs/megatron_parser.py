@@ -3,8 +3,8 @@ choices, no help.
 
     MEGATRON=<checkout> python -m tools.proofs.megatron_parser > tests/flags/megatron_parser.json
 
-The test beside that file holds our flags against it. Megatron-LM's arguments import its models, and those Triton, which
-has no package for CPUs: a stand-in takes its place.
+The test beside that file holds our flags against it. Megatron-LM's arguments import its models, and
+those Triton, which has no package for CPUs: a stand-in takes its place.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _attribute(name: str) -> Any:
 
 def parser_of(checkout: str) -> argparse.ArgumentParser:
     """Megatron-LM's parser, from a checkout of it."""
-    import torch._functorch.aot_autograd  # before the stand-in: torch would take it for Triton  # noqa: F401
+    # Before the stand-in, which torch would take for Triton.
+    import torch._functorch.aot_autograd  # noqa: F401
 
     sys.path.insert(0, checkout)
     sys.meta_path.insert(0, StandIn())
@@ -58,7 +59,8 @@ def parser_of(checkout: str) -> argparse.ArgumentParser:
     warnings.simplefilter("ignore")
     from megatron.training.arguments import add_megatron_arguments  # type: ignore[import-not-found]
 
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))  # type: ignore[no-any-return]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return add_megatron_arguments(parser)  # type: ignore[no-any-return]
 
 
 def facts(action: argparse.Action) -> dict[str, Any]:
@@ -84,9 +86,16 @@ def _plain(value: Any) -> Any:
 def main() -> None:
     checkout = os.environ[MEGATRON]
     commit = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=True
+        ["git", "-C", checkout, "rev-parse", "--short=8", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
-    rows = [facts(action) for action in parser_of(checkout)._actions if "--help" not in action.option_strings]
+    rows = [
+        facts(action)
+        for action in parser_of(checkout)._actions
+        if "--help" not in action.option_strings
+    ]
     lines = ",\n".join(json.dumps(row) for row in sorted(rows, key=lambda row: row["names"]))
     print(f'{{"commit": "{commit}", "arguments": [\n{lines}\n]}}')
 

@@ -146,11 +146,8 @@ def _changes(tree: ast.AST, lines: Sequence[str]) -> Iterator[Change]:
 
 
 def _what_runs(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of code that runs.
-
-    Types, docstrings, decorators, imports, assertions of the impossible, `strict` of zip and the
-    text of messages are left out.
-    """
+    """Yield the nodes of code that runs: no types, docstrings, decorators, imports, texts of messages,
+    assertions of the impossible, `strict` of zip."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "op", "ops", "ctx"):
             continue

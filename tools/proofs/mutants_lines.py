@@ -42,10 +42,12 @@ class Lines:
         return sorted({test.partition("::")[0] for test in self._seconds})
 
     def judges(self, path: str, source: str, line: int, limit: float) -> Judges:
-        """Return the tests that run a line: near and fast ones first, until they take `limit` seconds.
+        """Return the tests that run a line: near and fast ones first, until they take `limit`
+        seconds.
 
-        Of a line that an import runs, and of one that nobody was seen to run, these are the tests of its file: those
-        that were seen to run a line of it, and those in the test file of its name, which may start processes.
+        Of a line that an import runs, and of one that nobody was seen to run, these are the tests
+        of its file: those that were seen to run a line of it, and those in the test file of its
+        name, which may start processes.
         """
         of_lines: dict[int, list[str]] = next(
             (tests for name, tests in self._tests.items() if name.endswith(f"/{path}")), {}
@@ -83,7 +85,9 @@ def _named(contexts: Iterable[str]) -> set[str]:
 
 
 def _place(tree: ast.AST, line: int) -> tuple[bool, range]:
-    """Return whether a line lies in the body of a function, and the lines of its statement without its body."""
+    """Return whether a line lies in the body of a function, and the lines of its statement without
+    its body.
+    """
     inside, statement = False, range(line, line + 1)
     for node in _around(tree, line):
         if isinstance(node, ast.stmt):

@@ -1,6 +1,7 @@
 """A plugin of pytest: what a test costs in CPU seconds, and no cached result of an earlier test.
 
-Seconds of a busy machine say little, and who finds a result in a cache does not run the lines that made it.
+Seconds of a busy machine say little, and who finds a result in a cache does not run the lines that
+made it.
 """
 
 from __future__ import annotations

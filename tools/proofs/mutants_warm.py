@@ -1,7 +1,8 @@
-"""A process that has imported the package and collected its tests: a fork of it runs some with a file changed.
+"""A process that has imported the package and collected its tests: a fork of it runs some with a
+file changed.
 
-Nothing is imported again. The functions that exist get the code that their changed source has. What an import runs is
-judged elsewhere.
+Nothing is imported again. The functions that exist get the code that their changed source has. What
+an import runs is judged elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ COLD = 3
 
 
 class Task(NamedTuple):
-    """A copy of the repository, a file that is changed there, its source, the tests that judge it and their seconds."""
+    """A copy of the repository, a file that is changed there, its source, the tests that judge it
+    and their seconds.
+    """
 
     folder: str
     path: str
@@ -41,7 +44,8 @@ class Warm:
     """A plugin of pytest that does tasks in forks, in place of running all that it has collected.
 
     Args:
-        connections: where tasks come from, each for a process of its own; it answers with result, test and seconds.
+        connections: where tasks come from, each for a process of its own; it answers with result,
+            test and seconds.
         folder: what was collected lies there.
     """
 
@@ -55,7 +59,10 @@ class Warm:
         """Do tasks until there is none."""
         items = {item.nodeid: item for item in session.items}
         functions = _functions()
-        children = [os.fork() or self._serve(connection, items, functions) for connection in self.connections]
+        children = [
+            os.fork() or self._serve(connection, items, functions)
+            for connection in self.connections
+        ]
         for child in children:
             os.waitpid(child, 0)
         return True
@@ -151,7 +158,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def forked(body: Callable[[], int], limit: float) -> tuple[str, float]:
-    """Call a function in a fork, which leads a group of processes. Returns the result and seconds."""
+    """Call a function in a fork that leads a group of processes; return the result and seconds."""
     begun, ended, status = time.monotonic(), 0, 0
     child = os.fork()
     if not child:

@@ -1,7 +1,9 @@
-"""Draw cases by Hypothesis until the time is up. The first that fails is made smaller, and is tried first next time.
+"""Draw cases by Hypothesis until the time is up. The first that fails is made smaller, and is tried
+first next time.
 
-A fuzzer draws from a `random.Random`, as before. The one that it gets here asks Hypothesis for every number, so that
-Hypothesis can leave parts of a failing case out: it tries the first of each choice, and False of each chance.
+A fuzzer draws from a `random.Random`, as before. The one that it gets here asks Hypothesis for
+every number, so that Hypothesis can leave parts of a failing case out: it tries the first of each
+choice, and False of each chance.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Dice(random.Random):
         return self.draw(n - 1)
 
     def random(self) -> float:
-        # The simplest is next to 1, because fuzzers ask whether it is below a share. Two draws, because Hypothesis
-        # prefers small numbers where there are more than 127.
+        # The simplest is next to 1, because fuzzers ask whether it is below a share. Two draws,
+        # because Hypothesis prefers small numbers where there are more than 127.
         return 1 - (32 * self.draw(31) + self.draw(31) + 1) / 1024
 
 
@@ -81,7 +83,8 @@ class Fuzzer(Generic[T]):
         self.found: Sequence[str] = ()
 
     def fuzz(self, number: int, *, seconds: float = math.inf, most: float = math.inf) -> bool:
-        """Run cases until the time is up, there are enough or one fails; that one is shrunk for as long again.
+        """Run cases until the time is up, there are enough or one fails; that one is shrunk for as
+        long again.
 
         number: the seed. Returns: whether none has failed.
         """

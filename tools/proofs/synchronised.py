@@ -1,7 +1,7 @@
 """Check when a table lets Megatron's DistributedDataParallel sum gradients: each chunk once, whole.
 
-A stand-in takes down a chunk's gradient where the original would begin its sum over data parallel: when it arrives
-outside no_sync, or when grad_sync_func is called.
+A stand-in takes down a chunk's gradient where the original would begin its sum over data parallel:
+when it arrives outside no_sync, or when grad_sync_func is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import Schedule
 
 WAYS = ("by chunk", "one for all", "grad_sync_func")
-"""no_sync_func is a list, is one function for all chunks, or the chunks are summed by a function that is called."""
+"""no_sync_func is a list, is one function for all chunks, or the chunks are summed by a function
+that is called.
+"""
 
 
 class Chunk(nn.Module):
@@ -82,7 +84,9 @@ def _asked(way: str, chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def too_early(table: Schedule, way: str) -> list[str]:
-    """The chunks that are not summed once, or not as they are in the end; those without microbatches never are."""
+    """The chunks that are not summed once, or not as they are in the end; those without
+    microbatches never are.
+    """
 
     def rank(mesh: ProcessMesh) -> list[str]:
         stages = table.placement.stages_on(mesh.pp.rank)

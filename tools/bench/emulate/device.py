@@ -1,8 +1,8 @@
 """A device that computes by sleeping.
 
-A pass holds the main thread for its time without using the CPU, as a kernel does that its host waits for. What a step
-takes beyond its passes is then what the runtime adds; what the main thread uses of the CPU is the runtime's and
-autograd's own work.
+A pass holds the main thread for its time without using the CPU, as a kernel does that its host
+waits for. What a step takes beyond its passes is then what the runtime adds; what the main thread
+uses of the CPU is the runtime's and autograd's own work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
 def sharpen_sleep() -> None:
-    """Let sleeps of this thread end on time: Linux may add 50 microseconds to each to save power."""
+    """Let sleeps of this thread end on time: Linux may add 50 us to each, to save power."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, nanoseconds
 
@@ -54,7 +54,8 @@ class Device:
     Attributes:
         link: seconds that a message from another rank is on its way.
         lane_free: when the transfers of passes are over that it has begun; they follow each other.
-        epoch: start of the step; messages carry when they were sent, counted from here, so that float32 is enough.
+        epoch: start of the step; messages carry when they were sent, counted from here, so that
+            float32 is enough.
         busy: seconds of passes so far.
         held, peak: activations kept, in device shares.
     """
@@ -102,7 +103,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Share:
-    """The share that a stage is to its device: pieces of F, B and W, device shares, and who is beyond a link."""
+    """The share that a stage is to its device: pieces of F, B and W, device shares, and who is
+    beyond a link.
+    """
 
     f: Chain
     b: Chain
@@ -135,7 +138,9 @@ class _Compute(torch.autograd.Function):
         for turn in range(turns):
             coming.wait()
             device.compute(share.b.compute / turns)
-            if ctx.owner is not None:  # as our layers: the weight's gradient does not pass through autograd
+            if (
+                ctx.owner is not None
+            ):  # as our layers: the weight's gradient does not pass through autograd
                 ctx.owner.submit(partial(_weight_pass, device, share, turns))
             if turn < turns - 1:
                 coming = device.transfer(share.b.link / turns)
@@ -147,7 +152,9 @@ class _Compute(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """A node of its own for W, so that torch can find it on the way to the parameter and leave it for later."""
+    """A node of its own for W, so that torch can find it on the way to the parameter and leave it
+    for later.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, device: Device, share: Share) -> Tensor:
@@ -185,19 +192,24 @@ class Moves(NamedTuple):
 
 
 class Shared:
-    """A stage whose rank has a share of the vocabulary, or whose microbatches are in slices or copied, as the
-    executor calls it: passes that only take their time.
+    """A stage whose rank has a share of the vocabulary, or whose microbatches are in slices or
+    copied, as the executor calls it: passes that only take their time.
 
     Args:
-        parts: of each slice, or of whole microbatches, the seconds of each kind of pass and the device shares that it
-            holds from F to W.
+        parts: of each slice, or of whole microbatches, the seconds of each kind of pass and the
+            device shares that it holds from F to W.
         message: what every pass makes.
         weights: what is done to it as a whole.
         moves: its copies to the host and back.
     """
 
     def __init__(
-        self, device: Device, parts: Sequence[Part], message: Tensor, weights: Weights, moves: Moves | None = None
+        self,
+        device: Device,
+        parts: Sequence[Part],
+        message: Tensor,
+        weights: Weights,
+        moves: Moves | None = None,
     ):
         self.device, self.parts, self.message, self.weights = device, parts, message, weights
         self.share, self.own = self, {"vocabulary": self, "offload": moves}
@@ -248,7 +260,9 @@ class Shared:
 
 
 class Layers(nn.Module):
-    """A stage's model. split_by_autograd: W is a node of the graph, where the runtime splits graphs."""
+    """A stage's model. split_by_autograd: W is a node of the graph, where the runtime splits
+    graphs.
+    """
 
     def __init__(self, device: Device, share: Share, *, split_by_autograd: bool) -> None:
         super().__init__()
@@ -266,6 +280,9 @@ class Layers(nn.Module):
         assert x is not None, "neither data nor the stage before gave anything"
         if not self.split_by_autograd:
             return _compute(x, self.weight, self.device, self.share)
-        # W joins behind B, so that torch's walk back to the weight does not pass through B a second time.
+        # W joins behind B, so that torch's walk back to the weight does not pass through B a second
+        # time.
         x = x if x.requires_grad else x.detach().requires_grad_()
-        return _compute(x, None, self.device, self.share) + _weigh(self.weight, self.device, self.share)
+        return _compute(x, None, self.device, self.share) + _weigh(
+            self.weight, self.device, self.share
+        )

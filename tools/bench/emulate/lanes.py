@@ -2,8 +2,8 @@
 
 Each stream of copies is a thread that sleeps, and ranks that share a switch take turns.
 
-A lane runs its copies one after the other in the order of the table, beside the passes. Ranks that share one see in
-memory that all have mapped which of its copies are over.
+A lane runs its copies one after the other in the order of the table, beside the passes. Ranks that
+share one see in memory that all have mapped which of its copies are over.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ class Lanes:
         place = schedule.placement
         self.seconds, self.device = costs.durations(place), device
         self.share = place.num_ranks / place.chain
-        self._workers = {lane: ThreadPoolExecutor(1, initializer=sharpen_sleep) for lane in (Lane.D2H, Lane.H2D)}
+        self._workers = {
+            lane: ThreadPoolExecutor(1, initializer=sharpen_sleep) for lane in (Lane.D2H, Lane.H2D)
+        }
         orders = [lane.order for lane in schedule.shared]
         self._number = {x: i for i, x in enumerate(x for order in orders for x in order)}
         self._before = {item: before for order in orders for before, item in pairwise(order)}
-        self._over = _seen_by_all(mesh, len(self._number)) if orders else np.zeros(0, dtype=np.uint8)
+        self._over = (
+            _seen_by_all(mesh, len(self._number)) if orders else np.zeros(0, dtype=np.uint8)
+        )
         self._step = 0
         self._there: dict[tuple[int, int], Event] = {}
 
@@ -90,7 +94,9 @@ def _seen_by_all(mesh: ProcessMesh, size: int) -> np.ndarray[tuple[int, ...], np
         os.close(handle)
         name[: len(path)] = torch.tensor(list(os.fsencode(path)), dtype=torch.uint8)
     path = os.fsdecode(bytes(world.broadcast(name).tolist()).rstrip(b"\0"))
-    seen: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = np.memmap(path, dtype=np.uint8, mode="r+", shape=(size,))
+    seen: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = np.memmap(
+        path, dtype=np.uint8, mode="r+", shape=(size,)
+    )
     world.all_gather(torch.zeros(1))
     if world.rank == 0:
         os.unlink(path)

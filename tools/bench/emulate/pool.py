@@ -1,4 +1,6 @@
-"""The pool of processes in which tools/bench/schedules.py runs schedules on emulated devices, in turns."""
+"""The pool of processes in which tools/bench/schedules.py runs schedules on emulated devices, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,15 @@ class Turns:
 
 
 def run_pool(jobs: list[Job], costs: Costs, turns: Turns, timed: bool = False) -> Any:
-    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1, s in which passes waited for their
-    communication, and of it in pairs), run by one pool of processes.
+    """[job][repeat][rank] -> (step s, busy s, CPU s, peak, sent bytes or -1, s in which passes
+    waited for their communication, and of it in pairs), run by one pool of processes.
 
     timed: the passes of the first job instead, [repeat][rank].
     """
     given = (jobs, costs, turns, timed)
-    return run_ranks(turns.pp * turns.dp, _rank, *given, preload=("torch", "tools.bench.emulate.runs"))[0]
+    return run_ranks(
+        turns.pp * turns.dp, _rank, *given, preload=("torch", "tools.bench.emulate.runs")
+    )[0]
 
 
 def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
@@ -69,7 +73,9 @@ def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
         runner.steps = turns.steps
         runner.reduced_bytes = int(turns.reduction_mib * 2**20)
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
-    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]  # the first one warms up
+    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][
+        1:
+    ]  # the first one warms up
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]
     mesh.close()
     return ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)]
@@ -88,7 +94,8 @@ def _step(runner: Runner) -> list[list[float]]:
     assert abs(device.held) < 1e-9, f"{runner.schedule.name} left {device.held} activations"
     sent = -1 if runner.sent_bytes is None else runner.sent_bytes
     mine = torch.tensor(
-        [[took, device.busy, cpu, device.peak, sent, runner.exposed, runner.exposed_in_pairs]], dtype=torch.float64
+        [[took, device.busy, cpu, device.peak, sent, runner.exposed, runner.exposed_in_pairs]],
+        dtype=torch.float64,
     )
     return world.all_gather(mine).tolist()
 

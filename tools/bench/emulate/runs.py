@@ -1,4 +1,6 @@
-"""One step of a rank of emulated devices: under our executor, or under torch.distributed.pipelining."""
+"""One step of a rank of emulated devices: under our executor, or under
+torch.distributed.pipelining.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,18 @@ PEERS = {
 
 
 class Runner(ABC):
-    """One rank of one schedule under one runtime. `step` runs it; `device`, `sent_bytes` and a `watch` (of ours) say
-    what it did.
+    """One rank of one schedule under one runtime. `step` runs it; `device`, `sent_bytes` and a
+    `watch` (of ours) say what it did.
 
     Args:
         costs: times in seconds.
         shape: of every message.
     Attributes:
         steps: how many follow each other in one call of `step`.
-        exposed, exposed_in_pairs: seconds in which passes of the last step only waited for their communication, and of
-            them those in pairs of a forward and a backward.
-        reduced_bytes: G is an all-reduce over data parallel of so much for a device share; 0: it takes costs.g of a
-            link that does nothing else and waits for no other rank.
+        exposed, exposed_in_pairs: seconds in which passes of the last step only waited for their
+            communication, and of them those in pairs of a forward and a backward.
+        reduced_bytes: G is an all-reduce over data parallel of so much for a device share; 0: it
+            takes costs.g of a link that does nothing else and waits for no other rank.
     """
 
     sent_bytes: int | None = None
@@ -62,7 +64,9 @@ class Runner(ABC):
     watch: Stopwatch | None = None
     exposed = exposed_in_pairs = 0.0
 
-    def __init__(self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, mesh: ProcessMesh, schedule: Schedule, costs: Costs, shape: tuple[int, ...]
+    ) -> None:
         self.mesh, self.schedule, self.costs, self.shape = mesh, schedule, costs, shape
         assert not isinstance(costs.comm, tuple), "the emulated links are all alike"
         self.device = Device(link=costs.comm)
@@ -81,8 +85,12 @@ class Runner(ABC):
             return other is not None and rank_of[other] != rank_of[stage]
 
         def share(stage: int) -> Share:
-            f, b, w = (self.costs.chains(kind, stage, place)[0] for kind in (Kind.F, Kind.B, Kind.W))
-            before, after = (remote(stage, other) for other in (place.prev(stage), place.next(stage)))
+            f, b, w = (
+                self.costs.chains(kind, stage, place)[0] for kind in (Kind.F, Kind.B, Kind.W)
+            )
+            before, after = (
+                remote(stage, other) for other in (place.prev(stage), place.next(stage))
+            )
             return Share(f, b, w, place.num_ranks / place.chain, before, after)
 
         own = place.stages_on(self.mesh.pp.rank)
@@ -133,7 +141,10 @@ class Ours(Runner):
         # Pairs are one after the other where passes have no communication to hide.
         hides = any(getattr(self.costs, name) for name in SHARES)
         self.table = self.schedule if hides else unpaired(self.schedule)
-        self.program, self.together = lower(self.table, self.costs)[self.mesh.pp.rank], together_on(CPU)
+        self.program, self.together = (
+            lower(self.table, self.costs)[self.mesh.pp.rank],
+            together_on(CPU),
+        )
         self.modules = self.layers(split_by_autograd=False)
         self.request = Request(
             forward_step_func=self.forward,
@@ -149,7 +160,9 @@ class Ours(Runner):
         self._pending: Pending | None = None
         self._link_free = 0.0
 
-    def forward(self, _: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
+    def forward(
+        self, _: Any, model: Any
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Any]]]]:
         """Megatron's forward step."""
         return model(self.x if model.given[0] is None else None), lambda out: (out.mean(), {})
 
@@ -182,14 +195,22 @@ class Ours(Runner):
         )
         watch = self.watch or Stopwatch(CPU)
         execute(self.program, place, stages, self.comm, watch=watch, together=self.together)
-        steps = [step for step in self.table.ranks[self.mesh.pp.rank] if step[0].kind.traits.lane is Lane.COMPUTE]
+        steps = [
+            step
+            for step in self.table.ranks[self.mesh.pp.rank]
+            if step[0].kind.traits.lane is Lane.COMPUTE
+        ]
         pairs = [ran[1:3] for step, ran in zip(steps, watch.passes, strict=True) if overlaps(step)]
-        inside = [end - begin for begin, end in watch.waits if any(x <= begin < y for x, y in pairs)]
+        inside = [
+            end - begin for begin, end in watch.waits if any(x <= begin < y for x, y in pairs)
+        ]
         self.exposed, self.exposed_in_pairs = watch.exposed_communication, sum(inside)
 
     def _weights(self, stage: int) -> Weights:
         gather = partial(self._on_link, Kind.A, stage)
-        return Weights(partial(self._reduce, stage), gather, partial(self._update, stage), self._norm)
+        return Weights(
+            partial(self._reduce, stage), gather, partial(self._update, stage), self._norm
+        )
 
     def _reduce(self, stage: int) -> Callable[[], None]:
         place = self.schedule.placement
@@ -208,23 +229,32 @@ class Ours(Runner):
     def _shared(self, weights: Mapping[int, Weights]) -> dict[int, Shared]:
         place, cuts = self.schedule.placement, self.schedule.cuts
         table, whole = self.schedule, place.num_ranks / place.chain
-        items = [Pass(Kind.F, 0, i, n) for i in range(len(table.documents) or 1) for n in table.slices]
+        items = [
+            Pass(Kind.F, 0, i, n) for i in range(len(table.documents) or 1) for n in table.slices
+        ]
         lengths = [self.costs.of_slice(cuts, table.part(x)).durations(place) for x in items]
         sizes = [whole if x.slice is None else whole * cuts[x.slice] / sum(cuts) for x in items]
 
         def parts(stage: int) -> list[Part]:
             rows = zip(lengths, sizes, strict=True)
-            return [({kind: stages[stage] for kind, stages in length.items()}, size) for length, size in rows]
+            return [
+                ({kind: stages[stage] for kind, stages in length.items()}, size)
+                for length, size in rows
+            ]
 
         def moves(stage: int) -> Moves | None:
             lanes = self.lanes
-            return Moves(partial(lanes.offload, stage), partial(lanes.load, stage)) if lanes else None
+            return (
+                Moves(partial(lanes.offload, stage), partial(lanes.load, stage)) if lanes else None
+            )
 
         own = place.stages_on(self.mesh.pp.rank)
         return {s: Shared(self.device, parts(s), self.x, weights[s], moves(s)) for s in own}
 
     def _update(self, stage: int) -> None:
-        """The update at the last stage of the rank: its part of the norm; a table with V does not wait for it here."""
+        """The update at the last stage of the rank: its part of the norm; a table with V does not
+        wait for it here.
+        """
         if stage == max(self.modules):
             self._pending = self.mesh.world.start_all_reduce(torch.zeros(1))
         if Kind.V not in self.schedule.kinds:
@@ -246,7 +276,8 @@ class Torchs(Runner):
         modules = self.layers(split_by_autograd=any(kind.is_split for kind in self.schedule.kinds))
         hidden = torch.zeros(self.shape, requires_grad=True)
         data = gradient = hidden.detach()
-        # Told everything about its tensors, torch need not find out by a forward and backward of its own.
+        # Told everything about its tensors, torch need not find out by a forward and backward of
+        # its own.
         stages = [
             _StampingStage(
                 module,
@@ -261,7 +292,9 @@ class Torchs(Runner):
             )
             for s, module in modules.items()
         ]
-        whole_rank = stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
+        whole_rank = (
+            stages if issubclass(make, peers.schedules.PipelineScheduleMulti) else stages[0]
+        )
         self.run = make(whole_rank, m, loss_fn=lambda out, _: out.mean())
         whole = torch.zeros(m * self.shape[0], *self.shape[1:])
         self.args = (whole,) if any(map(place.is_first, modules)) else ()

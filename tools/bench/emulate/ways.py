@@ -1,4 +1,4 @@
-"""Ways of running one schedule that tools/bench/schedules.py compares: each is a table of its own."""
+"""Ways of running one schedule that tools/bench/schedules.py compares: each is a table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def with_link(costs: Costs, share: float, pieces: int) -> Costs:
     return replace(costs, piece=costs.f * part / pieces, link_f=part, link_b=part)
 
 
-def of_pairs(schedule: Schedule, costs: Costs, known: Costs, memory: float | None) -> list[list[Way]]:
+def of_pairs(
+    schedule: Schedule, costs: Costs, known: Costs, memory: float | None
+) -> list[list[Way]]:
     """Without pairs, and with them where any make the table shorter within the memory."""
     try:
         together = pairs(schedule, known, memory=memory, split=True)
@@ -55,8 +57,12 @@ def of_pairs(schedule: Schedule, costs: Costs, known: Costs, memory: float | Non
     return [[Way("alone", unpaired(schedule), costs, known), Way("pairs", together, costs, known)]]
 
 
-def of_copies(schedule: Schedule, costs: Costs, known: Costs, ratio: float, switch: int | None) -> list[list[Way]]:
-    """With the copies that are back in time, and with all; before each the same table with copies that are free."""
+def of_copies(
+    schedule: Schedule, costs: Costs, known: Costs, ratio: float, switch: int | None
+) -> list[list[Way]]:
+    """With the copies that are back in time, and with all; before each the same table with copies
+    that are free.
+    """
     ranks = range(len(schedule.ranks))
     groups = [ranks[r : r + switch] for r in ranks[::switch]] if switch else []
     costs, known, found = price_copies(costs, ratio), price_copies(known, ratio), []
@@ -72,7 +78,10 @@ def of_copies(schedule: Schedule, costs: Costs, known: Costs, ratio: float, swit
 
 def of_steps(schedule: Schedule, costs: Costs, known: Costs) -> list[list[Way]]:
     """The whole step with a barrier at the update, and without."""
-    steps = {name: StepPasses.whole(UNIT, barrier=name == "barrier") for name in ("barrier", "no barrier")}
+    steps = {
+        name: StepPasses.whole(UNIT, barrier=name == "barrier")
+        for name in ("barrier", "no barrier")
+    }
     tables = {name: step.around(unpaired(schedule), UNIT) for name, step in steps.items()}
     return [[Way(name, made, costs, known) for name, made in tables.items()]]
 
@@ -82,7 +91,11 @@ def of_reductions(schedule: Schedule, costs: Costs, known: Costs, link: float) -
     with G as soon as a stage is done.
     """
     costs, known, plain = replace(costs, g=link), replace(known, g=link), unpaired(schedule)
-    tables = {"no reduction": plain, "at the end": at_end(plain), "beside the passes": with_reduction(plain)}
+    tables = {
+        "no reduction": plain,
+        "at the end": at_end(plain),
+        "beside the passes": with_reduction(plain),
+    }
     return [[Way(name, made, costs, known) for name, made in tables.items()]]
 
 
@@ -90,12 +103,16 @@ def at_end(plain: Schedule) -> Schedule:
     """Return the table with the reductions of all its stages after the last pass of a rank."""
     stages = (plain.placement.stages_on(rank) for rank in range(plain.placement.num_ranks))
     sums = [tuple((Pass(Kind.G, stage, 0),) for stage in own) for own in stages]
-    return replace(plain, ranks=tuple(row + end for row, end in zip(plain.ranks, sums, strict=True)))
+    return replace(
+        plain, ranks=tuple(row + end for row, end in zip(plain.ranks, sums, strict=True))
+    )
 
 
 def link_of(turns: Turns) -> float:
     """Seconds in which gloo sums a device share's gradients here, all ranks at once."""
-    (steps,) = run_pool([Job("megapipe", at_end(build("1f1b", turns.pp, 1)))], Costs(0, 0, 0), turns)
+    (steps,) = run_pool(
+        [Job("megapipe", at_end(build("1f1b", turns.pp, 1)))], Costs(0, 0, 0), turns
+    )
     took: float = statistics.median(max(rank[0] for rank in step) for step in steps)
     print(f"gloo sums {turns.reduction_mib:g} MiB over dp {turns.dp} in {took * 1e3:.0f} ms here")
     return took
@@ -106,32 +123,49 @@ def compared(groups: Sequence[Sequence[Way]], turns: Turns) -> str:
     jobs = [Job("megapipe", way.schedule, way.costs) for group in groups for way in group]
     measured = iter(run_pool(jobs, Costs(), turns))
     lines = [
-        f"ms a step, medians of {turns.repeats} turns of {turns.steps} steps in a row; more: than first of its group; "
-        "exposed: part of the passes' communication that ranks only waited for, in pairs: of those of F with B",
+        f"ms a step, medians of {turns.repeats} turns of {turns.steps} steps in a row; more: than "
+        "first of its group; "
+        "exposed: part of the passes' communication that ranks only waited for, in pairs: of those "
+        "of F with B",
         "",
-        "| schedule | way | predicted | measured | of predicted | more: predicted | measured | exposed | in pairs |",
+        "| schedule | way | predicted | measured | of predicted | more: predicted | measured | "
+        "exposed | in pairs |",
         "|---|---|" + "---:|" * 7,
     ]
     for group in groups:
         first: tuple[float, list[float]] | None = None
         for way, of_way in zip(group, measured, strict=False):
-            predicted = simulate(repeated(way.schedule, turns.steps), way.known).makespan / turns.steps * 1e3
+            predicted = (
+                simulate(repeated(way.schedule, turns.steps), way.known).makespan
+                / turns.steps
+                * 1e3
+            )
             steps = [max(rank[0] for rank in turn) / turns.steps * 1e3 for turn in of_way]
             first = first or (predicted, steps)
             more = statistics.median(x - y for x, y in zip(steps, first[1], strict=True))
             lines.append(
-                f"| {way.schedule.name} | {way.name} | {predicted:.1f} | {statistics.median(steps):.1f} "
-                f"| {statistics.median(steps) / (predicted or 1.0):.3f} | {predicted - first[0]:.1f} | {more:.1f} "
+                f"| {way.schedule.name} | {way.name} | {predicted:.1f} | "
+                f"{statistics.median(steps):.1f} "
+                f"| {statistics.median(steps) / (predicted or 1.0):.3f} | "
+                f"{predicted - first[0]:.1f} | {more:.1f} "
                 f"| {_share(way, of_way, 5)} | {_share(way, of_way, 6)} |"
             )
     return "\n".join(lines)
 
 
 def _share(way: Way, measured: Sequence[Sequence[Sequence[float]]], column: int) -> str:
-    """The exposed part of the communication of a table's passes, or of its pairs; nothing where it has none."""
+    """The exposed part of the communication of a table's passes, or of its pairs; nothing where it
+    has none.
+    """
     if not communicates(way.known):
         return ""
     steps = [step for step in way.schedule.steps() if column == 5 or overlaps(step)]
-    chains = (way.known.chains(x.kind, x.stage, way.schedule.placement) for step in steps for x in step)
+    chains = (
+        way.known.chains(x.kind, x.stage, way.schedule.placement) for step in steps for x in step
+    )
     link = sum(chain.link for of_pass in chains for chain in of_pass)
-    return f"{statistics.median(sum(rank[column] for rank in turn) for turn in measured) / link:.0%}" if link else ""
+    return (
+        f"{statistics.median(sum(rank[column] for rank in turn) for turn in measured) / link:.0%}"
+        if link
+        else ""
+    )

@@ -4,10 +4,11 @@
     python -m tools.proofs.cover --strength 3 --results triples.jsonl
     python -m tools.proofs.cover --case '{"pp": "2", "schedule": "zb-v"}'
 
-A case is a whole run of `pretrain` in processes over gloo. What it computes must be what one process computes: in
-float64 all losses, gradient norms, evaluations, weights and optimizer states to 1e-7 of the largest. Which values go
-together is asked of the checks of a launch; a combination without a legal case is counted as refused, with the
-sentence that refuses it. Results are appended to a file, so that a run that was cut off goes on where it stood.
+A case is a whole run of `pretrain` in processes over gloo. What it computes must be what one
+process computes: in float64 all losses, gradient norms, evaluations, weights and optimizer states
+to 1e-7 of the largest. Which values go together is asked of the checks of a launch; a combination
+without a legal case is counted as refused, with the sentence that refuses it. Results are appended
+to a file, so that a run that was cut off goes on where it stood.
 """
 
 from __future__ import annotations
@@ -29,16 +30,28 @@ from typing import Any
 import torch
 
 from tools.proofs.cover.array import Array, Row
-from tools.proofs.cover.choices import CHOICES, FEW, MOST, PLAIN, choices_named, num_layers, problems, world_size
+from tools.proofs.cover.choices import (
+    CHOICES,
+    FEW,
+    MOST,
+    PLAIN,
+    choices_named,
+    num_layers,
+    problems,
+    world_size,
+)
 from tools.proofs.cover.judge import SECONDS, Runs, Verdict, name_of, warm
 
 
-def array(strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None) -> Array:
+def array(
+    strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path | None = None
+) -> Array:
     """Return the array of a strength, whose first rows are the arrays of smaller strengths.
 
     Args:
         kept: an array to begin with, as it stands in its file.
-        at: file of the array. Rows that are made so far stand in one with ".part": --begin-with takes it.
+        at: file of the array. Rows that are made so far stand in one with ".part": --begin-with
+            takes it.
     """
 
     @cache
@@ -54,7 +67,10 @@ def array(strength: int, seed: int, kept: dict[str, Any] | None = None, at: Path
 
     made = Array(CHOICES, (said, said_of_many), choices_named, seed)
     if kept is not None:
-        refused = {tuple(_pair(part) for part in key.split(" x ")): why for key, why in kept["refused"].items()}
+        refused = {
+            tuple(_pair(part) for part in key.split(" x ")): why
+            for key, why in kept["refused"].items()
+        }
         made.take([PLAIN | row for row in kept["rows"]], refused)
         print(f"{len(made.rows)} of {len(kept['rows'])} cases that are kept are legal", flush=True)
 
@@ -77,7 +93,10 @@ def _write(made: Array, at: Path | None) -> None:
 
 
 def _named(made: Array) -> dict[str, str]:
-    return {" x ".join(f"{name} {value}" for name, value in key): why for key, why in made.refused.items()}
+    return {
+        " x ".join(f"{name} {value}" for name, value in key): why
+        for key, why in made.refused.items()
+    }
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -114,26 +133,44 @@ def _judge(row: Row, runs: Runs, answer: Path) -> None:
 
 
 def short(row: Row) -> str:
-    """Return what to type after --case to run a row again: the values that are not the usual ones."""
+    """Return the text after --case that runs a row again: its unusual values."""
     return json.dumps({name: value for name, value in row.items() if value != PLAIN[name]})
 
 
 def main() -> int:
     """Make the array, run it, and report the findings. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strength", type=int, choices=(2, 3), default=2, help="choices that are combined")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strength", type=int, choices=(2, 3), default=2, help="choices that are combined"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the array")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--results", type=Path, help="a line for each case, appended")
     parser.add_argument("--array", type=Path, help="where the rows are kept between starts")
-    parser.add_argument("--begin-with", type=Path, help="an array of fewer choices or values, to which rows are added")
-    parser.add_argument("--case", help="run this one case, as printed")
-    parser.add_argument("--shrink", action="store_true", help="make the case that differs as small as it goes")
-    parser.add_argument("--first", action="store_true", help="stop at the first case that is not as one process")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of each start of a case")
-    parser.add_argument("--folder", type=Path, help="keep here what runs leave, among it those of one process")
     parser.add_argument(
-        "--references", type=Path, help="a --folder whose runs of one process are trusted if a case agrees"
+        "--begin-with",
+        type=Path,
+        help="an array of fewer choices or values, to which rows are added",
+    )
+    parser.add_argument("--case", help="run this one case, as printed")
+    parser.add_argument(
+        "--shrink", action="store_true", help="make the case that differs as small as it goes"
+    )
+    parser.add_argument(
+        "--first", action="store_true", help="stop at the first case that is not as one process"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="limit of each start of a case"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="keep here what runs leave, among it those of one process"
+    )
+    parser.add_argument(
+        "--references",
+        type=Path,
+        help="a --folder whose runs of one process are trusted if a case agrees",
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -154,7 +191,13 @@ def _smallest(row: Row, runs: Runs) -> Row:
             smaller = row | {name: PLAIN[name]}
             if not problems(smaller) and (verdict := runs.judge(smaller)).result != "same":
                 row, again = smaller, True
-                print(verdict.result, *verdict.found[:2], f"--case '{short(row)}'", sep="\n  ", flush=True)
+                print(
+                    verdict.result,
+                    *verdict.found[:2],
+                    f"--case '{short(row)}'",
+                    sep="\n  ",
+                    flush=True,
+                )
     return row
 
 
@@ -190,14 +233,18 @@ def _all(options: argparse.Namespace, runs: Runs) -> int:
             if options.first:
                 os._exit(1)
         elif len(known) % 20 == 0:
-            print(f"{len(known)} of {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"{len(known)} of {len(made)} cases, {time.monotonic() - begun:.0f} s", flush=True
+            )
     verdicts = [known[short(row)] for row in made]
     _report(options.strength, made, verdicts, refused)
     return int(any(verdict.result != "same" for verdict in verdicts))
 
 
 def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Return the rows of the array, and the refused combinations with the sentences that refuse them."""
+    """Return the rows of the array, and the refused combinations with the sentences that refuse
+    them.
+    """
     if options.array and options.array.exists():
         kept = json.loads(options.array.read_text())
         return [PLAIN | row for row in kept["rows"]], kept["refused"]
@@ -206,10 +253,14 @@ def _rows(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     return made.rows, _named(made)
 
 
-def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]) -> None:
+def _report(
+    strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], refused: dict[str, str]
+) -> None:
     values = sum(map(len, CHOICES.values()))
     covered = Array(CHOICES, (lambda row, fixed: (),), lambda text: set())
-    covered.rows = [row for row, verdict in zip(rows, verdicts, strict=True) if verdict.result == "same"]
+    covered.rows = [
+        row for row, verdict in zip(rows, verdicts, strict=True) if verdict.result == "same"
+    ]
     counts = Counter(verdict.result for verdict in verdicts)
     said = Counter(why.partition("\n")[0] for why in refused.values())
     print("\nrefused combinations, by what is said:")
@@ -217,10 +268,12 @@ def _report(strength: int, rows: Sequence[Row], verdicts: Sequence[Verdict], ref
         print(f"  {count:4} {why[:160]}")
     silent = [key for key, why in refused.items() if "--" not in why]
     print(
-        f"\n{len(CHOICES)} choices, {values} values; {comb(len(CHOICES), strength)} sets of {strength} choices\n"
+        f"\n{len(CHOICES)} choices, {values} values; {comb(len(CHOICES), strength)} sets of "
+        f"{strength} choices\n"
         f"{covered.legal(strength)} legal combinations of {strength} values in {len(rows)} cases, "
         f"{len(refused)} refused, {len(silent)} of them without a flag's name\n"
-        f"same {counts['same']}, differ {counts['differs']}, crash {counts['crashes']}, hang {counts['hangs']}"
+        f"same {counts['same']}, differ {counts['differs']}, crash {counts['crashes']}, hang "
+        f"{counts['hangs']}"
     )
 
 

@@ -1,7 +1,8 @@
 """A covering array: few cases in which every legal combination of two or three choices occurs.
 
-Rows are made greedily, one after the other: a combination that no row has yet is fixed, each other choice takes the
-value that brings most new combinations, and what the checks of a launch refuse is changed until they accept the row.
+Rows are made greedily, one after the other: a combination that no row has yet is fixed, each other
+choice takes the value that brings most new combinations, and what the checks of a launch refuse is
+changed until they accept the row.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Array:
 
     Args:
         choices: the values of each choice, the usual one first.
-        problems: each (row, the values in it that are fixed) -> the sentences that refuse the row; none for a legal
-            one. Where the first finds no legal row for a combination, the next is asked: it allows more.
+        problems: each (row, the values in it that are fixed) -> the sentences that refuse the row;
+            none for a legal one. Where the first finds no legal row for a combination, the next is
+            asked: it allows more.
         named: the choices that a sentence names.
         seed: of the draws.
     Attributes:
@@ -54,9 +56,11 @@ class Array:
         self._excluded = np.zeros((size, size), bool)
 
     def take(self, rows: Sequence[Row], refused: Mapping[tuple[Pair, ...], str]) -> None:
-        """Begin with rows and refused pairs of an earlier array of the same choices, or of some of them.
+        """Begin with rows and refused pairs of an earlier array of the same choices, or of some of
+        them.
 
-        Rows that the checks refuse by now are left out. Refused combinations of three values are asked again.
+        Rows that the checks refuse by now are left out. Refused combinations of three values are
+        asked again.
         """
         last = self.problems[-1]
         self.rows += [row for row in rows if not last(row, row)]
@@ -67,7 +71,8 @@ class Array:
                 self._excluded[a, b] = self._excluded[b, a] = True
 
     def extend(self, strength: int, say: Callable[[str], None] = lambda text: None) -> None:
-        """Add rows until every legal combination of `strength` choices is in one of them, pairs first.
+        """Add rows until every legal combination of `strength` choices is in one of them, pairs
+        first.
 
         Args:
             strength: 2 or 3.
@@ -102,7 +107,9 @@ class Array:
         return int(covered.sum()) - before
 
     def _missing(self, strength: int) -> np.ndarray:
-        """Return an array by the numbers of items in ascending order: True for each combination of several choices."""
+        """Return an array by the numbers of items in ascending order: True for each combination of
+        several choices.
+        """
         size = len(self._items)
         choice = np.array([list(self.choices).index(name) for name, _ in self._items])
         ascending = choice[:, None] < choice[None, :]
@@ -126,7 +133,9 @@ class Array:
             self._excluded[a, b] = self._excluded[b, a] = True
 
     def _row(self, fixed: Sequence[Pair], missing: np.ndarray) -> Row | None:
-        """Return a legal row with these values, rich in missing combinations; None if none is found."""
+        """Return a legal row with these values, rich in missing combinations; None if none is
+        found.
+        """
         for problems in self.problems:
             self._said.clear()
             for attempt in range(3):
@@ -152,7 +161,9 @@ class Array:
         return row
 
     def _gain(self, number: int, taken: list[int], missing: np.ndarray) -> int:
-        """Return how many missing combinations a value has with those taken; below 0 where one excludes it."""
+        """Return how many missing combinations a value has with those taken; below 0 where one
+        excludes it.
+        """
         if self._excluded[number, taken].any():
             return -1
         if missing.ndim == 2:
@@ -166,7 +177,7 @@ class Array:
         )
 
     def _repaired(self, row: Row, fixed: Row, ask: Problems) -> Row | None:
-        """Change what a row's refusals name, but for the fixed choices, until nothing refuses it."""
+        """Change the choices that refusals of a row name, except fixed ones, until none is left."""
         row = dict(row)
         for attempt in range(40):
             problems = ask(row, fixed)

@@ -1,7 +1,7 @@
 """All choices that change what a run computes or sends, each with its values as launch flags.
 
-A case takes one value of each choice. The first value is what a run has without the flag. What goes with what is not
-said here: the checks of a launch decide.
+A case takes one value of each choice. The first value is what a run has without the flag. What goes
+with what is not said here: the checks of a launch decide.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ HALF = 2
 """Iterations of a run that is saved and goes on."""
 
 _OWN = Path(__file__).parents[3] / "examples" / "own_schedule.py"
-_LLAMA = "--normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear --position-embedding-type"
+_LLAMA = (
+    "--normalization RMSNorm --swiglu --ffn-hidden-size 32 --disable-bias-linear "
+    "--position-embedding-type"
+)
 _EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32"
 
 MODEL: dict[str, dict[str, str]] = {
@@ -46,14 +49,17 @@ MODEL: dict[str, dict[str, str]] = {
         "gpt2": "--kv-channels 16",
         "llama": f"{_LLAMA} rope --kv-channels 16 --group-query-attention --num-query-groups 2",
         "latent": (
-            f"{_LLAMA} none --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
-            "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 4 --mscale-all-dim 1"
+            f"{_LLAMA} none --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 "
+            "--qk-head-dim 8 "
+            "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 4 "
+            "--mscale-all-dim 1"
         ),
     },
     "tied": {"tied": "", "untied": "--untie-embeddings-and-output-weights"},
     "layers": {
         "alike": "",
-        "overrides": """--per-layer-overrides '{"1": {"ffn_hidden_size": 64}, "2": {"window_size": "2,0"}}'""",
+        "overrides": "--per-layer-overrides "
+        """'{"1": {"ffn_hidden_size": 64}, "2": {"window_size": "2,0"}}'""",
     },
     "window": {"none": "", "2": "--window-size 2,0"},
     "documents": {
@@ -66,11 +72,14 @@ MODEL: dict[str, dict[str, str]] = {
         "softmax": f"{_EXPERTS} --moe-z-loss-coeff 0.1",
         "sigmoid": (
             f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-            f"--moe-router-bias-update-rate {BIAS_STEP} --moe-router-num-groups 2 --moe-router-group-topk 1"
+            f"--moe-router-bias-update-rate {BIAS_STEP} --moe-router-num-groups 2 "
+            "--moe-router-group-topk 1"
         ),
-        "shared": f"{_EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate --moe-layer-freq 2",
+        "shared": f"{_EXPERTS} --moe-shared-expert-intermediate-size 32 "
+        "--moe-shared-expert-gate --moe-layer-freq 2",
         "jitter": f"{_EXPERTS} --moe-router-pre-softmax --moe-input-jitter-eps 0.1",
-        # So large a capacity drops nothing: what is dropped is decided by each rank for its own tokens.
+        # So large a capacity drops nothing: what is dropped is decided by each rank for its own
+        # tokens.
         "capacity": f"{_EXPERTS} --moe-expert-capacity-factor 4 --moe-pad-expert-input-to-capacity",
     },
     "balance": {
@@ -79,7 +88,11 @@ MODEL: dict[str, dict[str, str]] = {
         "seq": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "sinkhorn": "--moe-router-load-balancing-type sinkhorn",
     },
-    "depths": {"0": "", "1": "--mtp-num-layers 1", "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"},
+    "depths": {
+        "0": "",
+        "1": "--mtp-num-layers 1",
+        "2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+    },
     "dropout": {
         "hidden": "--hidden-dropout 0.1 --attention-dropout 0",
         "both": "--hidden-dropout 0.1 --attention-dropout 0.2",
@@ -89,8 +102,9 @@ MODEL: dict[str, dict[str, str]] = {
         "float64": "",
         "float32": "",
         "bf16": "--bf16",
-        # Far below what overflows: which step does first is a matter of rounding. What is spoiled overflows anyway.
-        # It grows after the third step: the second ends at once where something is saved or evaluated.
+        # Far below what overflows: which step does first is a matter of rounding. What is spoiled
+        # overflows anyway. It grows after the third step: the second ends at once where something
+        # is saved or evaluated.
         "fp16": f"--fp16 --initial-loss-scale {2**6} --loss-scale-window 3 --hysteresis 1",
         "fp8": "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 2",
         "fp8-tensor": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise",
@@ -119,12 +133,17 @@ MODEL: dict[str, dict[str, str]] = {
 """Choices that the numbers depend on: the run of one process has the same values."""
 
 RUN: dict[str, dict[str, str]] = {
-    "pp": {"1": "", "2": "--pipeline-model-parallel-size 2", "4": "--pipeline-model-parallel-size 4"},
+    "pp": {
+        "1": "",
+        "2": "--pipeline-model-parallel-size 2",
+        "4": "--pipeline-model-parallel-size 4",
+    },
     "schedule": {
         "1f1b": "--pipeline-schedule 1f1b",
         "gpipe": "--pipeline-schedule gpipe",
         "interleaved": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-        "breadth-first": "--pipeline-schedule breadth-first --num-virtual-stages-per-pipeline-rank 2",
+        "breadth-first": "--pipeline-schedule breadth-first "
+        "--num-virtual-stages-per-pipeline-rank 2",
         "zb-h1": "--pipeline-schedule zb-h1",
         "zb-h2": "--pipeline-schedule zb-h2",
         "zb-v": "--pipeline-schedule zb-v",
@@ -164,8 +183,10 @@ RUN: dict[str, dict[str, str]] = {
     "copies": {
         "none": "",
         "all": "--fine-grained-activation-offloading --offload-time 0.01",
-        "some": "--fine-grained-activation-offloading --offload-time 0.01 --activation-offload-fraction 0.5",
-        "modules": "--fine-grained-activation-offloading --offload-time 0.01 --offload-modules core_attn qkv_linear",
+        "some": "--fine-grained-activation-offloading --offload-time 0.01 "
+        "--activation-offload-fraction 0.5",
+        "modules": "--fine-grained-activation-offloading --offload-time 0.01 "
+        "--offload-modules core_attn qkv_linear",
     },
     "sharding": {
         "none": "",
@@ -194,14 +215,18 @@ RUN: dict[str, dict[str, str]] = {
         "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
         "modules": "--recompute-granularity selective --recompute-modules mlp layernorm moe",
-        "partial": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "partial": "--recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 "
         "--num-microbatches-with-partial-activation-checkpoints 1",
     },
     "fusion": {"no": "", "loss": "--cross-entropy-loss-fusion"},
     "tokens": {"int64": "", "int32": ""},
     "provider": {"ours": "", "megatron": ""},
     "grid": {"tp-cp-dp-pp": "", "tp-pp-dp": "--use-tp-pp-dp-mapping"},
-    "told": {"little": "", "norms": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2"},
+    "told": {
+        "little": "",
+        "norms": "--log-params-norm --log-num-zeros-in-grad --timing-log-level 2",
+    },
     "resumed": {"no": "", "same": "", "from-one": "", "into-one": "", "behind": "--async-save"},
     "again": {"no": "", "2": "--reschedule-after 2"},
     "fp8-gather": {"no": "", "yes": "--fp8-param-gather"},
@@ -212,14 +237,20 @@ CHOICES = MODEL | RUN
 PLAIN: dict[str, str] = {name: next(iter(values)) for name, values in CHOICES.items()}
 
 _TINY = (
-    f"--hidden-size 32 --num-attention-heads 4 --max-position-embeddings {SEQ} --seq-length {SEQ} --mock-data "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --padded-vocab-size {VOCAB} --train-iters {STEPS} "
-    f"--lr {LR} --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-3 --num-workers 0 --log-interval 1 "
+    f"--hidden-size 32 --num-attention-heads 4 --max-position-embeddings {SEQ} --seq-length {SEQ} "
+    "--mock-data "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --padded-vocab-size {VOCAB} "
+    f"--train-iters {STEPS} "
+    f"--lr {LR} --lr-warmup-iters 2 --lr-decay-style cosine --min-lr 1e-3 --num-workers 0 "
+    "--log-interval 1 "
     "--no-check-for-nan-in-loss-and-grad --max-bad-iterations-in-a-row 9 --distributed-backend gloo"
 )
 
 
-FLAGS = {name: set(re.findall(r"--[\w-]+", " ".join(values.values()))) for name, values in CHOICES.items()}
+FLAGS = {
+    name: set(re.findall(r"--[\w-]+", " ".join(values.values())))
+    for name, values in CHOICES.items()
+}
 DATA_PARALLEL = re.compile(r"data[- ]parallel|processes")
 
 
@@ -230,7 +261,7 @@ def world_size(case: Case) -> int:
 
 
 def one_process(case: Case) -> dict[str, str]:
-    """Return the case with which the numbers of `case` must agree: the same model on one process."""
+    """Return the case whose numbers `case` must have: the same model on one process."""
     return PLAIN | {name: case[name] for name in MODEL}
 
 
@@ -268,7 +299,10 @@ def problems(case: Case, most: int = MOST) -> tuple[str, ...]:
             "--context-parallel-size, --pipeline-model-parallel-size and data-parallel ranks",
         )
     if case["provider"] == "megatron" and case["depths"] != "0":
-        return ("--mtp-num-layers: a provider in Megatron-LM's signature is refused when it is called for a depth",)
+        return (
+            "--mtp-num-layers: a provider in Megatron-LM's signature is refused when it is called "
+            "for a depth",
+        )
     try:
         config = as_here(config_of(case, num_layers(case)))
         validate(config, has_cuda=False)
@@ -281,4 +315,6 @@ def problems(case: Case, most: int = MOST) -> tuple[str, ...]:
 def choices_named(text: str) -> set[str]:
     """Return the choices with a value whose flag a sentence names."""
     words = set(re.findall(r"--[\w-]+", text))
-    return {name for name, flags in FLAGS.items() if flags & words} | ({"dp"} if DATA_PARALLEL.search(text) else set())
+    return {name for name, flags in FLAGS.items() if flags & words} | (
+        {"dp"} if DATA_PARALLEL.search(text) else set()
+    )

@@ -27,7 +27,16 @@ from megapipe.distributed.layout import whole_name
 from megapipe.errors import UserError
 from megapipe.models.gpt import WORD_EMBEDDINGS
 from megapipe.training.guards import ranks as guard
-from tools.proofs.cover.choices import BIAS_STEP, HALF, LR, STEPS, Case, num_layers, one_process, world_size
+from tools.proofs.cover.choices import (
+    BIAS_STEP,
+    HALF,
+    LR,
+    STEPS,
+    Case,
+    num_layers,
+    one_process,
+    world_size,
+)
 from tools.proofs.cover.rank import BIASES, HISTORIES, Numbers, Part, run_rank
 
 SECONDS = 240.0

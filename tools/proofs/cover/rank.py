@@ -1,4 +1,4 @@
-"""One rank of a run of a case: the whole of `pretrain`, with its numbers written down at the end."""
+"""One rank of a run of a case: the whole of `pretrain`, which writes its numbers at the end."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ SPOILED_STEP = 3
 LARGE = {"fp16": 1e6, "fp8": 1e2, "fp8-tensor": 1e2}
 """How large a spoiled gradient is, by precision; else 1e4.
 
-In fp16 it overflows in every layout. In 8 bits a longer step, which nothing clips, would leave weights whose products
-are rounding alone.
+In fp16 it overflows in every layout. In 8 bits a longer step, which nothing clips, would leave
+weights whose products are rounding alone.
 """
 
 
 BIASES = "biases of routers"
 HISTORIES = "largest values of 8 bits"
 KEPT_LOGITS = SEQ * VOCAB // 2
-"""Logits of a microbatch that a head may keep for its backward; more are computed again, as those of a real model are.
+"""Logits of a microbatch that a head may keep for its backward; more are computed again, as those
+of a real model are.
 
 So few that the sizes of a case decide: some keep them, some do not.
 """
@@ -62,7 +63,8 @@ class Numbers:
     Attributes:
         steps: of each iteration its losses, gradient norm and whether it was skipped.
         evaluations: the losses of each evaluation.
-        tensors: by kind ("weights", BIASES, HISTORIES, or a kind of optimizer state) the parts of this rank.
+        tensors: by kind ("weights", BIASES, HISTORIES, or a kind of optimizer state) the parts of
+            this rank.
     """
 
     steps: dict[int, dict[str, Any]]
@@ -129,7 +131,12 @@ def _provider(case: Case) -> Provider:
         return stage.double() if wide else stage
 
     def in_megatrons_shape(
-        pre_process: bool, post_process: bool, vp_stage: int | None, config: ModelConfig, span: LayerSpan, tp: Axis
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        config: ModelConfig,
+        span: LayerSpan,
+        tp: Axis,
     ) -> nn.Module:
         return ours(config, replace(span, embedding=pre_process, loss=post_process), tp)
 
@@ -142,14 +149,18 @@ def _datasets(*, narrow: bool) -> Datasets:
 
     def part(first: int, last: int) -> Any:
         documents = np.arange(first, last)
-        items = GPTDataset(source, build_indices(source.lengths, documents, SEQ, 200, 1234), SEQ, VOCAB, documents)
+        items = GPTDataset(
+            source, build_indices(source.lengths, documents, SEQ, 200, 1234), SEQ, VOCAB, documents
+        )
         return Narrow(items) if narrow else items
 
     return Datasets(part(0, 100), part(100, 150), part(150, 200))
 
 
 def _write_down(numbers: Numbers, now: list[int], to: Path) -> None:
-    """Have this process's run write its numbers down. A callback would do, but it makes each update wait."""
+    """Have this process's run write its numbers down. A callback would do, but it makes each update
+    wait.
+    """
     ended, run, train = Driver.ended, Stages.run, Training.train
 
     def at_end(self: Driver, result: StepResult) -> None:
@@ -202,4 +213,6 @@ def _tensors(training: Training) -> dict[str, dict[str, Part]]:
     remembered = (named for module in run.stages.modules for named in histories(module))
     found[HISTORIES] = {name: Part(x.clone(), {}) for name, x in remembered}
     state = run.optimizer.state()
-    return found | {kind: {name: part(name, x) for name, x in of.items()} for kind, of in state.items()}
+    return found | {
+        kind: {name: part(name, x) for name, x in of.items()} for kind, of in state.items()
+    }

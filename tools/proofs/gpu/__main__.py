@@ -18,7 +18,12 @@ from tools.proofs.gpu import fake_cuda
 
 def main() -> None:
     fake_cuda.load()
-    from tools.proofs.gpu import orders, pairs, roofline, tables  # they import torch, which asks for its devices then
+    from tools.proofs.gpu import (
+        orders,
+        pairs,
+        roofline,
+        tables,
+    )  # they import torch, which asks for its devices then
 
     asked = sys.argv[1:]
     if "waits" in asked:

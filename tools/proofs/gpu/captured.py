@@ -1,10 +1,11 @@
-"""CUDA graphs on a CPU: the operations of a function are noted with the tensors that they read and write, and run again
-on the same memory, whatever Python has become meanwhile.
+"""CUDA graphs on a CPU: the operations of a function are noted with the tensors that they read and
+write, and run again on the same memory, whatever Python has become meanwhile.
 
-What a GPU refuses is refused where it can be seen: results whose size or value the host must know, numbers from the
-host, random ones. What a graph leaves undefined is NaN: all that it makes, until it is replayed. A capture itself
-changes nothing. Not seen: memory that a graph shares with its neighbours in the pool, streams, and loops that are no
-operations of torch (kernels/cpu.c, which float64 does not take).
+What a GPU refuses is refused where it can be seen: results whose size or value the host must know,
+numbers from the host, random ones. What a graph leaves undefined is NaN: all that it makes, until
+it is replayed. A capture itself changes nothing. Not seen: memory that a graph shares with its
+neighbours in the pool, streams, and loops that are no operations of torch (kernels/cpu.c, which
+float64 does not take).
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+_REFUSED = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
 _FROM_HOST = {"lift_fresh", "lift_fresh_copy", "_local_scalar_dense"}
 
 
@@ -26,7 +31,8 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations.
 
     Attributes:
-        jobs: each with its arguments, the tensors that it has made, and where among its results they are.
+        jobs: each with its arguments, the tensors that it has made, and where among its results
+            they are.
         made: by their memory.
         before: what memory that was there has had before the first of them wrote to it.
     """
@@ -77,7 +83,9 @@ class Pool:
         self._on_replay = on_replay
         self._graphs = list[tuple[Noting, set[int]]]()
 
-    def __call__(self, function: Callable[[], Sequence[Tensor]]) -> tuple[Sequence[Tensor], Callable[[], None]]:
+    def __call__(
+        self, function: Callable[[], Sequence[Tensor]]
+    ) -> tuple[Sequence[Tensor], Callable[[], None]]:
         """Run a function, and return its results and a function that replays it, as
         device.graph_pool's pools do.
         """

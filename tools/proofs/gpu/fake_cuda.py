@@ -1,7 +1,8 @@
-"""A CUDA device on a machine without one: the code of a GPU runs, on the memory and the arithmetic of a CPU.
+"""A CUDA device on a machine without one: the code of a GPU runs, on the memory and the arithmetic
+of a CPU.
 
-`load` before torch is imported. FakeTensorMode can make tensors there too, of any size and without data. Needs a C++
-compiler; torch's headers come with its wheel.
+`load` before torch is imported. FakeTensorMode can make tensors there too, of any size and without
+data. Needs a C++ compiler; torch's headers come with its wheel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def load() -> None:
-    """Make the device known to this process, whose torch is not imported yet. Compiles for some seconds once."""
+    """Make the device known to this process, whose torch is not imported yet. Compiles for some
+    seconds once.
+    """
     assert "torch" not in sys.modules, "torch asks for its devices when it is imported"
     _loaded()
 
@@ -41,7 +44,18 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
         made = path.with_suffix(f".{os.getpid()}")
         include = [f"-I{folder / 'include'}", f"-I{folder / 'include/torch/csrc/api/include'}"]
         links = [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{folder / 'lib'}"]
-        command = ["g++", "-std=c++20", "-w", "-shared", "-fPIC", *include, str(SOURCE), "-o", str(made), *links]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-w",
+            "-shared",
+            "-fPIC",
+            *include,
+            str(SOURCE),
+            "-o",
+            str(made),
+            *links,
+        ]
         subprocess.run(command, check=True)
         made.rename(path)
     library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
@@ -57,7 +71,7 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
 
 
 def move_parameters() -> None:
-    """Let `nn.Module.to` work under FakeTensorMode, where torch cannot exchange a parameter's data."""
+    """Let `nn.Module.to` work under FakeTensorMode, where torch cannot exchange their data."""
     import torch
 
     def apply(module, function, recurse=True):  # type: ignore[no-untyped-def]
@@ -66,7 +80,9 @@ def move_parameters() -> None:
         for name, param in module._parameters.items():
             if param is not None:
                 moved = torch.nn.Parameter(function(param.data), param.requires_grad)
-                moved.__dict__.update(param.__dict__ | moved.__dict__)  # its layout, not where it was
+                moved.__dict__.update(
+                    param.__dict__ | moved.__dict__
+                )  # its layout, not where it was
                 module._parameters[name] = moved
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else function(buffer)
@@ -103,7 +119,7 @@ class Stream:
 
 
 class CUDAGraph:
-    """torch.cuda.CUDAGraph of that device: it notes operations, and runs them again as one launch."""
+    """A torch.cuda.CUDAGraph of that device: notes operations and runs them again as one launch."""
 
     launched = 0
 

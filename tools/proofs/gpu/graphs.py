@@ -3,8 +3,8 @@ schedule, on 2 and 4 ranks (threads).
 
     python -m tools.proofs.gpu.graphs [SCHEDULE...]
 
-Three steps in float64, the first without graphs, the others by `captured.Pool` in place of a GPU. Exit status 1 if
-anything differs or a pass was not replayed.
+Three steps in float64, the first without graphs, the others by `captured.Pool` in place of a GPU.
+Exit status 1 if anything differs or a pass was not replayed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,17 @@ CHUNKS = {"zb-auto": 1, "hanayo": 2} | dict.fromkeys(
 
 def case_of(schedule: str, pp: int, **settings: object) -> Case:
     """A layer on each stage, and nothing drawn."""
-    case = Case(schedule, pp, 2 * pp, (), chunks=CHUNKS.get(schedule), attention_dropout=0.0, hidden_dropout=0.0)
-    return replace(case, layers=(1,) * table(case).placement.chain, **settings)  # type: ignore[arg-type]
+    case = Case(
+        schedule,
+        pp,
+        2 * pp,
+        (),
+        chunks=CHUNKS.get(schedule),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    layers = (1,) * table(case).placement.chain
+    return replace(case, layers=layers, **settings)  # type: ignore[arg-type]
 
 
 def with_graphs(case: Case, said: list[str]) -> tuple[list[Outcome], int]:
@@ -42,7 +51,9 @@ def with_graphs(case: Case, said: list[str]) -> tuple[list[Outcome], int]:
     def capture(training: Training) -> None:
         training.pipeline.engine.wrap = Graphs(partial(Pool, replays.append), 1, said.append)
 
-    ranks = run_threads(lambda mesh: train(mesh, case, capture), pp=case.pp, dp=case.dp, timeout_s=60)
+    ranks = run_threads(
+        lambda mesh: train(mesh, case, capture), pp=case.pp, dp=case.dp, timeout_s=60
+    )
     return ranks, len(replays)
 
 
@@ -52,7 +63,9 @@ def without(case: Case) -> list[Outcome]:
 
 
 def passes(case: Case) -> int:
-    """Graphs that a step should replay: F and B of every stage and microbatch, and W where the stage has any."""
+    """Graphs that a step should replay: F and B of every stage and microbatch, and W where the
+    stage has any.
+    """
     all_passes = [x for row in table(case).ranks for step in row for x in step]
     apart = {x.stage for x in all_passes if x.kind is Kind.W}
     return sum(2 + (x.stage in apart) for x in all_passes if x.kind is Kind.F)
@@ -67,7 +80,10 @@ def main() -> int:
             ranks, replays = with_graphs(case, [])
             found = differing_bits(ranks, without(case))
             wrong += bool(found) or replays != 2 * passes(case)
-            print(f"{name}, {pp} ranks: {replays} passes of 2 steps replayed, of {2 * passes(case)};", end=" ")
+            print(
+                f"{name}, {pp} ranks: {replays} passes of 2 steps replayed, of {2 * passes(case)};",
+                end=" ",
+            )
             print("\n  ".join(found) or "the same bits", flush=True)
     return int(wrong > 0)
 

@@ -1,14 +1,15 @@
-"""Links of a GPU by the roofline: what pairs of passes hide of experts' all-to-alls, what products in pieces hide of
-tensor parallelism, and the MFU that is left.
+"""Links of a GPU by the roofline: what pairs of passes hide of experts' all-to-alls, what products
+in pieces hide of tensor parallelism, and the MFU that is left.
 
     python -m tools.proofs.gpu pairs
 
-A layer's arithmetic is that of roofline.py with the experts of one rank and as many rows as all ranks send it; each
-all-to-all takes the bytes that leave a rank over RATES. Two passes together take the makespan of their pieces, as
-schedule/costs.py has it; DualPipe's step is the simulator's, of stages of such layers alone, with its bubble.
+A layer's arithmetic is that of roofline.py with the experts of one rank and as many rows as all
+ranks send it; each all-to-all takes the bytes that leave a rank over RATES. Two passes together
+take the makespan of their pieces, as schedule/costs.py has it; DualPipe's step is the simulator's,
+of stages of such layers alone, with its bubble.
 
-Of tensor parallelism one rank's layer runs with an axis whose collectives take their bytes over the link's rate, one
-after another beside the kernels, and are waited for where the code waits.
+Of tensor parallelism one rank's layer runs with an axis whose collectives take their bytes over the
+link's rate, one after another beside the kernels, and are waited for where the code waits.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ def arithmetic(model: ModelConfig, tokens: int) -> tuple[float, float, float]:
 
 
 def figures(forward: float, backward: float, flops: float, leaves: float) -> dict[str, float]:
-    """A layer alone and in pairs, and a step of DualPipe. exposed: of the time, in which only messages are under way.
+    """A layer alone and in pairs, and a step of DualPipe. exposed: of the time, in which only
+    messages are under way.
 
     Args:
         forward, backward: seconds of a layer's arithmetic, of which flops.
@@ -85,10 +87,19 @@ def figures(forward: float, backward: float, flops: float, leaves: float) -> dic
     """
     f, bw = forward + 2 * leaves, backward + 2 * leaves
     w = backward / 3  # products of weight gradients wait for no rows
-    costs = Costs(f=f, b=bw - w, w=w, link_f=2 * leaves / f, link_b=2 * leaves / (bw - w), piece=leaves / LAYERS)
+    costs = Costs(
+        f=f,
+        b=bw - w,
+        w=w,
+        link_f=2 * leaves / f,
+        link_b=2 * leaves / (bw - w),
+        piece=leaves / LAYERS,
+    )
     table = build("dualpipe", PP, MICROBATCHES)
     pair = next(step for row in table.ranks for step in row if len(step) > 1)
-    together = costs.of_step(pair, table.placement) * table.placement.main / PP  # as plain numbers: of a rank's stages
+    together = (
+        costs.of_step(pair, table.placement) * table.placement.main / PP
+    )  # as plain numbers: of a rank's stages
     work = MICROBATCHES * flops / PEAK
     return {
         "layer's arithmetic, ms": 1e3 * (forward + backward),
@@ -103,7 +114,9 @@ def figures(forward: float, backward: float, flops: float, leaves: float) -> dic
 
 
 LATENCY, BLOCKS = 1e-5, 16 / 132
-"""Seconds of a collective beside its bytes, and the part of a GPU that it takes from products beside it: assumed."""
+"""Seconds of a collective beside its bytes, and the part of a GPU that it takes from products
+beside it: assumed.
+"""
 DENSE = {"1.3B": (_1_3B, 4, 2048), "8B": (_8B, 1, 4096)}
 """The model, sequences of a microbatch and their tokens."""
 
@@ -129,7 +142,8 @@ class Timed(Axis):
         roof = _get_current_dispatch_mode()
         if not isinstance(roof, Roofline):
             return Pending(out)
-        return Pending(out, _Work(roof, roof.send(size / self.rate + LATENCY)))  # type: ignore[arg-type]
+        end = roof.send(size / self.rate + LATENCY)
+        return Pending(out, _Work(roof, end))  # type: ignore[arg-type]
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return self._sent(x, 2 * x.nbytes * (self.size - 1) / self.size)
@@ -145,7 +159,9 @@ class Timed(Axis):
         return self._sent(x.new_empty(x.shape) if into is None else into, x.nbytes)
 
 
-def layer_of(model: ModelConfig, batch: int, tokens: int, tp: Axis, *, deferred: bool) -> list[Roofline]:
+def layer_of(
+    model: ModelConfig, batch: int, tokens: int, tp: Axis, *, deferred: bool
+) -> list[Roofline]:
     """The passes of a rank's layer: F and B with weight gradients, or F, B and W."""
     config = replace(model, max_position_embeddings=tokens, padded_vocab_size=1024)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -171,7 +187,9 @@ def layer_of(model: ModelConfig, batch: int, tokens: int, tp: Axis, *, deferred:
     return roofs
 
 
-def of_tensor_ranks(model: ModelConfig, batch: int, tokens: int, ranks: int, *, deferred: bool) -> dict[str, float]:
+def of_tensor_ranks(
+    model: ModelConfig, batch: int, tokens: int, ranks: int, *, deferred: bool
+) -> dict[str, float]:
     """A layer's time and MFU, and how much of its collectives shows."""
     tp = Timed(0, ranks, tuple(range(ranks)), device=GPU, rate=RATES["NVLink"])
     roofs = layer_of(model, batch, tokens, tp, deferred=deferred)
@@ -192,13 +210,21 @@ def main() -> None:
     for name, (model, ranks, tokens) in MODELS.items():
         times = arithmetic(model, tokens)
         for link, rate in RATES.items():
-            print(f"{name}, experts over {ranks} ranks, {tokens} tokens, {link} at {rate / 1e9:g} GB/s")
+            print(
+                f"{name}, experts over {ranks} ranks, {tokens} tokens, {link} at {rate / 1e9:g} "
+                "GB/s"
+            )
             leaves = tokens * model.moe_router_topk * model.hidden * 2 * (1 - 1 / ranks) / rate
             for what, value in figures(*times, leaves).items():
                 print(f"  {what}: {value:.2f}" if "ms" in what else f"  {what}: {value:.1%}")
     for name, (model, batch, tokens) in DENSE.items():
-        for ranks, sequence, deferred, pieces in product((2, 4), (True, False), (False, True), (False, True)):
+        for ranks, sequence, deferred, pieces in product(
+            (2, 4), (True, False), (False, True), (False, True)
+        ):
             config = replace(model, sequence_parallel=sequence, tp_comm_overlap=pieces)
             found = of_tensor_ranks(config, batch, tokens, ranks, deferred=deferred)
-            said = f"{name} tp {ranks}{' sequence parallel' * sequence}{', W apart' * deferred}{', pieces' * pieces}"
+            said = (
+                f"{name} tp {ranks}{' sequence parallel' * sequence}"
+                f"{', W apart' * deferred}{', pieces' * pieces}"
+            )
             print(said, ", ".join(f"{what} {value:.3g}" for what, value in found.items()))

@@ -1,4 +1,6 @@
-"""The passes of a schedule without a model: the real executor, messenger and transport over stages that do nothing."""
+"""The passes of a schedule without a model: the real executor, messenger and transport over stages
+that do nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class NoData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "meta"} if kwargs.get("device") == GPU else kwargs))
+        return func(
+            *args, **(kwargs | {"device": "meta"} if kwargs.get("device") == GPU else kwargs)
+        )
 
 
 class Idle:
@@ -63,13 +67,21 @@ class Idle:
 
 
 def records_of(
-    table: Schedule, mode: str, *, evaluate: bool = False, overlap: bool = True, costs: Costs = UNIT, lazy: bool = False
+    table: Schedule,
+    mode: str,
+    *,
+    evaluate: bool = False,
+    overlap: bool = True,
+    costs: Costs = UNIT,
+    lazy: bool = False,
 ) -> dict[int, list[Item]]:
     """Return the requests of every rank of a pipeline in one step under a table. lazy: links are
     not opened beforehand.
     """
     pp, place = len(table.ranks), table.placement
-    parallel = ParallelConfig(pipeline_model_parallel_size=pp, vocab_parallel_pipeline=place.vocabulary)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=pp, vocab_parallel_pipeline=place.vocabulary
+    )
     programs, in_flight = _programs(table, costs, evaluate, overlap)
     durations, everyone = costs.durations(place), tuple(range(pp))
     records: dict[int, list[Item]] = {}
@@ -78,7 +90,9 @@ def records_of(
         links: Any = tuple(Group(by, f"link{n}", everyone) for n in range(links_of(parallel)))
         group: Any = Group(by, "pp", everyone)
         axis = Axis(rank, pp, everyone, group, GPU, None, links)
-        stages: Any = {s: Idle(by, {k: row[s] for k, row in durations.items()}) for s in place.stages_on(rank)}
+        stages: Any = {
+            s: Idle(by, {k: row[s] for k, row in durations.items()}) for s in place.stages_on(rank)
+        }
         with recording(), NoData():
             comm = Messenger(
                 axis,
@@ -96,7 +110,9 @@ def records_of(
 
 
 def tables(sizes: tuple[int, ...], whole: bool) -> Iterator[Schedule]:
-    """Every schedule of the catalogue that there is with these numbers of ranks, and some with shared vocabularies."""
+    """Every schedule of the catalogue that there is with these numbers of ranks, and some with
+    shared vocabularies.
+    """
     for pp in sizes:
         for name, entry in SCHEDULES.items():
             counts = {pp, 2 * pp, 2 * pp + 1, 4 * pp} if whole else {2 * pp}
@@ -129,6 +145,8 @@ def ways(table: Schedule) -> Iterator[tuple[str, dict[str, Any]]]:
             for overlap in (True, False) if paired and not evaluate else (True,):
                 text = f"{mode} {table.name} pp {len(table.ranks)} m {table.num_microbatches}"
                 text += (
-                    " vocabulary" * table.placement.vocabulary + " evaluation" * evaluate + " unpaired" * (not overlap)
+                    " vocabulary" * table.placement.vocabulary
+                    + " evaluation" * evaluate
+                    + " unpaired" * (not overlap)
                 )
                 yield text, {"mode": mode, "evaluate": evaluate, "overlap": overlap}

@@ -1,4 +1,6 @@
-"""Records what a rank asks of NCCL: the package's own axes and messages, over groups that only write down."""
+"""Records what a rank asks of NCCL: the package's own axes and messages, over groups that only
+write down.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Asked:
-    """A handle of an operation, as dist.Work; the host is ahead of its device, where nothing is over yet."""
+    """A handle of an operation, as dist.Work; the host is ahead of its device, where nothing is
+    over yet.
+    """
 
     by: Recorder
     number: int
@@ -83,19 +87,25 @@ class Group:
         return self.by.ask(self, [((self.name,), len(self.ranks), f"{what} {_text(*tensors[:1])}")])
 
 
-def seen_from(by: Recorder, own: Sequence[Group], other: Recorder, others: Sequence[Group]) -> Iterator[Item]:
-    """Return the requests of a rank that does the same as `by`, in groups and at places of its own."""
+def seen_from(
+    by: Recorder, own: Sequence[Group], other: Recorder, others: Sequence[Group]
+) -> Iterator[Item]:
+    """Yield the requests of a rank that does the same as `by`, in groups and places of its own."""
     there = {a.name: (a, b) for a, b in zip(own, others, strict=True)}
 
     def rank_of(comm: str, rank: Any) -> int:
         a, b = there[comm]
-        return b.ranks[(a.ranks.index(rank) - a.ranks.index(by.rank) + b.ranks.index(other.rank)) % len(a.ranks)]
+        return b.ranks[
+            (a.ranks.index(rank) - a.ranks.index(by.rank) + b.ranks.index(other.rank))
+            % len(a.ranks)
+        ]
 
     for item in by.items:
         if isinstance(item, Ask):
             comm, name = item.comm, there[item.comm][1].name
             meetings = (
-                x._replace(key=(name, *(rank_of(comm, r) for r in x.key[1:-1]), x.key[-1])) for x in item.meetings
+                x._replace(key=(name, *(rank_of(comm, r) for r in x.key[1:-1]), x.key[-1]))
+                for x in item.meetings
             )
             item = item._replace(comm=name, meetings=tuple(meetings))
         yield item
@@ -146,8 +156,11 @@ def _broadcast(x: Tensor, group: Group, group_src: int) -> None:
     group.all(f"broadcast {group_src}", x).wait()
 
 
-def _exchange(out: Tensor, x: Tensor, *rows: object, group: Group, async_op: bool = False) -> Asked | None:
-    # Ranks have as many rows as they route: what must be equal are the parts of two ranks, which a table gives to both.
+def _exchange(
+    out: Tensor, x: Tensor, *rows: object, group: Group, async_op: bool = False
+) -> Asked | None:
+    # Ranks have as many rows as they route: what must be equal are the parts of two ranks, which a
+    # table gives to both.
     if not rows:
         out.copy_(x.clone())
     work = group.all("all_to_all", *([] if rows else [x, out]))
@@ -160,7 +173,11 @@ def _exchange(out: Tensor, x: Tensor, *rows: object, group: Group, async_op: boo
 @contextmanager
 def recording() -> Iterator[None]:
     """Within the block, calls of torch.distributed go to the recorder of the group."""
-    calls: dict[str, Any] = {"all_reduce": _reduce, "broadcast": _broadcast, "all_to_all_single": _exchange}
+    calls: dict[str, Any] = {
+        "all_reduce": _reduce,
+        "broadcast": _broadcast,
+        "all_to_all_single": _exchange,
+    }
     calls |= {"P2POp": _Call, "batch_isend_irecv": _batch}
     ways = {"_all_gather": _gather, "_reduce_scatter": _scatter}
     with ExitStack() as stack:
@@ -178,6 +195,8 @@ class Recorded(Axis):
 
     def gather_json(self, value: Any) -> list[Any]:
         mine = json.loads(json.dumps(value))
-        rows = next((list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size)
+        rows = next(
+            (list(row) for row in self.answers if row[self.rank] == mine), [mine] * self.size
+        )
         super().gather_json(max(rows, key=lambda row: len(json.dumps(row))))
         return rows

@@ -1,11 +1,13 @@
-"""The time of a training step on an H100 by a roofline, from every operation that the code of a GPU starts.
+"""The time of a training step on an H100 by a roofline, from every operation that the code of a GPU
+starts.
 
     python -m tools.proofs.gpu [--json]
 
-No GPU is needed, and none is measured: a fake CUDA device (fake_cuda.py) runs one layer, the head with its loss and the
-update at full size, and each operation of torch counts as a kernel that takes the longest of its bytes over BANDWIDTH,
-its multiplications over PRODUCTS or ATTENTION, and LEAST. A region of the package (kernels/region.py) counts as
-one kernel; one that sums over tokens, as norm_backward, will be two. Bubble and messages are left out.
+No GPU is needed, and none is measured: a fake CUDA device (fake_cuda.py) runs one layer, the head
+with its loss and the update at full size, and each operation of torch counts as a kernel that takes
+the longest of its bytes over BANDWIDTH, its multiplications over PRODUCTS or ATTENTION, and LEAST.
+A region of the package (kernels/region.py) counts as one kernel; one that sums over tokens, as
+norm_backward, will be two. Bubble and messages are left out.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ PEAK, PRODUCTS, ATTENTION = 989.4e12, 680e12, {"forward": 550e12, "backward": 45
 """FLOP/s of an H100's data sheet in bf16, and assumed of large products and of causal attention."""
 BANDWIDTH, LEAST = 0.8 * 3.35e12, 2e-6
 _FREE = (
-    "device view t transpose permute expand unsqueeze squeeze slice split split_with_sizes detach alias as_strided "
-    "select _unsafe_view unbind chunk empty empty_like empty_strided new_empty new_empty_strided promote_types"
+    "device view t transpose permute expand unsqueeze squeeze slice split split_with_sizes detach "
+    "alias as_strided "
+    "select _unsafe_view unbind chunk empty empty_like empty_strided new_empty new_empty_strided "
+    "promote_types"
 )
 FREE = frozenset(_FREE.split())
 """Operations that start no kernel."""
@@ -60,7 +64,12 @@ _8B = replace(LLAMA, num_layers=32, hidden_size=4096, num_attention_heads=32, nu
 MODELS = {
     "1.3B": (8, 4, 2048, replace(_1_3B, padded_vocab_size=50304)),
     "8B": (64, 1, 4096, replace(_8B, padded_vocab_size=128256, ffn_hidden_size=14336)),
-    "1.3B, 8 experts of which a token takes 2": (8, 4, 2048, replace(_1_3B, padded_vocab_size=50304, num_experts=8)),
+    "1.3B, 8 experts of which a token takes 2": (
+        8,
+        4,
+        2048,
+        replace(_1_3B, padded_vocab_size=50304, num_experts=8),
+    ),
 }
 """Microbatches of a step on one model, sequences of each, their tokens, and the model."""
 
@@ -104,9 +113,13 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(name, args, given, written(func, args, kwargs or {}, out))
         return out
 
-    def _count(self, name: str, args: Sequence[Any], given: list[Tensor], made: list[Tensor]) -> None:
+    def _count(
+        self, name: str, args: Sequence[Any], given: list[Tensor], made: list[Tensor]
+    ) -> None:
         moved = sum(x.nbytes for x in given) + sum(x.nbytes for x in made)
-        moved -= given[0].nbytes if name.startswith(("fill", "zero", "copy_")) else 0  # only written
+        moved -= (
+            given[0].nbytes if name.startswith(("fill", "zero", "copy_")) else 0
+        )  # only written
         flops, rate = 0.0, PRODUCTS
         if name == "gather":  # reads what it takes
             moved = 2 * sum(x.nbytes for x in made)
@@ -118,7 +131,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif "attention" in name:
             way = "backward" if "backward" in name else "forward"
             query, key = given[1:3] if way == "backward" else given[:2]
-            flops = (5.0 if way == "backward" else 2.0) * query.numel() * key.shape[2]  # causal: half
+            flops = (
+                (5.0 if way == "backward" else 2.0) * query.numel() * key.shape[2]
+            )  # causal: half
             rate, moved = ATTENTION[way], 0
         self.flops, self.bytes = self.flops + flops, self.bytes + moved
         self.seconds[name] += max(moved / BANDWIDTH, flops / rate, LEAST)
@@ -134,16 +149,30 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: object)
     return [x for x in tree_leaves(changed) if isinstance(x, Tensor)]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_: object) -> Tensor:  # type: ignore[no-untyped-def]
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: object,
+) -> Tensor:
     """torch's flash kernel, which its own choice does not find on a device that is not there."""
     assert attn_mask is None
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False)[0]  # type: ignore[no-any-return]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out: Tensor = flash(q, k, v, dropout_p, is_causal, False)[0]
+    return out
 
 
-def passes(config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | None) -> tuple[Roofline, Roofline]:
+def passes(
+    config: ModelConfig, span: LayerSpan, x: Tensor, labels: Tensor | None
+) -> tuple[Roofline, Roofline]:
     """Forward, and backward with weight gradients, of a part of the model."""
     model = GPTModel(config, span, Axis(device=GPU)).to(GPU).bfloat16()
-    model.most_kept = x.numel() // config.hidden * (config.padded_vocab_size or 0)  # see plan.logits
+    model.most_kept = (
+        x.numel() // config.hidden * (config.padded_vocab_size or 0)
+    )  # see plan.logits
     FlatBuffers(dict(model.named_parameters()), device=GPU)
 
     def forward() -> Tensor:
@@ -193,10 +222,16 @@ def figures(name: str) -> dict[str, object]:
     h, ffn, queries = config.hidden, config.ffn, config.heads * config.head_dim
     keys = config.query_groups * config.head_dim
     experts, k = config.num_experts or 1, config.moe_router_topk if config.num_experts else 1
-    inputs_outputs = 3 * (3 * h + queries + 2 * keys + k * (2 * h + 3 * ffn))  # of four linear layers' three products
-    between = 17 * h + 4 * (queries + keys) + k * 8 * ffn  # norms with residuals, rotation, SwiGLU, both ways
+    inputs_outputs = 3 * (
+        3 * h + queries + 2 * keys + k * (2 * h + 3 * ffn)
+    )  # of four linear layers' three products
+    between = (
+        17 * h + 4 * (queries + keys) + k * 8 * ffn
+    )  # norms with residuals, rotation, SwiGLU, both ways
     between += 4 * (1 + k) * h * (experts > 1)  # rows to their experts and back
-    weights = h * (2 * queries + 2 * keys) + experts * 3 * h * ffn  # read twice in bf16, gradients read and written
+    weights = (
+        h * (2 * queries + 2 * keys) + experts * 3 * h * ffn
+    )  # read twice in bf16, gradients read and written
     least = 2 * batch * seq * (inputs_outputs + between) + weights * (2 * 2 + 2 * 4)
     return {
         "model": name,

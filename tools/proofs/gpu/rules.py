@@ -1,8 +1,10 @@
-"""NCCL's order of things, played on what every rank asks for: who waits for whom, does it end, and how long is it?
+"""NCCL's order of things, played on what every rank asks for: who waits for whom, does it end, and
+how long is it?
 
-A rank's host asks for kernels in an order. Operations of one communicator run in that order on a stream of their own,
-each from the place in the compute stream where it was asked for, and are over when all that take part have begun. Every
-rule of RULES is one more thing that waits. Time is the longest way through it: the host takes none.
+A rank's host asks for kernels in an order. Operations of one communicator run in that order on a
+stream of their own, each from the place in the compute stream where it was asked for, and are over
+when all that take part have begun. Every rule of RULES is one more thing that waits. Time is the
+longest way through it: the host takes none.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from typing import NamedTuple
 
 RULES = {
     "streams": "as NCCL runs them",
-    "first": "and ranks that use a connection for the first time wait for each other on their hosts",
+    "first": "and ranks that use a connection for the first time wait for each other "
+    "on their hosts",
     "queue": "CUDA_DEVICE_MAX_CONNECTIONS=1: nothing starts before what was asked for ahead of it",
     "wait": "TORCH_NCCL_BLOCKING_WAIT=1: the host waits where the compute stream would",
-    "device": "one communication kernel of a device at a time, in the order of asking (compute-sanitizer, ncu)",
+    "device": "one communication kernel of a device at a time, in the order of asking "
+    "(compute-sanitizer, ncu)",
     "launch": "CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel that it starts",
 }
 
@@ -77,7 +81,8 @@ class Played:
         stuck: where each rank stands that does not end; empty if all do.
         unequal: meetings whose members differ in what they bring.
         seconds: until the last kernel is over.
-        idle_ctas: blocks of kernels that wait for others, as a mean over the time in which a rank computes.
+        idle_ctas: blocks of kernels that wait for others, as a mean over the time in which a rank
+            computes.
     """
 
     stuck: list[str] = field(default_factory=list)
@@ -101,11 +106,18 @@ class _Joined:
     """The ranks that have come to a meeting, when, and what they bring."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.ranks, self.at, self.what, self.event = set[int](), 0.0, meeting.what, _Event(str(meeting.key))
+        self.ranks, self.at, self.what, self.event = (
+            set[int](),
+            0.0,
+            meeting.what,
+            _Event(str(meeting.key)),
+        )
 
 
 class _Rank:
-    """A rank's events: each item's asking by the host, of each operation when its stream reaches it, and its end."""
+    """A rank's events: each item's asking by the host, of each operation when its stream reaches
+    it, and its end.
+    """
 
     def __init__(self, number: int, items: Sequence[Item]) -> None:
         self.number, self.items = number, items
@@ -113,7 +125,10 @@ class _Rank:
         self.issued = [_Event("its host") for _ in items]
         self.done = [_Event("its own stream") for _ in items]
         self.reached = [_Event("its own stream") for _ in self.asks]
-        self.over = [_Event(f"{' '.join(str(x.key) for x in ask.meetings)} of {ask.comm}") for ask in self.asks]
+        self.over = [
+            _Event(f"{' '.join(str(x.key) for x in ask.meetings)} of {ask.comm}")
+            for ask in self.asks
+        ]
         self.works: list[tuple[float, float]] = []
         self.idle: list[tuple[float, float, int]] = []
 
@@ -154,7 +169,9 @@ class _Player:
         for rank, name, event in self.blocked.values():
             self.played.stuck.append(f"rank {rank}: its {name} waits for {event.name}")
         works = [work for rank in self.ranks.values() for work in rank.works]
-        self.played.idle_ctas = sum(map(_beside, self.ranks.values())) / (sum(b - a for a, b in works) or 1.0)
+        self.played.idle_ctas = sum(map(_beside, self.ranks.values())) / (
+            sum(b - a for a, b in works) or 1.0
+        )
         return self.played
 
     def _happen(self, event: _Event, at: float) -> None:
@@ -167,7 +184,9 @@ class _Player:
         """Come to it. Returns: all have come."""
         joined = self.joined.setdefault(meeting.key, _Joined(meeting))
         if joined.what != meeting.what:
-            self.played.unequal.append(f"{meeting.key}: {meeting.what} on rank {rank}, {joined.what} on another")
+            self.played.unequal.append(
+                f"{meeting.key}: {meeting.what} on rank {rank}, {joined.what} on another"
+            )
         joined.ranks.add(rank)
         joined.at = max(joined.at, at)
         if len(joined.ranks) == meeting.size:
@@ -181,7 +200,10 @@ class _Player:
                 if self.rule == "first":  # an operation makes all its connections at once
                     new = [x for x in item.meetings if x.key[:-1] not in known]
                     known.update(x.key[:-1] for x in new)
-                    yield from [self._meet(Meeting(("first", *x.key[:-1]), x.size, ""), rank.number, 0.0) for x in new]
+                    yield from [
+                        self._meet(Meeting(("first", *x.key[:-1]), x.size, ""), rank.number, 0.0)
+                        for x in new
+                    ]
                 self._happen(rank.issued[n], 0.0)
                 if self.rule == "launch":
                     yield rank.over[number]
@@ -204,7 +226,9 @@ class _Player:
                 yield rank.over[item.number]
                 now = max(now, rank.over[item.number].at)
             elif isinstance(item, Ask):
-                if self.rule == "queue" and item.comm in last:  # the head of the queue waits for its stream
+                if (
+                    self.rule == "queue" and item.comm in last
+                ):  # the head of the queue waits for its stream
                     yield (before := rank.over[last[item.comm]])
                     now = max(now, before.at)
                 last[item.comm] = number

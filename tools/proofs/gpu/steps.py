@@ -1,4 +1,6 @@
-"""Whole steps, and an evaluation, of every rank of a run: what each asks of NCCL, and where its host waits."""
+"""Whole steps, and an evaluation, of every rank of a run: what each asks of NCCL, and where its
+host waits.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ from tools.proofs.gpu.rules import Host, Item
 
 GPU = torch.device("cuda", 0)
 TINY = (
-    "--bf16 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --train-iters 100 --lr 1e-3 --eval-iters 1 "
+    "--bf16 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --train-iters 100 --lr "
+    "1e-3 --eval-iters 1 "
     "--clip-grad 1e9 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
 )
 
@@ -47,8 +51,9 @@ def records_of(flags: str, world: int, whole: int) -> dict[int, list[Item]]:
     """Return the requests of every rank from its start to the end of two steps and an evaluation.
 
     Args:
-        whole: the largest world of which every rank runs. Of larger ones a rank of each place of the pipeline does, and
-            those that differ from it in other axes ask for the same, at their own places.
+        whole: the largest world of which every rank runs. Of larger ones a rank of each place of
+            the pipeline does, and those that differ from it in other axes ask for the same, at
+            their own places.
     """
     config, plan = ready(flags, world)
     answers = answers_of(config, plan, world_ranks(config))
@@ -72,7 +77,9 @@ def _run(config: Config, plan: Plan, by: Recorder, answers: Answers) -> None:
         if handover.open:
             training.driver.end(handover.open, handover.good)
         training.run.optimizer.gathers.settle()
-        stages = training.run.stages.under(config.evaluation, with_batch(plan, config.evaluation).schedule)
+        stages = training.run.stages.under(
+            config.evaluation, with_batch(plan, config.evaluation).schedule
+        )
         batches = _batch(config) * config.evaluation.num_microbatches
         evaluate(stages, lambda consumed: batches, 0, 1, weights_of(training.run.optimizer))
 
@@ -97,7 +104,9 @@ def started_kernels(flags: str) -> dict[str, float]:
     in the second one. The program that counts leaves out other operations of torch.
     """
     config, plan = ready(flags, 1)
-    with started(config, plan, Recorder(0), answers_of(config, plan, world_ranks(config))) as training:
+    with started(
+        config, plan, Recorder(0), answers_of(config, plan, world_ranks(config))
+    ) as training:
         training.driver.whole()
         result = training.driver.whole()
         fake_cuda.CUDAGraph.launched = 0
@@ -108,12 +117,18 @@ def started_kernels(flags: str) -> dict[str, float]:
 
 
 def _batch(config: Config) -> list[torch.Tensor]:
-    return [torch.zeros(config.batch.micro_batch_size or 1, config.batch.sequence + 1, dtype=torch.int64)]
+    return [
+        torch.zeros(
+            config.batch.micro_batch_size or 1, config.batch.sequence + 1, dtype=torch.int64
+        )
+    ]
 
 
 @contextlib.contextmanager
 def started(config: Config, plan: Plan, by: Recorder, answers: Answers) -> Iterator[Training]:
-    """A rank's run on the device that is not there, ready for its first step; inside, all that it asks is recorded."""
+    """A rank's run on the device that is not there, ready for its first step; inside, all that it
+    asks is recorded.
+    """
     mesh = mesh_of(config, plan, by, answers).activate()
     with (
         recording(),
@@ -150,7 +165,9 @@ def mesh_of(
     made: dict[int, Axis] = {}
 
     def recorded(axis: Axis) -> Axis:
-        return made.setdefault(id(axis), Recorded(**vars(axis), answers=answers if axis is mesh.pp else ()))
+        return made.setdefault(
+            id(axis), Recorded(**vars(axis), answers=answers if axis is mesh.pp else ())
+        )
 
     axes: dict[str, Any] = {name: recorded(getattr(mesh, name)) for name in axis_names()}
     expert_axes = {name: recorded(axis) for name, axis in mesh.tp.expert_axes.items()}

@@ -1,4 +1,6 @@
-"""Two tables of what ranks ask for: where the host waits for its device, and what a way of posting messages costs."""
+"""Two tables of what ranks ask for: where the host waits for its device, and what a way of posting
+messages costs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tools.proofs.gpu.steps import host_waits, started_kernels
 
 PP = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule "
 EP = "--expert-model-parallel-size 2 " + EXPERTS
-FIXED = "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type none "
+FIXED = (
+    "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity "
+    "--moe-router-load-balancing-type none "
+)
 SMALL, LARGE = "1f1b --global-batch-size 4 ", "zb-h1 --global-batch-size 8 "
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1 "
 WAITS = {
@@ -37,10 +42,15 @@ WAITS = {
 
 def waits() -> None:
     """Print how many times the host of a pipeline's busiest rank waits in a step, as JSON."""
-    print(json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True)
+    print(
+        json.dumps({name: host_waits(PP + flags, 4) for name, flags in WAITS.items()}), flush=True
+    )
 
 
-STAGE = "--pipeline-schedule zb-h1 --global-batch-size 8 --num-layers 8 --swiglu --normalization RMSNorm "
+STAGE = (
+    "--pipeline-schedule zb-h1 --global-batch-size 8 --num-layers 8 --swiglu "
+    "--normalization RMSNorm "
+)
 
 
 def launches() -> None:
@@ -58,13 +68,23 @@ def modes() -> None:
     """Print steps at pp 8 with 32 microbatches over the simulator's, and blocks of kernels that
     wait next to passes.
     """
-    print(f"{'':20}{'':>10}" + "".join(f"{mode:>12}" for mode in P2PMode) + "   (step / simulated, waiting blocks)")
+    print(
+        f"{'':20}{'':>10}"
+        + "".join(f"{mode:>12}" for mode in P2PMode)
+        + "   (step / simulated, waiting blocks)"
+    )
     for name, entry in PATTERNS.items():
         if not entry.searched:
             for table in built(name, 8, 32):
                 paired = any(len(step) > 1 for row in table.ranks for step in row)
-                for one, how in ((table, "paired"), (unpaired(table), "")) if paired else ((table, ""),):
-                    print(f"{name:20}{how:>10}" + "".join(f"{_cell(one, mode):>12}" for mode in P2PMode), flush=True)
+                for one, how in (
+                    ((table, "paired"), (unpaired(table), "")) if paired else ((table, ""),)
+                ):
+                    print(
+                        f"{name:20}{how:>10}"
+                        + "".join(f"{_cell(one, mode):>12}" for mode in P2PMode),
+                        flush=True,
+                    )
 
 
 def _cell(table: Schedule, mode: str) -> str:

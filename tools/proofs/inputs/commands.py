@@ -1,10 +1,12 @@
-"""Drawn lines of every command: none may end in a traceback, take too long, or ignore a flag in silence.
+"""Drawn lines of every command: none may end in a traceback, take too long, or ignore a flag in
+silence.
 
     python -m tools.proofs.inputs.commands --lines 5000 --seed 0
 
-A line that works (commands.toml) gets flags from the command's own table, with values in range, at the border and wrong
-(lines.py, options.py), and runs in a fork of this process. It ends with status 0, or with 2 and one error. Each flag of
-a line that is accepted changes what is printed or written: the line runs again without it, and with other values of it.
+A line that works (commands.toml) gets flags from the command's own table, with values in range, at
+the border and wrong (lines.py, options.py), and runs in a fork of this process. It ends with status
+0, or with 2 and one error. Each flag of a line that is accepted changes what is printed or written:
+the line runs again without it, and with other values of it.
 """
 
 from __future__ import annotations
@@ -35,17 +37,33 @@ from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.flags.parse import parse, run  # noqa: E402
 from tools.proofs.inputs import small_files  # noqa: E402
 from tools.proofs.inputs.forked import Limits, block_signals, run_forked  # noqa: E402
-from tools.proofs.inputs.lines import Groups, Scene, draw_line, flag_of, read_scenes, without, words_of  # noqa: E402
+from tools.proofs.inputs.lines import (  # noqa: E402
+    Groups,
+    Scene,
+    draw_line,
+    flag_of,
+    read_scenes,
+    without,
+    words_of,
+)
 
 VERDICTS = ("accepted", "refused", "traceback", "unclear", "silent", "too slow")
 GOOD = ("accepted", "refused")
 _WARNING = re.compile(r"^\S+\.py:\d+: \w*Warning", re.M)
 WARM = (
     *("torch.distributed.device_mesh", "torch.utils._sympy.functions", "torch.utils.serialization"),
-    *("safetensors.torch", "megapipe.training.pretrain", "megapipe.checkpoint.shards", "encodings.utf_8_sig"),
+    *(
+        "safetensors.torch",
+        "megapipe.training.pretrain",
+        "megapipe.checkpoint.shards",
+        "encodings.utf_8_sig",
+    ),
     *(f"matplotlib.{name}" for name in ("figure", "_constrained_layout", "backends.backend_svg")),
     *(f"matplotlib.backends.backend_{name}" for name in ("agg", "pdf")),
-    *(f"transformers.models.{name}" for name in ("gpt2.modeling_gpt2", "llama.modeling_llama", "auto.modeling_auto")),
+    *(
+        f"transformers.models.{name}"
+        for name in ("gpt2.modeling_gpt2", "llama.modeling_llama", "auto.modeling_auto")
+    ),
 )
 """Modules that commands import late; those of a package that is not installed are left out."""
 
@@ -146,7 +164,9 @@ def main(argv: Sequence[str]) -> None:
             outcome = bench.run(scene, groups)
             slowest[scene.name] = max(slowest[scene.name], int(1e3 * (time.monotonic() - began)))
             verdict, about = judge(scene, outcome), gist(outcome.text)
-            if verdict == "accepted" and (flag := silent(bench, scene, groups, drawn, outcome, draw)):
+            if verdict == "accepted" and (
+                flag := silent(bench, scene, groups, drawn, outcome, draw)
+            ):
                 verdict, about = "silent", flag
             table[scene.name, verdict] += 1
             if verdict not in GOOD:
@@ -175,7 +195,10 @@ def _show(flags: Flags, scenes: Sequence[Scene], folder: Path) -> int:
     bench = Bench([scene], folder)
     outcome = bench.run(scene, groups)
     verdict = judge(scene, outcome)
-    print(f"megapipe {shlex.join([scene.command, *words_of(groups)])}\n{outcome.text}\n{verdict}, flags {drawn}")
+    print(
+        f"megapipe {shlex.join([scene.command, *words_of(groups)])}\n{outcome.text}\n{verdict}, "
+        f"flags {drawn}"
+    )
     idle = silent(bench, scene, groups, drawn, outcome, draw) if verdict == "accepted" else None
     if idle:
         print(f"silent: {idle}")
@@ -187,7 +210,11 @@ def judge(scene: Scene, outcome: Outcome) -> str:
     text = outcome.text
     if outcome.code is None:
         return "too slow"
-    if "Traceback (most recent call last)" in text or "panicked at" in text or "AssertionError" in text:
+    if (
+        "Traceback (most recent call last)" in text
+        or "panicked at" in text
+        or "AssertionError" in text
+    ):
         return "traceback"
     if _WARNING.search(text) or outcome.code not in (0, 2, *scene.codes):
         return "unclear"
@@ -199,7 +226,8 @@ def judge(scene: Scene, outcome: Outcome) -> str:
 def silent(
     bench: Bench, scene: Scene, groups: Groups, drawn: Sequence[str], first: Outcome, draw: Random
 ) -> str | None:
-    """A flag of an accepted line that changes nothing, neither left out nor with another value; None if all act.
+    """A flag of an accepted line that changes nothing, neither left out nor with another value;
+    None if all act.
 
     Looks at the flags that were drawn and at one other of the line.
     """
@@ -227,7 +255,9 @@ def silent(
         if flag in scene.of_run and flag not in own and not scene.looks_at(option):
             continue
         tried = [without(groups, flag)]
-        values = [value for value in option.legal_values(scene.given(flag)) if option.count != "none"]
+        values = [
+            value for value in option.legal_values(scene.given(flag)) if option.count != "none"
+        ]
         for value in draw.sample(values, min(3, len(values))):
             tried.append(_with(groups, flag, value))
         for other in tried:
@@ -237,7 +267,9 @@ def silent(
             if scene.stable or outcome.code != first.code:
                 break
             again = again or bench.run(scene, groups)
-            steady = {name: text for name, text in first.parts.items() if again.parts.get(name) == text}
+            steady = {
+                name: text for name, text in first.parts.items() if again.parts.get(name) == text
+            }
             if {name: outcome.parts.get(name) for name in steady} != steady:
                 break
         else:
@@ -262,10 +294,14 @@ def gist(text: str) -> str:
 
 def report(names: Sequence[str], table: Counter[tuple[str, str]], slowest: Counter[str]) -> str:
     """A row for each scene: lines, and what became of them."""
-    head = ["| command | lines |" + "".join(f" {verdict} |" for verdict in VERDICTS) + " slowest, ms |"]
+    head = [
+        "| command | lines |" + "".join(f" {verdict} |" for verdict in VERDICTS) + " slowest, ms |"
+    ]
     rows = [*head, "|---|---:|" + "---:|" * (len(VERDICTS) + 1)]
     for name in [*names, "all"]:
-        cells = [sum(table[x, verdict] for x in names if name in (x, "all")) for verdict in VERDICTS]
+        cells = [
+            sum(table[x, verdict] for x in names if name in (x, "all")) for verdict in VERDICTS
+        ]
         most = max((slowest[x] for x in names if name in (x, "all")), default=0)
         rows.append(f"| {name} | {sum(cells)} | " + " | ".join(map(str, [*cells, most])) + " |")
     return "\n".join(rows)

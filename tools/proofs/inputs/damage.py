@@ -1,4 +1,6 @@
-"""Damage as people and machines do it: to a JSON value, to bytes, to a file as a whole, to the words of a command."""
+"""Damage as people and machines do it: to a JSON value, to bytes, to a file as a whole, to the
+words of a command.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,54 @@ from random import Random
 from typing import Any
 
 _WORDS = """
-0 -1 1 2 3 7 64 1000000000 99999999999999999999 -99999999999999999999 0.5 -0.5 1e-300 1e308 1e999 nan inf -inf
+0 -1 1 2 3 7 64 1000000000 99999999999999999999 -99999999999999999999
+0.5 -0.5 1e-300 1e308 1e999 nan inf -inf
 true None none auto x , , = -- - -x --x : 0:4 1,2 1,1,1 0,0,0 1,,1 ,1 a:b a=b 1-0 0-99 [] {} ' "
-missing.json . .. / /dev/null /proc/self/mem missing/folder/x x.py:f x.py os:path json:loads nowhere:f
+missing.json . .. / /dev/null /proc/self/mem missing/folder/x
+x.py:f x.py os:path json:loads nowhere:f
 """
 _LONG_WORDS = ("9" * 5000, "x" * 300, "x/" * 3000, "[" * 3000)
 ODD_WORDS = (
     *_WORDS.split(),
-    *("", " ", "a b", "0 4 8", "\n", '{"0": {"a": 1}}', "\u00b2", "\u0661", "\u00e9", "\u2028", "\U0001f600", "\udcff"),
+    *(
+        "",
+        " ",
+        "a b",
+        "0 4 8",
+        "\n",
+        '{"0": {"a": 1}}',
+        "\u00b2",
+        "\u0661",
+        "\u00e9",
+        "\u2028",
+        "\U0001f600",
+        "\udcff",
+    ),
     *_LONG_WORDS,
 )
 """Of a flag."""
 
 ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 2**31, 2**63, -(2**63), 10**30, 1e-300, 1e308, math.nan, math.inf),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        0.5,
+        -0.5,
+        2**31,
+        2**63,
+        -(2**63),
+        10**30,
+        1e-300,
+        1e308,
+        math.nan,
+        math.inf,
+    ),
     *("", "x", "0", "1.5", "\u00e9", "\ud83d", "\0", "../../etc/passwd", "x" * 300),
     *([], {}, [[]], [1], ["x"], [None], {"x": 1}, {"": {}}, [0] * 3000, {"x": [{"x": [1, 2]}]}),
 )
@@ -61,7 +97,11 @@ def damage_json(text: str, draw: Random) -> str:
     for mark, raw in _RAW.items():
         out = out.replace(f'"{mark}"', raw)
     if isinstance(content, dict) and content and draw.random() < 0.05:  # a key for the second time
-        out = out[:-1] + f", {json.dumps(draw.choice([*content]))}: {json.dumps(draw.choice(ODD_VALUES))}" + "}"
+        out = (
+            out[:-1]
+            + f", {json.dumps(draw.choice([*content]))}: {json.dumps(draw.choice(ODD_VALUES))}"
+            + "}"
+        )
     return out
 
 
@@ -82,7 +122,14 @@ def _changed(content: Any, draw: Random) -> Any:
         holder[key] = deepcopy(other[where])  # else a ring may come of it
     elif kind < 0.55 and isinstance(holder[key], int | float):
         holder[key] = draw.choice(
-            (-holder[key], holder[key] + 1, holder[key] * 2, holder[key] * 1e9, str(holder[key]), holder[key] / 3)
+            (
+                -holder[key],
+                holder[key] + 1,
+                holder[key] * 2,
+                holder[key] * 1e9,
+                str(holder[key]),
+                holder[key] / 3,
+            )
         )
     elif kind < 0.6 and isinstance(holder, list):
         holder.insert(key, holder[key])
@@ -108,7 +155,10 @@ def damage_text(text: bytes, draw: Random) -> bytes:
         kind = draw.randrange(4)
         if kind == 0:
             tokens[i] = draw.choice(
-                [*_BYTES, *(w.encode(errors="surrogatepass") for w in ODD_WORDS[: -len(_LONG_WORDS)])]
+                [
+                    *_BYTES,
+                    *(w.encode(errors="surrogatepass") for w in ODD_WORDS[: -len(_LONG_WORDS)]),
+                ]
             )
         elif kind == 1:
             del tokens[i : i + draw.choice((1, 1, 5, 50))]
@@ -177,7 +227,9 @@ def damage_file(path: Path, draw: Random) -> str:
 
 
 def _whole(path: Path, draw: Random) -> str:
-    kind = draw.choice(("removed", "emptied", "a folder", "a loop", "without permission", "/dev/null"))
+    kind = draw.choice(
+        ("removed", "emptied", "a folder", "a loop", "without permission", "/dev/null")
+    )
     if kind == "without permission":
         path.chmod(0)
         return kind
@@ -202,7 +254,9 @@ def damage_words(words: list[str], known: list[str], draw: Random) -> list[str]:
             words[draw.choice(values)] = draw.choice(ODD_WORDS)
         elif kind < 0.7:
             given = [draw.choice(known)] if known else []
-            words[i:i] = given + [draw.choice(ODD_WORDS) for _ in range(draw.choice((0, 1, 1, 1, 2)))]
+            words[i:i] = given + [
+                draw.choice(ODD_WORDS) for _ in range(draw.choice((0, 1, 1, 1, 2)))
+            ]
         elif kind < 0.8 and words:
             del words[i % len(words)]
         elif kind < 0.85 and words:

@@ -1,4 +1,6 @@
-"""A command in a forked process of its own, with a limit of its time: what it printed and how it ended."""
+"""A command in a forked process of its own, with a limit of its time: what it printed and how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ class Limits:
     """Limits of a forked command.
 
     Attributes:
-        seconds: computing longer ends it, and waiting for ten times as long: other programs take their turns.
-        ranks: False ends it where it would start a process, after it has printed what it hands over.
+        seconds: computing longer ends it, and waiting for ten times as long: other programs take
+            their turns.
+        ranks: False ends it where it would start a process, after it has printed what it hands
+            over.
         powerless: root gives up the right to read what nobody may read.
     """
 
@@ -79,7 +83,9 @@ def _child(work: Callable[[], object], here: Path, log: Path, limits: Limits) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 28, 1 << 28))
         resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(limits.seconds)), 1000))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if limits.powerless and os.geteuid() == 0:  # root reads what nobody may, but not without its capabilities
+        if (
+            limits.powerless and os.geteuid() == 0
+        ):  # root reads what nobody may, but not without its capabilities
             header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
             ctypes.CDLL(None).capset(header, none)
         os.chdir(here)
@@ -104,15 +110,26 @@ def _child(work: Callable[[], object], here: Path, log: Path, limits: Limits) ->
 
 
 def _without_ranks() -> None:
-    """A command that comes as far as its processes has taken what it was given: what it hands over is printed."""
+    """A command that comes as far as its processes has taken what it was given: what it hands over
+    is printed.
+    """
 
     def end(*given: Any, **named: Any) -> NoReturn:
         process = given[0]
-        handed = getattr(process, "_target", None), getattr(process, "_args", None), given[1:], named
-        # Without addresses, and without the free port that run_ranks hands over as the third argument.
+        handed = (
+            getattr(process, "_target", None),
+            getattr(process, "_args", None),
+            given[1:],
+            named,
+        )
+        # Without addresses, and without the free port that run_ranks hands over as the third
+        # argument.
         plain = re.sub(r" at 0x\w+", "", repr(handed))
         # run_ranks hands over a free port as the third argument.
-        print("handed to a process:", re.sub(r"(?<=<function _rank>, )\((\d+), (\d+), \d+", r"(\1, \2, PORT", plain))
+        print(
+            "handed to a process:",
+            re.sub(r"(?<=<function _rank>, )\((\d+), (\d+), \d+", r"(\1, \2, PORT", plain),
+        )
         sys.stdout.flush()
         os._exit(0)
 

@@ -1,9 +1,11 @@
-"""Every command on inputs that are slightly wrong: none may end in a traceback or a hang, each refusal names its place.
+"""Every command on inputs that are slightly wrong: none may end in a traceback or a hang, each
+refusal names its place.
 
     python tools/proofs/inputs/fuzz.py --draws 20000 --seed 7
 
-A draw takes a scene (scenes.py: a command that works and its small files), damages a file or a word or a few
-(damage.py), and runs the command in a forked process of its own. `--only-draw N` shows a single one.
+A draw takes a scene (scenes.py: a command that works and its small files), damages a file or a word
+or a few (damage.py), and runs the command in a forked process of its own. `--only-draw N` shows a
+single one.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class Flags:
     kinds: tuple[str, ...] = ()
     """Scenes to draw from. Default: all."""
     seconds: float = 5.0
-    """A draw that computes longer hangs, and one that waits for ten times as long: other programs take their turns."""
+    """A draw that computes longer hangs, and one that waits for ten times as long: other programs
+    take their turns.
+    """
     only_draw: int | None = None
     """Run this one alone and show its command, what was damaged and all that it printed."""
     keep: str | None = None
@@ -116,7 +120,9 @@ def _show(flags: Flags, scenes: Sequence[Scene], n: int, folder: Path) -> int:
     scene = _scene(flags, scenes, n)
     make([scene], [folder / "made"])
     verdict, text, drawn = _one(flags, scene, n, folder / "made", folder)
-    print(f"{scene.program} {drawn.words}\n{'; '.join(drawn.done)}\n{text}\n{scene.name}: {verdict}")
+    print(
+        f"{scene.program} {drawn.words}\n{'; '.join(drawn.done)}\n{text}\n{scene.name}: {verdict}"
+    )
     if flags.keep:
         shutil.copytree(folder / "here", flags.keep, symlinks=True, dirs_exist_ok=True)
     return verdict not in ("accepted", "refused")
@@ -126,10 +132,14 @@ def report(kinds: Sequence[str], table: Counter[tuple[str, str]], slowest: Count
     """A row for each scene."""
     verdicts = ("accepted", "refused", "refused without its place", "traceback", "crash", "hang")
     rows = [
-        f"| {kind} | " + " | ".join(str(table[kind, v]) for v in verdicts) + f" | {slowest[kind]} |" for kind in kinds
+        f"| {kind} | " + " | ".join(str(table[kind, v]) for v in verdicts) + f" | {slowest[kind]} |"
+        for kind in kinds
     ]
     whole = [str(sum(table[kind, v] for kind in kinds)) for v in verdicts]
-    head = [f"| kind | {' | '.join(verdicts)} | slowest, ms |", "|---|" + "---:|" * (len(verdicts) + 1)]
+    head = [
+        f"| kind | {' | '.join(verdicts)} | slowest, ms |",
+        "|---|" + "---:|" * (len(verdicts) + 1),
+    ]
     return "\n".join([*head, *rows, f"| all | {' | '.join(whole)} | {max(slowest.values())} |"])
 
 
@@ -150,7 +160,12 @@ def judge(code: int | None, text: str, wanted: frozenset[str]) -> str:
 def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
     """The scene in `here`, damaged."""
     words, done = draw.choice(scene.commands.strip().splitlines()).split(), list[str]()
-    files = {p: _names(p.relative_to(here)) for pattern in scene.files for p in here.glob(pattern) if p.is_file()}
+    files = {
+        p: _names(p.relative_to(here))
+        for pattern in scene.files
+        for p in here.glob(pattern)
+        if p.is_file()
+    }
     said = {name for word in words for name in re.split("[/:]", word)}
     read = sorted(path for path, names in files.items() if names & said) or sorted(files)
     wanted = {name for names in files.values() for name in names & said}
@@ -165,7 +180,11 @@ def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
         words = damage_words(words, scene.known, draw)
         done.append("words")
         # A flag or an argument that is missing is none of the words.
-        wanted |= {_printed(word.rstrip("/") or word or "''") for word in words} | {"--", "argument", "arguments"}
+        wanted |= {_printed(word.rstrip("/") or word or "''") for word in words} | {
+            "--",
+            "argument",
+            "arguments",
+        }
     return Drawn(scene, words, frozenset(wanted), done)
 
 

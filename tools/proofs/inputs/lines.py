@@ -18,7 +18,8 @@ from tools.proofs.inputs import small_files
 from tools.proofs.inputs.options import WRONG, Option, options_of, options_of_a_run
 
 Groups = list[list[str]]
-"""A line: words before any flag, then each flag with the words that follow it. `--` is a group too."""
+"""A line: words before any flag, then each flag with the words that follow it. `--` is a group too.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Scene:
         weight: how often it is drawn.
         ranks: False ends a command where it would start a process.
         stable: equal lines print the same.
-        of_a_run: flags of a run that it takes too, and which of them are looked at: "told", all, as the command tells
-            what becomes of each; "trained", those that decide numbers; "planned", none: those that a plan does not
-            depend on act in the run.
+        of_a_run: flags of a run that it takes too, and which of them are looked at: "told", all, as
+            the command tells what becomes of each; "trained", those that decide numbers; "planned",
+            none: those that a plan does not depend on act in the run.
         ends: flags with which a line ends at its first process, before others can act.
         codes: exit statuses, in addition to 0 and 2, that the command documents.
         shared: the table of values, work and reasons of all commands.
@@ -83,13 +84,18 @@ class Scene:
     def reason(self, flag: str) -> str | None:
         """Why a flag may change nothing that can be seen here; None where it may not."""
         rows = [*self.silent.items(), *self.shared["silent"].items()]
-        return next((why for names, why in rows if any(fnmatchcase(flag, name) for name in names.split())), None)
+        return next(
+            (why for names, why in rows if any(fnmatchcase(flag, name) for name in names.split())),
+            None,
+        )
 
 
 def read_scenes() -> dict[str, Scene]:
     """By name."""
     text = (Path(__file__).parent / "commands.toml").read_text(encoding="utf-8")
-    rows: dict[str, dict[str, Any]] = tomllib.loads(Template(text).safe_substitute(small_files.WORDS))
+    rows: dict[str, dict[str, Any]] = tomllib.loads(
+        Template(text).safe_substitute(small_files.WORDS)
+    )
     shared = rows.pop("all")
     found = {}
     for name, row in rows.items():
@@ -109,7 +115,9 @@ def groups_of(words: Sequence[str]) -> Groups:
 
 
 def words_of(groups: Groups) -> list[str]:
-    """The line in words. No argument of a process holds a NUL, nor bytes that the system would not take."""
+    """The line in words. No argument of a process holds a NUL, nor bytes that the system would not
+    take.
+    """
     return [word.replace("\0", "") for group in groups for word in group]
 
 
@@ -149,14 +157,20 @@ def draw_line(scene: Scene, draw: Random) -> tuple[Groups, list[str]]:
 
 
 def _drawn_option(scene: Scene, own: Mapping[str, Option], draw: Random) -> Option | None:
-    """A flag of the command's own, or of a run; rarely one of Megatron-LM's that is none of ours."""
-    of_run = [option for option in scene.of_run.values() if option.count != "maybe" or draw.random() < 0.02]
+    """Draw a flag of the command or of a run; rarely one of Megatron-LM's that megapipe lacks."""
+    of_run = [
+        option
+        for option in scene.of_run.values()
+        if option.count != "maybe" or draw.random() < 0.02
+    ]
     pool = [*own.values()] if own and (not of_run or draw.random() < 0.6) else of_run
     pool = [option for option in pool if option.name != "--help" or draw.random() < 0.1]
     return draw.choice(pool) if pool else None
 
 
-def _add(groups: Groups, option: Option, scene: Scene, own: Mapping[str, Option], draw: Random) -> None:
+def _add(
+    groups: Groups, option: Option, scene: Scene, own: Mapping[str, Option], draw: Random
+) -> None:
     new = [option.name, *option.values(draw, scene.given(option.name), scene.limit(option.name))]
     if len(new) == 2 and (draw.random() < 0.1 or new[1].startswith("-")):
         new = [f"{new[0]}={new[1]}"]
@@ -170,14 +184,19 @@ def _add(groups: Groups, option: Option, scene: Scene, own: Mapping[str, Option]
 
 
 def _break(groups: Groups, at: int, draw: Random) -> None:
-    """A flag is left out, misspelled, given twice, or has no value or one too many; or a word stands astray."""
+    """A flag is left out, misspelled, given twice, or has no value or one too many; or a word
+    stands astray.
+    """
     kind, group = draw.randrange(6), groups[at]
     if kind == 0:
         del groups[at]
     elif kind == 1:
         name = group[0]
         cut = draw.randrange(3, max(4, len(name)))
-        groups[at] = [draw.choice((name[:cut], name[:cut] + name[cut + 1 :], f"{name}s", name.upper())), *group[1:]]
+        groups[at] = [
+            draw.choice((name[:cut], name[:cut] + name[cut + 1 :], f"{name}s", name.upper())),
+            *group[1:],
+        ]
     elif kind == 2:
         groups.append(list(group))
     elif kind == 3:

@@ -1,6 +1,8 @@
-"""The flags of a command, read from its own table, with values for each: usual ones, those at a border, and wrong ones.
+"""The flags of a command, read from its own table, with values for each: usual ones, those at a
+border, and wrong ones.
 
-A flag that is added to a command is drawn without a word here: dataclasses and argparse parsers are both read.
+A flag that is added to a command is drawn without a word here: dataclasses and argparse parsers are
+both read.
 """
 
 from __future__ import annotations
@@ -22,8 +24,28 @@ INTEGERS = ("0", "1", "1", "2", "2", "3", "4", "4", "6", "8", "16", "32")
 NUMBERS = ("0", "0.1", "0.25", "0.5", "0.5", "0.9", "1", "1.5", "2", "3", "8")
 TEXTS = (*NUMBERS, "1,1,1", "10,11,8", "1,1,1,0.1", "2,0.5", "0.5,0.2", "0.5,0.2,0.1", "2,0.5,1")
 BORDER = (
-    *("-1", "0", "1", "65536", "100000", "100001", "2147483647", "2147483648", "9223372036854775807"),
-    *("9223372036854775808", "99999999999999999999", "0.5", "0.999999", "1.000001", "-0.0", "1e-300", "1e100", "1e308"),
+    *(
+        "-1",
+        "0",
+        "1",
+        "65536",
+        "100000",
+        "100001",
+        "2147483647",
+        "2147483648",
+        "9223372036854775807",
+    ),
+    *(
+        "9223372036854775808",
+        "99999999999999999999",
+        "0.5",
+        "0.999999",
+        "1.000001",
+        "-0.0",
+        "1e-300",
+        "1e100",
+        "1e308",
+    ),
     *("inf", "-inf", "nan", "1e999"),
 )
 WRONG = (
@@ -85,13 +107,15 @@ class Option:
     legal: Callable[[str], bool] = bool
     decides: bool = True
 
-    def values(self, draw: Random, given: Sequence[str] = (), most: float | None = None) -> list[str]:
+    def values(
+        self, draw: Random, given: Sequence[str] = (), most: float | None = None
+    ) -> list[str]:
         """Return values to put after the flag.
 
         Args:
             given: texts that mean something in the scene, such as names of its files.
-            most: no number above this one is drawn, as the command's work grows with it, but for absurd ones, which
-                it has to refuse at once.
+            most: no number above this one is drawn, as the command's work grows with it, but for
+                absurd ones, which it has to refuse at once.
         """
         kind = draw.random()
         if self.count == "none":
@@ -144,7 +168,10 @@ def options_of_a_run() -> list[Option]:
     """
     ours = _of_class(Config)
     others = sorted(KNOWN - {option.name for option in ours})
-    return [*ours, *(Option(name, "maybe", ("1",), legal=lambda _: True, decides=False) for name in others)]
+    return [
+        *ours,
+        *(Option(name, "maybe", ("1",), legal=lambda _: True, decides=False) for name in others),
+    ]
 
 
 def _of_class(cls: type) -> list[Option]:
@@ -174,7 +201,9 @@ def _of_flag(flag: Flag) -> Option:
 
 def _of_parser(top: argparse.ArgumentParser, part: str) -> list[Option]:
     found = []
-    parts = next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    parts = next(
+        action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction)
+    )
     for action in parts[part]._actions if part in parts else ():
         for name in action.option_strings[-1:]:
             found.append(_of_action(name, action))

@@ -50,7 +50,10 @@ class Scene:
     @property
     def known(self) -> list[str]:
         """The flags of its program."""
-        return [*_flags(self.program), *(word for word in self.commands.split() if word.startswith("--"))]
+        return [
+            *_flags(self.program),
+            *(word for word in self.commands.split() if word.startswith("--")),
+        ]
 
 
 @cache
@@ -74,7 +77,10 @@ def read_scenes() -> dict[str, Scene]:
     """By name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = tomllib.loads(Template(text).substitute(small_files.WORDS))
-    return {name: Scene(name=name, **row | {"files": tuple(row.get("files", ()))}) for name, row in rows.items()}
+    return {
+        name: Scene(name=name, **row | {"files": tuple(row.get("files", ()))})
+        for name, row in rows.items()
+    }
 
 
 def make(scenes: Sequence[Scene], folders: Sequence[Path]) -> None:

@@ -1,4 +1,6 @@
-"""Small valid files of every kind that a user hands to a command: what tools/proofs/inputs/fuzz.py damages."""
+"""Small valid files of every kind that a user hands to a command: what tools/proofs/inputs/fuzz.py
+damages.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 SIZES = (
-    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --distributed-backend gloo "
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 1e-3 --distributed-backend "
+    "gloo "
     "--eval-iters 0 --num-workers 0"
 )
 NULL = "--tokenizer-type NullTokenizer --vocab-size 127"
@@ -28,7 +32,10 @@ WORDS = {
     "SP": "--tokenizer-model t.model",
 }
 """What stands for $NAME in the commands of tools/proofs/inputs/scenes.toml."""
-TEXT = [f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs, \u00e9 \U0001f600." for i in range(60)]
+TEXT = [
+    f"Line {i}: the quick brown fox jumps over {i * i} lazy dogs, \u00e9 \U0001f600."
+    for i in range(60)
+]
 
 
 def nothing(folder: Path) -> None:
@@ -60,7 +67,12 @@ def costs(folder: Path) -> None:
     from megapipe.schedule.costs_file import dump_costs
 
     of_stages = Costs(
-        f=(1.0, 1.5, 1.0, 2.0), b=(1.0, 1.0, 1.0, 2.5), w=(1.0, 0.5, 1.0, 1.0), comm=(0.1, 0.1, 0.2), g=1.0, u=0.5
+        f=(1.0, 1.5, 1.0, 2.0),
+        b=(1.0, 1.0, 1.0, 2.5),
+        w=(1.0, 0.5, 1.0, 1.0),
+        comm=(0.1, 0.1, 0.2),
+        g=1.0,
+        u=0.5,
     )
     (folder / "costs.json").write_text(dump_costs(of_stages))
     message = '{"latency": 0.1, "bytes": [1, 2, 3], "bandwidth": 10}'
@@ -68,7 +80,8 @@ def costs(folder: Path) -> None:
         f'{{"f": 10, "b": [11, 12, 13, 14], "w": 8, "comm": {message}, "overhead": 0.5}}'
     )
     (folder / "device.json").write_text(
-        '{"flops": 1e14, "node": 2, "inside": 1e11, "outside": 1e10, "latency": 1e-5, "overhead": 1e-4}'
+        '{"flops": 1e14, "node": 2, "inside": 1e11, "outside": 1e10, "latency": 1e-5, "overhead": '
+        "1e-4}"
     )
 
 
@@ -87,7 +100,11 @@ def schedules(folder: Path) -> None:
         "def make(ranks, microbatches):\n    good = build('1f1b', ranks, microbatches).ranks\n"
     )
     bodies = {
-        **{"good": "return build('zb-h1', ranks, microbatches)", "none": "return None", "text": "return 'x'"},
+        **{
+            "good": "return build('zb-h1', ranks, microbatches)",
+            "none": "return None",
+            "text": "return 'x'",
+        },
         **{"raises": "raise KeyError('x')", "ends": "raise SystemExit", "divides": "return 1 / 0"},
         **{"deep": "return make_deep(ranks, microbatches)", "table": "return [[(Kind.F, 0, 0)]]"},
         "empty": "return Schedule('x', loop(ranks, 1), microbatches, ())",
@@ -97,25 +114,35 @@ def schedules(folder: Path) -> None:
         "placement": "return Schedule('x', None, microbatches, good)",
         "places": "return Schedule('x', Placement((0, 'a', None, 1.5)), microbatches, good)",
         "name": "return Schedule(None, loop(ranks, 1), microbatches, good)",
-        "huge": "return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, 10**9, 10**9),),),) * ranks)",
-        "negative": "return Schedule('x', loop(ranks, 1), microbatches, (((Pass(Kind.F, -1, -1),),),) * ranks)",
+        "huge": "return Schedule('x', loop(ranks, 1), microbatches, "
+        "(((Pass(Kind.F, 10**9, 10**9),),),) * ranks)",
+        "negative": "return Schedule('x', loop(ranks, 1), microbatches, "
+        "(((Pass(Kind.F, -1, -1),),),) * ranks)",
         "shares": "return Schedule('x', loop(ranks, 2), microbatches, good)",
     }
     for name, body in bodies.items():
         (folder / f"{name}.py").write_text(f"{head}    {body}\nmake_deep = make\nnumber = 5\n")
     (folder / "broken.py").write_text("def make(ranks, microbatches:\n")
     (folder / "import.py").write_text("import nothing_that_exists\n")
-    (folder / "class.py").write_text("class make:\n    def __init__(self, ranks, microbatches):\n        pass\n")
+    (folder / "class.py").write_text(
+        "class make:\n    def __init__(self, ranks, microbatches):\n        pass\n"
+    )
 
 
 def text(folder: Path) -> None:
     """Lines of JSON and plain text, packed and not."""
     lines = (
-        "\n".join(json.dumps({"text": line, "n": i, "more": {"x": [1, line]}}) for i, line in enumerate(TEXT)) + "\n"
+        "\n".join(
+            json.dumps({"text": line, "n": i, "more": {"x": [1, line]}})
+            for i, line in enumerate(TEXT)
+        )
+        + "\n"
     )
     (folder / "c.jsonl").write_text(lines)
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode(), 1, mtime=0))
-    (folder / "ids.jsonl").write_text("\n".join(json.dumps({"text": f"{i} 5 7 9"}) for i in range(60)))
+    (folder / "ids.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"{i} 5 7 9"}) for i in range(60))
+    )
     (folder / "p.txt").write_text("\n".join(TEXT))
     (folder / "p.txt.gz").write_bytes(gzip.compress("\n".join(TEXT).encode(), 1, mtime=0))
 
@@ -127,7 +154,9 @@ def tokenizers(folder: Path) -> None:
     text(folder)
     _call(folder, "tools/train_tokenizer.py", "--input c.jsonl --output t.model --vocab-size 304")
     library = tokenizers.ByteLevelBPETokenizer(add_prefix_space=False)
-    library.train_from_iterator(TEXT, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.train_from_iterator(
+        TEXT, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     library.save_model(str(folder))
     (folder / "hf").mkdir()
     library.save(str(folder / "hf" / "tokenizer.json"))
@@ -141,7 +170,10 @@ def tokenizers(folder: Path) -> None:
     slow = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
     (folder / "slow" / "tokenizer_config.json").write_text(json.dumps(slow))
     (folder / "slow" / "config.json").write_text('{"model_type": "gpt2"}')
-    ranks = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": "x"} for i in range(256)]
+    ranks = [
+        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": "x"}
+        for i in range(256)
+    ]
     ranks += [{"rank": 256, "token_bytes": base64.b64encode(b"th").decode(), "token_str": "th"}]
     (folder / "tik.json").write_text(json.dumps(ranks))
 
@@ -157,8 +189,14 @@ def tokens(folder: Path) -> None:
         '{"train": ["0.3", "d_text_document", "0.7", "e"], "valid": ["e"], "test": null}'
     )
     (folder / "list.txt").write_text("0.3 d_text_document 0.7 e")
-    (folder / "layers.json").write_text('{"0-1,3": {"ffn_hidden_size": 24}, "2": {"num_attention_heads": 1}}')
-    _call(folder, "pretrain_gpt.py", f"{WORDS['QUICK']} {NULL} --data-path d_text_document --data-cache-path cache")
+    (folder / "layers.json").write_text(
+        '{"0-1,3": {"ffn_hidden_size": 24}, "2": {"num_attention_heads": 1}}'
+    )
+    _call(
+        folder,
+        "pretrain_gpt.py",
+        f"{WORDS['QUICK']} {NULL} --data-path d_text_document --data-cache-path cache",
+    )
 
 
 def started(folder: Path) -> None:
@@ -190,9 +228,25 @@ def _llama(folder: Path) -> None:
 
     (folder / "hf").mkdir()
     config = {
-        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 16, "intermediate_size": 24},
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32, "head_dim": 4},
-        **{"max_position_embeddings": 16, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
+        **{
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": 16,
+            "intermediate_size": 24,
+        },
+        **{
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 32,
+            "head_dim": 4,
+        },
+        **{
+            "max_position_embeddings": 16,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+        },
         **{
             "rope_theta": 1e4,
             "rope_scaling": None,
@@ -202,7 +256,11 @@ def _llama(folder: Path) -> None:
         },
     }
     (folder / "hf" / "config.json").write_text(json.dumps(config))
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (32, 16), "model.norm": (16,), "lm_head": (32, 16)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (32, 16),
+        "model.norm": (16,),
+        "lm_head": (32, 16),
+    }
     for i in range(2):
         layer: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (16, 16),
@@ -242,8 +300,18 @@ def _gpt2(folder: Path) -> None:
             "n_ctx": 16,
             "vocab_size": 32,
         },
-        **{"n_inner": None, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1},
-        **{"embd_pdrop": 0.1, "attn_pdrop": 0.1, "scale_attn_weights": True, "architectures": ["GPT2LMHeadModel"]},
+        **{
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "resid_pdrop": 0.1,
+        },
+        **{
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "scale_attn_weights": True,
+            "architectures": ["GPT2LMHeadModel"],
+        },
     }
     folder = folder / "two"
     folder.mkdir()
@@ -273,7 +341,9 @@ def _gpt2(folder: Path) -> None:
         "ln_f.bias": (16,),
     }
     whole |= {f"h.0.{name}": shape for name, shape in of_layer.items()}
-    save_file({f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "model.safetensors")
+    save_file(
+        {f"transformer.{k}": torch.zeros(s) for k, s in whole.items()}, folder / "model.safetensors"
+    )
 
 
 def megatron(folder: Path) -> None:
@@ -294,11 +364,21 @@ def traces(folder: Path) -> None:
         passes = [(str(p), timeline.start[p], timeline.end[p]) for (p,) in row]
         many = [(n, a + 100 * i, b + 100 * i) for i in range(2) for n, a, b in passes]
         events = [
-            {"ph": "X", "cat": "user_annotation", "name": n, "ts": a, "dur": b - a, "pid": 7, "tid": 1}
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "name": n,
+                "ts": a,
+                "dur": b - a,
+                "pid": 7,
+                "tid": 1,
+            }
             for n, a, b in many
         ]
         content = json.dumps({"baseTimeNanoseconds": 1000, "traceEvents": events})
         if rank:
             (folder / f"rank-{rank}.json").write_text(content)
         else:
-            (folder / f"rank-{rank}.json.gz").write_bytes(gzip.compress(content.encode(), 1, mtime=0))
+            (folder / f"rank-{rank}.json.gz").write_bytes(
+                gzip.compress(content.encode(), 1, mtime=0)
+            )

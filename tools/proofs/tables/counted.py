@@ -1,11 +1,13 @@
-"""Bytes that graphs keep on a device while a table moves them: counted as a run goes, and predicted from its table.
+"""Bytes that graphs keep on a device while a table moves them: counted as a run goes, and predicted
+from its table.
 
     python tools/proofs/tables/counted.py --cases 40 --seed 1
 
-Each case trains a tiny GPT for a step under a drawn table with O, L and R; half of them in slices. The prediction is
-the simulator's peak for what one microbatch of each stage saves, or each of its slices, keys and values in it; the
-count is of storages, each once, as autograd's hooks see them come and go. They are the same to the byte. The gradients
-of keys, which no graph saves, are in neither.
+Each case trains a tiny GPT for a step under a drawn table with O, L and R; half of them in slices.
+The prediction is the simulator's peak for what one microbatch of each stage saves, or each of its
+slices, keys and values in it; the count is of storages, each once, as autograd's hooks see them
+come and go. They are the same to the byte. The gradients of keys, which no graph saves, are in
+neither.
 """
 
 from __future__ import annotations
@@ -42,12 +44,16 @@ def main() -> None:
     for number in range(args.cases):
         case = draw(dice)
         counted, predicted = both(case)
-        assert counted == predicted, f"case {number}, {case}: counted {counted}, predicted {predicted}"
+        assert counted == predicted, (
+            f"case {number}, {case}: counted {counted}, predicted {predicted}"
+        )
     print(f"{args.cases} tables: the peak of each rank as predicted, to the byte")
 
 
 def draw(dice: Random) -> Case:
-    """A case whose table has no pair: what two passes that run together hold depends on how their layers take turns."""
+    """A case whose table has no pair: what two passes that run together hold depends on how their
+    layers take turns.
+    """
     names = [name for name, entry in SCHEDULES.items() if not (entry.searched or entry.pairs)]
     while True:
         name, pp = dice.choice(names), dice.choice((1, 2, 2, 4))
@@ -81,10 +87,14 @@ def both(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
     ranks = run_threads(partial(_counted, case=case), pp=case.pp, timeout_s=60)
     sizes = {stage: one for _, own, _ in ranks for stage, one in own.items()}
     made = table(case)
-    of_slices = [[sizes[stage][n] for stage in range(made.placement.chain)] for n in range(len(made.slices))]
+    of_slices = [
+        [sizes[stage][n] for stage in range(made.placement.chain)] for n in range(len(made.slices))
+    ]
     whole, *_ = measured = [_costs(own, last=own is of_slices[-1]) for own in of_slices]
     costs = Sliced(**vars(whole), measured=tuple(measured))
-    return tuple(peak for peak, *_ in ranks), tuple(round(peak) for peak in simulate(made, costs).peak)
+    return tuple(peak for peak, *_ in ranks), tuple(
+        round(peak) for peak in simulate(made, costs).peak
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Depths of multi-token prediction on ranks of their own, on one, with heads shared: times next to perfect balance.
+"""Depths of multi-token prediction on ranks of their own, on one, with heads shared: times next to
+perfect balance.
 
     python tools/proofs/tables/depths.py
 
-A head costs as much as HEAD layers, as one of 128k tokens does at a width of 7168. Perfect is 1F1B where every rank
-does a p-th of all layers and heads in one stage.
+A head costs as much as HEAD layers, as one of 128k tokens does at a width of 7168. Perfect is 1F1B
+where every rank does a p-th of all layers and heads in one stage.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[3])
+)  # a fresh clone runs it before anything is installed
 
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.shapes.depths import with_depths
@@ -26,8 +29,10 @@ def perfect(p: int, m: int, each: int) -> float:
 
 
 def makespan(p: int, m: int, each: int, ranks: Sequence[int], *, shared: bool = False) -> float:
-    """The step time with depths on these ranks, the layers dealt to the rank that has least: p x `each` layers in all,
-    heads and depths counted as what they cost. shared: all ranks have a part of each head."""
+    """The step time with depths on these ranks, the layers dealt to the rank that has least: p x
+    `each` layers in all, heads and depths counted as what they cost. shared: all ranks have a part
+    of each head.
+    """
     head, heads = HEAD * (not shared), (1 + len(ranks)) * HEAD
     beside = [head * (rank == p - 1) + (head + 1) * ranks.count(rank) for rank in range(p)]
     layers = [0] * p
@@ -35,7 +40,9 @@ def makespan(p: int, m: int, each: int, ranks: Sequence[int], *, shared: bool = 
         layers[min(range(p), key=lambda rank: layers[rank] + beside[rank])] += 1
     times = (*map(float, layers[:-1]), float(layers[-1] + head), *[head + 1.0] * len(ranks))
     costs = Costs(times, times, times, s=2 * heads / p, t=heads / p)
-    return simulate(with_depths(build("1f1b", p, m), ranks, costs, vocabulary=shared), costs).makespan
+    return simulate(
+        with_depths(build("1f1b", p, m), ranks, costs, vocabulary=shared), costs
+    ).makespan
 
 
 def apart(p: int, depths: int) -> list[int]:
@@ -44,11 +51,18 @@ def apart(p: int, depths: int) -> list[int]:
 
 
 def main() -> None:
-    print("p  depths  m  apart  best of one stage  vocabulary passes  (of the time of perfect balance)")
+    print(
+        "p  depths  m  apart  best of one stage  vocabulary passes  (of the time of perfect "
+        "balance)"
+    )
     for p, depths, each in ((4, 1, 12), (4, 2, 12), (4, 3, 14), (8, 1, 12), (8, 2, 12), (8, 3, 14)):
         m, whole = 32 * p, perfect(p, 32 * p, each)
         one = min(makespan(p, m, each, [rank] * depths) for rank in (p - 2, p - 1))
-        times = makespan(p, m, each, apart(p, depths)), one, makespan(p, m, each, [p - 1] * depths, shared=True)
+        times = (
+            makespan(p, m, each, apart(p, depths)),
+            one,
+            makespan(p, m, each, [p - 1] * depths, shared=True),
+        )
         print(p, depths, m, *(f"{time / whole:.3f}" for time in times), flush=True)
 
 

@@ -3,10 +3,11 @@
     python -m tools.proofs.tables.digests --draw 3000 --write digests.jsonl     # before the change
     python -m tools.proofs.tables.digests --against digests.jsonl               # after it
 
-Recipes are drawn as command lines, because these stay when the code behind them changes. A line of a run gives two
-tables: that of its whole batch with all passes of a step, as training has it, and that of the first size of a batch
-that grows to it. A line of `megapipe schedules show` gives one. Of each table the file has a hash, the makespan and the
-largest peak in the units of its costs, and the number of messages. Lines that are refused are drawn again.
+Recipes are drawn as command lines, because these stay when the code behind them changes. A line of
+a run gives two tables: that of its whole batch with all passes of a step, as training has it, and
+that of the first size of a batch that grows to it. A line of `megapipe schedules show` gives one.
+Of each table the file has a hash, the makespan and the largest peak in the units of its costs, and
+the number of messages. Lines that are refused are drawn again.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ VOCAB = 128
 MODELS = {
     "gpt2": "--kv-channels 16",
     "llama": (
-        "--normalization RMSNorm --swiglu --ffn-hidden-size 96 --disable-bias-linear --position-embedding-type rope "
+        "--normalization RMSNorm --swiglu --ffn-hidden-size 96 --disable-bias-linear "
+        "--position-embedding-type rope "
         "--untie-embeddings-and-output-weights"
     ),
-    "odd": """--per-layer-overrides '{"1": {"ffn_hidden_size": 256}, "2": {"window_size": "8,0"}}'""",
+    "odd": "--per-layer-overrides "
+    """'{"1": {"ffn_hidden_size": 256}, "2": {"window_size": "8,0"}}'""",
     "experts": "--num-experts 4 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall",
 }
 FEATURES = {
@@ -91,8 +94,10 @@ COSTS = ("1,1,1", "1,1.2,0.8", "1,1,1,0.1", "10,11,8,0,3", "2,2,1,0.3,0.05")
 """What F, B, W, a message and the overhead of a pass take."""
 
 _SMALL = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data --lr 1e-3 "
-    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --padded-vocab-size {VOCAB} --micro-batch-size 1 "
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--mock-data --lr 1e-3 "
+    f"--tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --padded-vocab-size {VOCAB} "
+    "--micro-batch-size 1 "
     "--train-iters 1 --distributed-backend gloo"
 )
 
@@ -111,7 +116,8 @@ def drawn_run(dice: Random) -> str:
     experts = " --expert-model-parallel-size 2" if model == "experts" and dp == 2 else ""
     virtual = f" --num-virtual-stages-per-pipeline-rank {chunks}" if chunks else ""
     return (
-        f"{pp * dp} --pipeline-schedule {name} --pipeline-model-parallel-size {pp}{virtual} --num-layers {stages} "
+        f"{pp * dp} --pipeline-schedule {name} --pipeline-model-parallel-size {pp}{virtual} "
+        f"--num-layers {stages} "
         f"--global-batch-size {microbatches * dp} {MODELS[model]}{experts} {' '.join(parts)}"
     ).strip()
 
@@ -151,10 +157,14 @@ def _of_run(line: str) -> dict[str, dict[str, Any]]:
     config, plan = planned(line)
     found = {"whole": digest(whole_step(plan.schedule, config, plan.costs), plan.costs)}
     if half := config.num_microbatches // 2:
-        smaller = config.with_batch(half * (config.global_batch_size or 1) // config.num_microbatches)
+        smaller = config.with_batch(
+            half * (config.global_batch_size or 1) // config.num_microbatches
+        )
         with contextlib.suppress(UserError):
             begun = with_batch(plan, smaller)
-            found["first size"] = digest(whole_step(begun.schedule, smaller, begun.costs), begun.costs)
+            found["first size"] = digest(
+                whole_step(begun.schedule, smaller, begun.costs), begun.costs
+            )
     return found
 
 
@@ -165,7 +175,8 @@ def _of_show(line: str) -> dict[str, dict[str, Any]]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
             schedules.main(["show", *shlex.split(line), "--json", str(file)])
         table = load(file)
-    # The first lines have the times: what its costs are, with all that flags add to them, is the command's to know.
+    # The first lines have the times: what its costs are, with all that flags add to them, is the
+    # command's to know.
     return {"shown": {"table": hashed(table), "said": said.getvalue().splitlines()[:3]}}
 
 
@@ -179,12 +190,18 @@ def hashed(schedule: Schedule) -> str:
 def digest(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     """Return a table's hash, makespan, largest peak and messages."""
     time = simulate(schedule, costs)
-    exchanges = [entry for program in lower(schedule, costs) for entry in program if isinstance(entry, Exchange)]
+    exchanges = [
+        entry
+        for program in lower(schedule, costs)
+        for entry in program
+        if isinstance(entry, Exchange)
+    ]
     return {
         "table": hashed(schedule),
         "makespan": float(f"{time.makespan:.9g}"),
         "peak": float(f"{max(time.peak):.9g}"),
-        "messages": sum(len(exchange.messages) for exchange in exchanges) // 2,  # a sender and a receiver
+        "messages": sum(len(exchange.messages) for exchange in exchanges)
+        // 2,  # a sender and a receiver
     }
 
 
@@ -206,7 +223,9 @@ def draw(count: int, seed: int) -> Iterator[tuple[str, str, dict[str, dict[str, 
 
 def main() -> int:
     """Write digests, or compare them with a file's. Returns 1 if one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--draw", type=int, default=3000, help="recipes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", type=Path, help="a line for each recipe")
@@ -234,7 +253,14 @@ def _compare(path: Path) -> int:
         total += 1
         if now != recipe["tables"]:
             different += 1
-            print(recipe["way"], recipe["line"], f"  was {recipe['tables']}", f"  is  {now}", sep="\n", flush=True)
+            print(
+                recipe["way"],
+                recipe["line"],
+                f"  was {recipe['tables']}",
+                f"  is  {now}",
+                sep="\n",
+                flush=True,
+            )
     print(f"{different} of {total} recipes give other tables")
     return int(different > 0)
 

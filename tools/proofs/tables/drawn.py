@@ -1,7 +1,8 @@
-"""Tables that no catalogue has and `verify` allows: stages anywhere, passes in any order, chains of unequal length.
+"""Tables that no catalogue has and `verify` allows: stages anywhere, passes in any order, chains of
+unequal length.
 
-A table is played with dice: as long as there is one, some pass whose inputs are there runs next. Ranks that follow such
-a play never wait in a circle, so every table can be run.
+A table is played with dice: as long as there is one, some pass whose inputs are there runs next.
+Ranks that follow such a play never wait in a circle, so every table can be run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def drawn_table(seed: int, ranks: int, microbatches: int) -> Schedule:
     paired = replace(empty, ranks=tuple(tuple(_paired(dice, row)) for row in rows))
     try:
         verify(paired)
-    except ScheduleError:  # what the backward of a pair needs may follow from what its forward sends
+    except (
+        ScheduleError
+    ):  # what the backward of a pair needs may follow from what its forward sends
         return plain
     return paired
 
@@ -43,7 +46,8 @@ def prove(
     check: Callable[..., None],
     misorder: Callable[[random.Random, Schedule], list[str]],
 ) -> None:
-    """Draw as many tables and misorders as the command line asks for, and print how many of each there were.
+    """Draw as many tables and misorders as the command line asks for, and print how many of each
+    there were.
 
     draw: a table and what `check` is given behind it; None for no table.
     """
@@ -61,7 +65,10 @@ def prove(
         if (drawn := draw(dice)) is not None:
             refused.update(misorder(dice, drawn[0]))
     print(f"{held} tables verified, held as counted by hand")
-    print(f"{refused.total()} misorders, all refused by the line: " + ", ".join(f"{n} {x}" for x, n in refused.items()))
+    print(
+        f"{refused.total()} misorders, all refused by the line: "
+        + ", ".join(f"{n} {x}" for x, n in refused.items())
+    )
 
 
 def _placement(dice: random.Random, ranks: int) -> Placement:
@@ -69,31 +76,49 @@ def _placement(dice: random.Random, ranks: int) -> Placement:
     mirrored = ranks % 2 == 0 and dice.random() < 0.4
     while True:
         chain = dice.randint(ranks, 2 * ranks)
-        rank_of = [0, *(dice.randrange(ranks) for _ in range(chain - 2)), dice.choice((0, ranks - 1))][:chain]
+        rank_of = [
+            0,
+            *(dice.randrange(ranks) for _ in range(chain - 2)),
+            dice.choice((0, ranks - 1)),
+        ][:chain]
         if set(rank_of) == set(range(ranks)):
             return Placement((*rank_of, *(ranks - 1 - rank for rank in rank_of if mirrored)), chain)
 
 
 def _play(dice: random.Random, table: Schedule) -> Iterator[Pass]:
     place, every = table.placement, range(table.num_microbatches)
-    style, eager, splits = dice.choice(STYLES), dice.choice((0.2, 0.5, 1.0)), dice.choice((0.0, 0.5, 1.0))
+    style, eager, splits = (
+        dice.choice(STYLES),
+        dice.choice((0.2, 0.5, 1.0)),
+        dice.choice((0.0, 0.5, 1.0)),
+    )
     stages = range(place.num_stages)
-    to_come = {s: [number for number in every if table.chain_of(number) == s // place.chain] for s in stages}
+    to_come = {
+        s: [number for number in every if table.chain_of(number) == s // place.chain]
+        for s in stages
+    }
     if dice.random() < 0.5:
         for first in stages[:: place.chain]:
             dice.shuffle(to_come[first])
-            to_come[first + place.chain - 1] = list(to_come[first])  # both ends read their microbatches in one order
+            to_come[first + place.chain - 1] = list(
+                to_come[first]
+            )  # both ends read their microbatches in one order
     begun: dict[int, list[int]] = {s: [] for s in stages}
     done: set[tuple[bool, int, int]] = set()  # is it a backward; stage and microbatch
     owed: list[Pass] = []
 
     def there(is_backward: bool, stage: int | None, numbers: Sequence[int]) -> list[int]:
-        return [number for number in numbers if stage is None or (is_backward, stage, number) in done]
+        return [
+            number for number in numbers if stage is None or (is_backward, stage, number) in done
+        ]
 
     def forwards() -> Iterator[Pass]:
         for s in stages:
             ends = place.is_first(s) or place.is_last(s)
-            yield from (Pass(Kind.F, s, n) for n in there(False, place.prev(s), to_come[s][:1] if ends else to_come[s]))
+            yield from (
+                Pass(Kind.F, s, n)
+                for n in there(False, place.prev(s), to_come[s][:1] if ends else to_come[s])
+            )
 
     def backwards() -> Iterator[Pass]:
         for s in stages:
@@ -144,7 +169,11 @@ def joined(schedule: Schedule, seed: int) -> Schedule:
             row = schedule.ranks[rank]
             one, other = row[at : at + 2]
             if len(one) == len(other) == 1 and rng.random() < 0.6:
-                rows = (*schedule.ranks[:rank], (*row[:at], one + other, *row[at + 2 :]), *schedule.ranks[rank + 1 :])
+                rows = (
+                    *schedule.ranks[:rank],
+                    (*row[:at], one + other, *row[at + 2 :]),
+                    *schedule.ranks[rank + 1 :],
+                )
                 with suppress(ScheduleError):
                     verify(tried := replace(schedule, ranks=rows))
                     schedule = tried

@@ -3,12 +3,13 @@ a step.
 
     python tools/proofs/tables/members.py --tables 300 --seed 1
 
-Ranks of a group of experts, of tensor or of context parallelism stand at the same place of their pipelines, run the
-same row of one table, and meet in collectives by its order alone: a member with two steps of the row swapped would send
-the tokens of one microbatch among those of another, or wait for ever. Tables are drawn, with pairs and without; the
-swapped one is valid by itself wherever two steps can be found whose swap leaves it so. Every member compares what it
-would run with all others over a store, as ranks do when they start. Ends with how many were refused, and of them were
-valid alone.
+Ranks of a group of experts, of tensor or of context parallelism stand at the same place of their
+pipelines, run the same row of one table, and meet in collectives by its order alone: a member with
+two steps of the row swapped would send the tokens of one microbatch among those of another, or wait
+for ever. Tables are drawn, with pairs and without; the swapped one is valid by itself wherever two
+steps can be found whose swap leaves it so. Every member compares what it would run with all others
+over a store, as ranks do when they start. Ends with how many were refused, and of them were valid
+alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[3])
+)  # a fresh clone runs it before anything is installed
 
 import contextlib
 
@@ -39,8 +42,10 @@ from tools.proofs.tables.paired import drawn, drawn_costs
 
 MEMBERS = 3
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-3 --padded-vocab-size 128 --mock-data"
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 3 --lr 1e-3 --padded-vocab-size 128 "
+    "--mock-data"
 )
 
 
@@ -55,7 +60,10 @@ def main() -> None:
         said = meet([table] * (MEMBERS - 1) + [other])
         assert all(len(problems) == 1 for problems in said), (table.name, said)
         alone += is_valid(other)
-    print(f"{args.tables} tables with a lane swapped on one member: all refused; {alone} of them are valid alone")
+    print(
+        f"{args.tables} tables with a lane swapped on one member: all refused; {alone} of them are "
+        "valid alone"
+    )
 
 
 def swapped(count: int, dice: Random) -> Iterator[tuple[Schedule, Schedule]]:

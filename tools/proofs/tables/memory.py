@@ -1,12 +1,14 @@
-"""Tables with O, L and R: drawn, verified, timed by another count of what ranks hold; and misordered, each refused.
+"""Tables with O, L and R: drawn, verified, timed by another count of what ranks hold; and
+misordered, each refused.
 
     python tools/proofs/tables/memory.py --tables 300 --misorders 300 --seed 1
 
-Tables are the catalogue's at p 2 to 8 and m p to 4p and such that no catalogue has, with drawn costs, shares of
-microbatches and switches; two in five are cut in slices, with documents. Every one is verified and holds what a count
-by hand says. A misordered one (a copy back before its copy out, a use before it is back, a free after the use, a copy
-without its other end, a second forward before the first, behind its use or before the keys that it reads are back, two
-ranks that disagree on a lane they share) is refused in a line that names the pass. Ends with how many there were.
+Tables are the catalogue's at p 2 to 8 and m p to 4p and such that no catalogue has, with drawn
+costs, shares of microbatches and switches; two in five are cut in slices, with documents. Every one
+is verified and holds what a count by hand says. A misordered one (a copy back before its copy out,
+a use before it is back, a free after the use, a copy without its other end, a second forward before
+the first, behind its use or before the keys that it reads are back, two ranks that disagree on a
+lane they share) is refused in a line that names the pass. Ends with how many there were.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
+from megapipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Pass,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    build,
+    simulate,
+    verify,
+)
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.shapes.slices.slices import in_place
 from tools.proofs.tables.drawn import drawn_table, prove
@@ -43,7 +56,12 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
             table = drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
         else:
             name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
-            table = build(name, p, dice.randint(p, 4 * p), chunks=2 if SCHEDULES[name].chunks is None else None)
+            table = build(
+                name,
+                p,
+                dice.randint(p, 4 * p),
+                chunks=2 if SCHEDULES[name].chunks is None else None,
+            )
         if dice.random() < 0.4:
             n = dice.randint(1, 4)
             documents = tuple(sorted(dice.sample(range(1, n), dice.randint(0, n - 1))))
@@ -51,17 +69,23 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
     except ScheduleError:
         return None
     ranks = len(table.ranks)
-    switches = [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)] if dice.random() < 0.5 else []
+    switches = (
+        [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)] if dice.random() < 0.5 else []
+    )
     if dice.random() < 0.5:
         return with_offload(table, costs, share=dice.random(), switches=switches), costs
-    every = sorted({(x.stage, table.number(x)) for row in table.ranks for step in row for x in step})
+    every = sorted(
+        {(x.stage, table.number(x)) for row in table.ranks for step in row for x in step}
+    )
     again = set(dice.sample(every, dice.randint(0, len(every))))
     out = {x for x in every if x not in again and dice.random() < 0.7}
-    return with_offload(with_recompute(table, costs, chosen=again), costs, chosen=out, switches=switches), costs
+    return with_offload(
+        with_recompute(table, costs, chosen=again), costs, chosen=out, switches=switches
+    ), costs
 
 
 def check(table: Schedule, costs: Costs) -> None:
-    """Raises: ScheduleError or AssertionError for a table that is refused or holds something else."""
+    """Raise ScheduleError or AssertionError for a table that is refused or holds something else."""
     verify(table, costs=costs)
     time = simulate(table, costs)
     for rank in range(len(table.ranks)):
@@ -70,11 +94,17 @@ def check(table: Schedule, costs: Costs) -> None:
 
 
 def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> float:
-    """The most that a rank holds: intervals of each microbatch or slice, summed where one begins."""
+    """Return the most that a rank holds: intervals of microbatches, summed where one begins."""
     place = table.placement
     share = place.num_ranks / place.chain
     keys = costs.mem_k if table.cuts else 0.0
-    sizes = [costs.mem_b, costs.mem_w, costs.mem_b if costs.mem_o is None else costs.mem_o, costs.mem_r, keys]
+    sizes = [
+        costs.mem_b,
+        costs.mem_w,
+        costs.mem_b if costs.mem_o is None else costs.mem_o,
+        costs.mem_r,
+        keys,
+    ]
     whole = [float(x) * share for x in sizes]  # type: ignore[arg-type]
     intervals: list[tuple[float, float, float]] = []
 
@@ -87,8 +117,8 @@ def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> fl
         out, back, again, w = (f._replace(kind=k) for k in (Kind.O, Kind.L, Kind.R, Kind.W))
         used, begin = user(f), time.start[f]
         if table.cuts:
-            # Keys stay from their forward to their backward, but while the last slice of the document has them away;
-            # their gradients from that slice's backward on.
+            # Keys stay from their forward to their backward, but while the last slice of the
+            # document has them away; their gradients from that slice's backward on.
             b_size, o_size = b_size - k_size, o_size - k_size
             last = f._replace(slice=table.document(f)[-1])
             kept = time.start[again] if f == last and again in time.start else begin
@@ -105,7 +135,8 @@ def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> fl
             intervals.append((time.end[out], time.start[back], -o_size))
         if w in time.start:
             intervals.append((time.end[used], time.end[w], w_size))
-    # What is taken at an instant counts beside what is freed there: freed first, as a pass starts when another ends.
+    # What is taken at an instant counts beside what is freed there: freed first, as a pass starts
+    # when another ends.
     moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
     moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
     held = most = 0.0
@@ -116,7 +147,9 @@ def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> fl
 
 
 def misorder(dice: Random, table: Schedule) -> list[str]:
-    """The name of a mistake that was made in the table and refused; none where the table has no place for it."""
+    """The name of a mistake that was made in the table and refused; none where the table has no
+    place for it.
+    """
     rows = [list(row) for row in table.ranks]
     there = [x for row in rows for step in row for x in step if x.kind in (Kind.O, Kind.L, Kind.R)]
     if not there:
@@ -138,7 +171,9 @@ def misorder(dice: Random, table: Schedule) -> list[str]:
 
 
 def _at(rows: Rows, item: Pass) -> tuple[int, int] | None:
-    return next(((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step), None)
+    return next(
+        ((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step), None
+    )
 
 
 def _moved(item: Pass, other: Pass, *, behind: bool) -> Callable[[Rows, Schedule], Schedule | None]:
@@ -195,7 +230,9 @@ def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] |
         return None
     a, b = own[0], own[1]
     order = tuple({a: b, b: a}.get(x, x) for x in lane.order)
-    return replace(table, shared=tuple(x._replace(order=order) if x is lane else x for x in table.shared)), a
+    return replace(
+        table, shared=tuple(x._replace(order=order) if x is lane else x for x in table.shared)
+    ), a
 
 
 def _before_keys(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:

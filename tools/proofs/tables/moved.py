@@ -1,4 +1,6 @@
-"""Tables of drawn cases: with activations that leave the device or come a second time, weights that are shares."""
+"""Tables of drawn cases: with activations that leave the device or come a second time, weights that
+are shares.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from megapipe.schedule.families.offload.copies import with_offload, with_recompu
 from megapipe.schedule.families.sharding.runs import GATHERS
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 
-# Stages and microbatches, or slices, by what is left of their sum when it is divided by 3: on the host meanwhile,
-# computed again.
+# Stages and microbatches, or slices, by what is left of their sum when it is divided by 3: on the
+# host meanwhile, computed again.
 MOVED: dict[str, tuple[set[int], set[int]]] = {
     "none": (set(), set()),
     "out": ({0, 1, 2}, set()),
@@ -44,12 +46,16 @@ def moved(schedule: Schedule, memory: str) -> Schedule:
     every = sorted({(x.stage, schedule.number(x)) for x in forwards})
     if again:
         schedule = with_recompute(schedule, chosen={x for x in every if sum(x) % 3 in again})
-    return with_offload(schedule, chosen={x for x in every if sum(x) % 3 in out}) if out else schedule
+    return (
+        with_offload(schedule, chosen={x for x in every if sum(x) % 3 in out}) if out else schedule
+    )
 
 
 @lru_cache(maxsize=256)
 def sharded(schedule: Schedule, sharding: str, living: tuple[int, int, bool] | None) -> Schedule:
-    """The table with RS and, where weights are shares too, AF and AB. Raises: ScheduleError if it cannot have them."""
+    """The table with RS and, where weights are shares too, AF and AB. Raises: ScheduleError if it
+    cannot have them.
+    """
     if sharding == "none":
         return schedule
     table = with_sharded_weights(schedule, living=Living(*living) if living else ())

@@ -1,10 +1,12 @@
-"""Tables with pairs, drawn: verified, played with sends that wait for their receives, and timed by another clock.
+"""Tables with pairs, drawn: verified, played with sends that wait for their receives, and timed by
+another clock.
 
     python tools/proofs/tables/paired.py --seconds 60 --seed 1
 
-Of the catalogue at p 2 to 8 and m 1 to 4p, and of tables that no catalogue has. Every table comes out valid, shorter
-than it was, within its memory, with each stage's passes in their order; or is refused with a sentence that says why,
-and what it says to try does gain. Ends with how many of each there were.
+Of the catalogue at p 2 to 8 and m 1 to 4p, and of tables that no catalogue has. Every table comes
+out valid, shorter than it was, within its memory, with each stage's passes in their order; or is
+refused with a sentence that says why, and what it says to try does gain. Ends with how many of each
+there were.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from dataclasses import replace
 from random import Random
 from time import process_time
 
-from megapipe.schedule import SCHEDULES, Costs, Kind, Schedule, ScheduleError, build, simulate, unpaired, verify
+from megapipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Schedule,
+    ScheduleError,
+    build,
+    simulate,
+    unpaired,
+    verify,
+)
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.shapes.pairs.pairs import paired_bound, pairs
 from tools.proofs.tables.drawn import drawn_table
@@ -35,7 +47,14 @@ def main() -> None:
     while process_time() < args.seconds:
         table = drawn(dice)
         if table is not None:
-            seen[check(table, drawn_costs(dice), dice.choice((None, None, dice.uniform(1, 20))), args.tries)] += 1
+            seen[
+                check(
+                    table,
+                    drawn_costs(dice),
+                    dice.choice((None, None, dice.uniform(1, 20))),
+                    args.tries,
+                )
+            ] += 1
     print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
 
 
@@ -60,7 +79,9 @@ def drawn_costs(dice: Random) -> Costs:
     share = dice.uniform(0.05, 0.6)
     f, b, w = (dice.choice((5, 10, dice.uniform(1, 20))) for _ in range(3))
     links = dict.fromkeys(SHARES[: dice.choice((2, 3))], share)
-    return replace(Costs(f, b, w, comm=dice.choice((0, 0, 0.5)), piece=dice.choice((0, 0, 0.5))), **links)
+    return replace(
+        Costs(f, b, w, comm=dice.choice((0, 0, 0.5)), piece=dice.choice((0, 0, 0.5))), **links
+    )
 
 
 def check(table: Schedule, costs: Costs, memory: float | None, tries: int) -> str:

@@ -2,9 +2,10 @@
 
     python -m tools.proofs.tables.recipes --draw 500
 
-Flags of runs are drawn with up to three features. Each run has its table, and the table of a batch half as large, which
-a batch that grows begins with. The recipe of each is printed as a line and given to `show` with the plan's costs; both
-tables must be equal, pass by pass. Searched orders are left out, as `show` searches longer than a run does.
+Flags of runs are drawn with up to three features. Each run has its table, and the table of a batch
+half as large, which a batch that grows begins with. The recipe of each is printed as a line and
+given to `show` with the plan's costs; both tables must be equal, pass by pass. Searched orders are
+left out, as `show` searches longer than a run does.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def different(config: Config, plan: Plan) -> str | None:
 
 def main() -> int:
     """Draw runs and compare. Returns 1 if a table differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--draw", type=int, default=500, help="runs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -65,7 +68,9 @@ def main() -> int:
         counts["runs"] += 1
         found = [different(config, plan)]
         if half := config.num_microbatches // 2:
-            smaller = config.with_batch(half * (config.global_batch_size or 1) // config.num_microbatches)
+            smaller = config.with_batch(
+                half * (config.global_batch_size or 1) // config.num_microbatches
+            )
             with contextlib.suppress(UserError):
                 found.append(different(smaller, with_batch(plan, smaller)))
         counts["tables"] += len(found)

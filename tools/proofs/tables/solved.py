@@ -1,12 +1,14 @@
-"""The solver of hold, offload and recompute against what one would do by hand, and against every choice there is.
+"""The solver of hold, offload and recompute against what one would do by hand, and against every
+choice there is.
 
     python tools/proofs/tables/solved.py --draws 200 --exhaustive 200 --seed 1
     python tools/proofs/tables/solved.py --table
 
-Draws at p 8, m 16: costs, a copy ratio of 0.5, 1 or 2 and a memory of 50% or 25% of 1F1B's. The solver must never be
-worse than the best of V-Half and V-Min where they fit, 1F1B with all computed again, whatever that holds, and 1F1B with
-copies alone; nor than the same two on any table of the catalogue. Exhaustive: 1F1B at p 3, m 4, every choice for the
-two ranks that hold more than one microbatch. --table: F = B = W, beside what each way takes by itself.
+Draws at p 8, m 16: costs, a copy ratio of 0.5, 1 or 2 and a memory of 50% or 25% of 1F1B's. The
+solver must never be worse than the best of V-Half and V-Min where they fit, 1F1B with all computed
+again, whatever that holds, and 1F1B with copies alone; nor than the same two on any table of the
+catalogue. Exhaustive: 1F1B at p 3, m 4, every choice for the two ranks that hold more than one
+microbatch. --table: F = B = W, beside what each way takes by itself.
 """
 
 from __future__ import annotations
@@ -47,13 +49,19 @@ def main() -> None:
         found = answer(costs, memory, args.tries)
         spent += process_time() - began
         for i, best in enumerate(by_hand):
-            assert found <= best * (1 + 1e-9), f"{costs}, memory {memory:g}: {found:g}, by hand {by_hand}"
+            assert found <= best * (1 + 1e-9), (
+                f"{costs}, memory {memory:g}: {found:g}, by hand {by_hand}"
+            )
             better[i] += found < best * (1 - 1e-9)
             gained[i] += 1 - found / best if best < inf else 0.0
         if n % 10 == 0 or n == args.draws:
-            said = [f"in {count / n:.0%}, by {gain / n:.1%}" for count, gain in zip(better, gained, strict=True)]
+            said = [
+                f"in {count / n:.0%}, by {gain / n:.1%}"
+                for count, gain in zip(better, gained, strict=True)
+            ]
             print(
-                f"{n} draws: never worse; better than on 1F1B or V {said[0]}, than on any table {said[1]}; "
+                f"{n} draws: never worse; better than on 1F1B or V {said[0]}, than on any table "
+                f"{said[1]}; "
                 f"{spent / n:.1f} s of CPU each",
                 flush=True,
             )
@@ -64,33 +72,53 @@ def exhaustive(dice: Random, draws: int) -> None:
     """Compare with every choice, and say how far off the worst is."""
     worst, possible = 0.0, 0
     for _ in range(draws):
-        costs, memory = drawn_costs(dice, dice.choice((0.5, 1.0, 2.0))), dice.choice((1.0, 1.5, 2.0))
+        costs, memory = (
+            drawn_costs(dice, dice.choice((0.5, 1.0, 2.0))),
+            dice.choice((1.0, 1.5, 2.0)),
+        )
         table = build("1f1b", 3, 4)
         best = min(every(table, costs, memory), default=inf)
         if best < inf:
-            worst, possible = max(worst, solve([table], costs, memory).makespan / best - 1), possible + 1
+            worst, possible = (
+                max(worst, solve([table], costs, memory).makespan / best - 1),
+                possible + 1,
+            )
             assert worst <= 0.02
     if draws:
-        print(f"{possible} of {draws} exhaustive: at most {worst:.2%} above the best of every choice")
+        print(
+            f"{possible} of {draws} exhaustive: at most {worst:.2%} above the best of every choice"
+        )
 
 
 def print_table(tries: int) -> None:
     """Print the makespans of the solver, and of each way by itself, at F = B = W."""
-    print("| memory | K | solved | V-Min | 1F1B computed again | 1F1B copied | any table computed again | any copied |")
+    print(
+        "| memory | K | solved | V-Min | 1F1B computed again | 1F1B copied | any table computed "
+        "again | any copied |"
+    )
     for memory, ratio in product((4.0, 2.0), (0.5, 1.0, 2.0)):
         costs = Costs(o=ratio, l=ratio)
         plain = list(tables(RANKS, MICROBATCHES, costs))
         some = [[one for one in plain if one.name == PLAIN], plain]
         alone = [way(some_tables, costs, memory) for some_tables in some for way in (again, copied)]
-        found = [answer(costs, memory, tries), fitting([build("v-min", RANKS, MICROBATCHES)], costs, memory), *alone]
-        print("| " + " | ".join(f"{x:g}" if x < inf else "-" for x in (memory, ratio, *found)) + " |", flush=True)
+        found = [
+            answer(costs, memory, tries),
+            fitting([build("v-min", RANKS, MICROBATCHES)], costs, memory),
+            *alone,
+        ]
+        print(
+            "| " + " | ".join(f"{x:g}" if x < inf else "-" for x in (memory, ratio, *found)) + " |",
+            flush=True,
+        )
 
 
 def answer(costs: Costs, memory: float, tries: int = TRIES) -> float:
     """The solver's makespan; infinite if it finds nothing that fits."""
     size = RANKS, MICROBATCHES, costs
     try:
-        return solve([*tables(*size), *searched(*size, memory)], costs, memory, tries=tries).makespan
+        return solve(
+            [*tables(*size), *searched(*size, memory)], costs, memory, tries=tries
+        ).makespan
     except ScheduleError:
         return inf
 
@@ -104,14 +132,20 @@ def draw(dice: Random) -> tuple[Costs, float]:
 def drawn_costs(dice: Random, ratio: float) -> Costs:
     """Draw costs whose copies each take `ratio` of a forward."""
     f, b, w = 1.0, dice.uniform(0.8, 1.6), dice.uniform(0.6, 1.1)
-    return Costs(f, b, w, comm=dice.choice((0.0, 0.05, 0.1)), mem_w=dice.uniform(0.2, 1), o=ratio, l=ratio)
+    return Costs(
+        f, b, w, comm=dice.choice((0.0, 0.05, 0.1)), mem_w=dice.uniform(0.2, 1), o=ratio, l=ratio
+    )
 
 
 def ways(costs: Costs, memory: float) -> tuple[float, float]:
     """The best by hand: of 1F1B and the V schedules, and of any table of the catalogue."""
     plain = list(tables(RANKS, MICROBATCHES, costs))
     one = [table for table in plain if table.name == PLAIN]
-    v = fitting([build(name, RANKS, MICROBATCHES, costs=costs) for name in ("v-half", "v-min")], costs, memory)
+    v = fitting(
+        [build(name, RANKS, MICROBATCHES, costs=costs) for name in ("v-half", "v-min")],
+        costs,
+        memory,
+    )
     return (
         min(v, again(one, costs, inf), copied(one, costs, memory)),
         min(v, again(plain, costs, memory), copied(plain, costs, memory)),
@@ -125,20 +159,35 @@ def again(plain: Sequence[Schedule], costs: Costs, memory: float) -> float:
 
 def copied(plain: Sequence[Schedule], costs: Costs, memory: float) -> float:
     """The best with copies of a share of the microbatches."""
-    return fitting([with_offload(table, costs, share=x) for table in plain for x in SHARES], costs, memory)
+    return fitting(
+        [with_offload(table, costs, share=x) for table in plain for x in SHARES], costs, memory
+    )
 
 
 def fitting(made: Sequence[Schedule], costs: Costs, memory: float) -> float:
     """Return the least makespan of the tables that fit."""
     times = [simulate(one, costs) for one in made]
-    return min((time.makespan for time in times if max(time.peak) <= memory * (1 + 1e-9)), default=inf)
+    return min(
+        (time.makespan for time in times if max(time.peak) <= memory * (1 + 1e-9)), default=inf
+    )
 
 
 def every(table: Schedule, costs: Costs, memory: float) -> Iterator[float]:
-    """The makespan of every choice that fits. The last rank holds one microbatch at a time, whatever is chosen."""
-    places, weigh = [(stage, microbatch) for stage in range(2) for microbatch in range(4)], scales(table, costs, memory)
+    """The makespan of every choice that fits. The last rank holds one microbatch at a time,
+    whatever is chosen.
+    """
+    places, weigh = (
+        [(stage, microbatch) for stage in range(2) for microbatch in range(4)],
+        scales(table, costs, memory),
+    )
     for verbs in product(Verb, repeat=len(places)):
-        weight = weigh({place: verb for place, verb in zip(places, verbs, strict=True) if verb is not Verb.HOLD})
+        weight = weigh(
+            {
+                place: verb
+                for place, verb in zip(places, verbs, strict=True)
+                if verb is not Verb.HOLD
+            }
+        )
         yield weight.makespan if weight.fits else inf
 
 

@@ -1,10 +1,12 @@
-"""Runs with two passes together, and the same runs one pass after the other, drawn: every number has the same bits.
+"""Runs with two passes together, and the same runs one pass after the other, drawn: every number
+has the same bits.
 
     python tools/proofs/tables/together.py --cases 100 --seed 1
 
-Cases are those of tools/proofs/fuzz_equivalence.py whose ranks have communication to hide; pairs are those of the
-transform, and neighbours in a row joined by dice, of any two kinds. Losses, norms, gradients, weights and what routers
-saw are compared. Ends with how often passes took turns, and what the cases had.
+Cases are those of tools/proofs/fuzz_equivalence.py whose ranks have communication to hide; pairs
+are those of the transform, and neighbours in a row joined by dice, of any two kinds. Losses, norms,
+gradients, weights and what routers saw are compared. Ends with how often passes took turns, and
+what the cases had.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from pathlib import Path
 from random import Random
 from time import monotonic
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # a fresh clone runs it before anything is installed
+sys.path.insert(
+    0, str(Path(__file__).parents[3])
+)  # a fresh clone runs it before anything is installed
 
 import torch
 
@@ -36,9 +40,13 @@ def cases(seed: int) -> Iterator[Case]:
     dice = Random(seed)
     while True:
         case = draw(dice)
-        case = replace(case, vocabulary=False, compile=False, joined=dice.choice((None, dice.randrange(10**6))))
+        case = replace(
+            case, vocabulary=False, compile=False, joined=dice.choice((None, dice.randrange(10**6)))
+        )
         case = replace(case, paired=case.joined is None or dice.random() < 0.5)
-        if max(case.tp, case.cp, case.ep) > 1 and any(len(step) == 2 for row in table(case).ranks for step in row):
+        if max(case.tp, case.cp, case.ep) > 1 and any(
+            len(step) == 2 for row in table(case).ranks for step in row
+        ):
             yield case
 
 
@@ -67,7 +75,9 @@ def differences(case: Case) -> list[str]:
     for rank, (mine, other) in enumerate(zip(run(case), run(plain, apart=same_table), strict=True)):
         for kind, value in mine._asdict().items():
             if not same(value, getattr(other, kind)):
-                found.append(f"rank {rank}: {kind} {value} with pairs, {getattr(other, kind)} without")
+                found.append(
+                    f"rank {rank}: {kind} {value} with pairs, {getattr(other, kind)} without"
+                )
     return found
 
 
@@ -79,7 +89,10 @@ def same(a: object, b: object) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, Part) and isinstance(b, Part):
-        return torch.equal(a.tensor.nan_to_num(nan=7.0), b.tensor.nan_to_num(nan=7.0)) and a.pieces == b.pieces
+        return (
+            torch.equal(a.tensor.nan_to_num(nan=7.0), b.tensor.nan_to_num(nan=7.0))
+            and a.pieces == b.pieces
+        )
     return repr(a) == repr(b)
 
 
@@ -112,14 +125,19 @@ def main() -> None:
                 "recomputation": case.recompute != "none",
                 "dropout": max(case.hidden_dropout, case.attention_dropout) > 0,
                 "16 bits": case.dtype.endswith("16"),
-                "split backwards": any(x.kind.is_split for row in table(case).ranks for step in row for x in step),
+                "split backwards": any(
+                    x.kind.is_split for row in table(case).ranks for step in row for x in step
+                ),
             }.items()
             if has
         )
         if monotonic() - said > 10:
             said = monotonic()
             print(f"{number + 1} cases, no difference", flush=True)
-    print(f"{args.cases} cases, seed {args.seed}: the same bits; passes took turns {turns['turns']} times")
+    print(
+        f"{args.cases} cases, seed {args.seed}: the same bits; passes took turns {turns['turns']} "
+        "times"
+    )
     print(", ".join(f"{n} with {what}" for what, n in seen.most_common()))
 
 

@@ -4,12 +4,13 @@ Misordered ones are refused.
 
     python tools/proofs/tables/weights.py --tables 300 --misorders 300 --seed 1
 
-Tables are the catalogue's at p 1 to 8 and m p to 4p and such that no catalogue has, with drawn costs and ways to live,
-some with R or with O and L. Every one is verified and holds what a count by hand says; none has more stages whole than
-it was told to, but where one step needs two. A misordered one (a gather behind its first use, none before the first,
-one again before the last use of the run, one under another's name, a sum before its last gradient or behind a later
-one, a gradient that nothing sums, a reduction of the whole step beside) is refused in a line that names the pass. Ends
-with how many of each there were.
+Tables are the catalogue's at p 1 to 8 and m p to 4p and such that no catalogue has, with drawn
+costs and ways to live, some with R or with O and L. Every one is verified and holds what a count by
+hand says; none has more stages whole than it was told to, but where one step needs two. A
+misordered one (a gather behind its first use, none before the first, one again before the last use
+of the run, one under another's name, a sum before its last gradient or behind a later one, a
+gradient that nothing sums, a reduction of the whole step beside) is refused in a line that names
+the pass. Ends with how many of each there were.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from random import Random
 
-from megapipe.schedule import SCHEDULES, Costs, Kind, Pass, Schedule, ScheduleError, Timeline, build, simulate, verify
+from megapipe.schedule import (
+    SCHEDULES,
+    Costs,
+    Kind,
+    Pass,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    build,
+    simulate,
+    verify,
+)
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.kinds import Lane
@@ -30,10 +42,12 @@ GATHERS, READS, ADDS = {Kind.AF, Kind.AB}, {Kind.F, Kind.B, Kind.BW, Kind.R}, {K
 
 
 def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
-    """Draw a table of sharded weights, its costs and the request; None if there is no such table."""
+    """Draw a table of sharded weights, its costs and the request; None if there is no table."""
     p = dice.randint(1, 8)
     sizes = {name: dice.uniform(0.1, 4) for name in ("mem_a", "mem_g")}
-    times = {name: dice.uniform(0.5, 2) for name in ("f", "b", "w")} | {x: dice.uniform(0, 3) for x in ("a", "g")}
+    times = {name: dice.uniform(0.5, 2) for name in ("f", "b", "w")} | {
+        x: dice.uniform(0, 3) for x in ("a", "g")
+    }
     costs = Costs(**times, **sizes, comm=dice.choice((0.0, 0.1)), mem_b=0, mem_w=0)
     try:
         if dice.random() < 0.2:
@@ -45,7 +59,9 @@ def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
         if dice.random() < 0.3:
             table = with_recompute(table, costs, share=dice.random())
         elif dice.random() < 0.2:
-            table = with_offload(table, replace(costs, o=dice.random(), l=dice.random()), share=dice.random())
+            table = with_offload(
+                table, replace(costs, o=dice.random(), l=dice.random()), share=dice.random()
+            )
         living = Living(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
         return with_sharded_weights(table, costs, living), costs, living
     except ScheduleError:
@@ -53,23 +69,40 @@ def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
 
 
 def check(table: Schedule, costs: Costs, living: Living) -> None:
-    """Raises: ScheduleError or AssertionError for a table that is refused or holds something else."""
+    """Raise ScheduleError or AssertionError for a table that is refused or holds something else."""
     verify(table, costs=costs)
     time, place = simulate(table, costs), table.placement
     for rank, row in enumerate(table.ranks):
         intervals = whole_by_hand(row, time)
-        of_weights, of_gradients = (float(x) * place.num_ranks / place.chain for x in (costs.mem_a, costs.mem_g))  # type: ignore[arg-type]
-        mine = most([(a, b, of_weights if weights else of_gradients) for a, b, weights, _ in intervals])
-        assert abs(mine - time.peak[rank]) < 1e-6 * max(1, mine), (table.name, rank, mine, time.peak[rank])
-        places = max(living.weights, *(len({x.stage for x in step if x.kind in READS}) for step in row))
+        sizes = (costs.mem_a, costs.mem_g)
+        of_weights, of_gradients = (
+            float(x) * place.num_ranks / place.chain  # type: ignore[arg-type]
+            for x in sizes
+        )
+        mine = most(
+            [(a, b, of_weights if weights else of_gradients) for a, b, weights, _ in intervals]
+        )
+        assert abs(mine - time.peak[rank]) < 1e-6 * max(1, mine), (
+            table.name,
+            rank,
+            mine,
+            time.peak[rank],
+        )
+        places = max(
+            living.weights, *(len({x.stage for x in step if x.kind in READS}) for step in row)
+        )
         drops = {last for *_, weights, last in intervals if weights}
         changes = [sum(x.kind in GATHERS for x in step) - sum(x in drops for x in before)
                    for before, step in pairwise([(), *row])]  # fmt: skip
         assert max(accumulate(changes)) <= places, (table.name, rank, living)
 
 
-def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tuple[float, float, bool, Pass]]:
-    """From when to when the weights (True) or the gradient of a stage are whole, and which pass is the last then."""
+def whole_by_hand(
+    row: tuple[tuple[Pass, ...], ...], time: Timeline
+) -> list[tuple[float, float, bool, Pass]]:
+    """From when to when the weights (True) or the gradient of a stage are whole, and which pass is
+    the last then.
+    """
     flat, found = [x for step in row for x in step], []
     for stage in {x.stage for x in flat}:
         own = [x for x in flat if x.stage == stage]
@@ -80,9 +113,12 @@ def whole_by_hand(row: tuple[tuple[Pass, ...], ...], time: Timeline) -> list[tup
         writes = [x for x in own if x.kind in ADDS | {Kind.B, Kind.RS}]
         cuts = [i for i, x in enumerate(writes) if x.kind is Kind.RS]
         for begin, end in zip([-1, *cuts], cuts, strict=False):
-            # Until someone waits for the reduction: the next one of the rank, or the next gradient of the stage.
+            # Until someone waits for the reduction: the next one of the rank, or the next gradient
+            # of the stage.
             reduce, again = writes[end], [time.start[x] for x in writes[end + 1 : end + 2]]
-            behind = [_posted(flat, x, time) for x in flat[flat.index(reduce) + 1 :] if x.kind is Kind.RS]
+            behind = [
+                _posted(flat, x, time) for x in flat[flat.index(reduce) + 1 :] if x.kind is Kind.RS
+            ]
             free = max(time.end[reduce], min([*behind[:1], *again], default=0.0))
             found.append((time.start[writes[begin + 1]], free, False, reduce))
     return found
@@ -97,7 +133,9 @@ def _posted(flat: list[Pass], item: Pass, time: Timeline) -> float:
 
 
 def most(intervals: list[tuple[float, float, float]]) -> float:
-    """The largest sum of sizes at any time; of what ends where another begins both are counted only if they must."""
+    """The largest sum of sizes at any time; of what ends where another begins both are counted only
+    if they must.
+    """
     moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
     moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
     held = top = 0.0
@@ -108,13 +146,17 @@ def most(intervals: list[tuple[float, float, float]]) -> float:
 
 
 def misorder(dice: Random, table: Schedule) -> list[str]:
-    """The name of a mistake that was made in the table and refused; none where the table has no place for it."""
+    """The name of a mistake that was made in the table and refused; none where the table has no
+    place for it.
+    """
     rows = [list(row) for row in table.ranks]
     name = dice.choice(list(MISTAKES))
     there = [x for row in rows for step in row for x in step if x.kind in MISTAKES[name][0]]
     made = None
     for item in dice.sample(there, min(len(there), 8)):
-        rank, i = next((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step)
+        rank, i = next(
+            (r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step
+        )
         if (made := MISTAKES[name][1](rows[rank], i, item)) is not None:
             break
     if made is None:
@@ -137,7 +179,11 @@ Mistake = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
 
 def _uses(row: Row, at: int, stage: int, kinds: set[Kind]) -> list[int]:
     """Return the steps after step `at` with passes of a stage of these kinds."""
-    return [i for i in range(at + 1, len(row)) if any(x.stage == stage and x.kind in kinds for x in row[i])]
+    return [
+        i
+        for i in range(at + 1, len(row))
+        if any(x.stage == stage and x.kind in kinds for x in row[i])
+    ]
 
 
 def _moved(row: Row, i: int, to: int) -> Row:
@@ -158,7 +204,11 @@ def _never_gathered(row: Row, i: int, gather: Pass) -> tuple[Row, Pass] | None:
         return None  # the run before goes on: a table that holds more
     if not any(x.kind in GATHERS for step in [*row[:i], *row[i + 1 :]] for x in step):
         return None  # where no rank has others, weights live for ever
-    use = next(x for x in row[_uses(row, i, gather.stage, READS)[0]] if x.stage == gather.stage and x.kind in READS)
+    use = next(
+        x
+        for x in row[_uses(row, i, gather.stage, READS)[0]]
+        if x.stage == gather.stage and x.kind in READS
+    )
     return [*row[:i], *row[i + 1 :]], use
 
 
