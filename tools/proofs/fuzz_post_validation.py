@@ -294,7 +294,9 @@ def draw(rng: random.Random) -> Case:
 
 @cache
 def made_datasets() -> Datasets:
-    """Those of every case: of some documents each, where all of the mock data take seconds to index."""
+    """Those of every case: of some documents each, where all of the mock data take seconds to
+    index.
+    """
     source = MockTokens(VOCAB, VOCAB - 1)
 
     def part(first: int, last: int) -> GPTDataset:

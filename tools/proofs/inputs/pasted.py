@@ -40,7 +40,8 @@ OWN = (
     "--pipeline-model-parallel-size 2",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --micro-batch-size 1",
     "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
-    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule "
+    "interleaved",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
