@@ -6,7 +6,7 @@
     mp.simulate(table, mp.Costs(f=10, b=11, w=8)).bubble
     mp.compare(4, 8, ["1f1b", "zb-h1", "zb-v"])            # a table
 
-Schedules, which need no torch:
+Schedules, which need no torch (megapipe.schedule has more):
 
     build        a Schedule by its name, from a file or function, or of a Recipe
     Recipe       how a schedule is made: its order, slices, pairs, offload, sharding, ...
