@@ -161,7 +161,7 @@ class Spoil(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank knows at the end."""
+    """The results that a rank has at the end."""
 
     results: list[StepResult]
     scales: list[float]
@@ -232,7 +232,7 @@ def run_case(case: Case) -> tuple[list[str], int, int]:
 
 
 def differences(ones: Sequence[Outcome], others: Sequence[Outcome]) -> list[str]:
-    """What has other bits, of every rank."""
+    """Return the numbers of every rank that are not bitwise equal."""
     found = []
     for rank, (a, b) in enumerate(zip(ones, others, strict=True)):
         for what in ("results", "scales"):
@@ -294,7 +294,7 @@ def draw(rng: random.Random) -> Case:
 
 @cache
 def made_datasets() -> Datasets:
-    """Those of every case: of some documents each, where all of the mock data take seconds to
+    """Return the datasets of every case, of a few documents each: all mock data take seconds to
     index.
     """
     source = MockTokens(VOCAB, VOCAB - 1)

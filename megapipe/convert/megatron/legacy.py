@@ -252,6 +252,7 @@ class LegacyTensors:
             "convert the weights alone with --no-load-optim"
         )
         decoupled = any(group.get("is_decoupled_lr") for group in groups)
+        # Numbers and main parameters of a group are in the order of the group's parameters.
         for group, main in zip(groups, mains or [[] for _ in groups], strict=True):
             params = self._params(rank, group, decoupled)
             if len(params) != len(group["params"]):

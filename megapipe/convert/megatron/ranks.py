@@ -224,6 +224,7 @@ class _RankFile:
             place = self.names.index(module)
             parts = self._parts(name, layout.mine(whole, self.axis))
             found += [(place, j, theirs, x) for j, (theirs, x) in enumerate(parts)]
+        # By place in the modules, and then by expert. The sort is stable: fc1 stays before fc2.
         found.sort(key=lambda row: row[:2])
         # A slice alone: torch.save would write all of the tensor that it is a view of.
         return {name: x.clone(memory_format=torch.contiguous_format) for *_, name, x in found}

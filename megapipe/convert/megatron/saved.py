@@ -190,6 +190,7 @@ class SavedRun:
         args = self.args
         if args.get("pipeline_model_parallel_layout") is not None:
             raise self._refused(": --pipeline-model-parallel-layout is not supported")
+        # Saved with rows of its own for each rank, so that the run's sizes are needed.
         tp = int(args["tensor_model_parallel_size"])
         pp = int(args["pipeline_model_parallel_size"])
         chunks = int(args.get("virtual_pipeline_model_parallel_size") or 1)
