@@ -163,7 +163,7 @@ def test_the_package_says_its_version_and_what_is_in_it():
     assert said.stdout == f"megapipe {megapipe.__version__}\n"
     assert "megapipe.schedule" in megapipe.__doc__
     with pytest.raises(AttributeError, match="a part of it is imported by name"):
-        _ = megapipe.build
+        _ = megapipe.biuld
 
 
 def test_a_mistake_in_a_new_folder_is_said_in_a_line_by_its_script(tmp_path):
