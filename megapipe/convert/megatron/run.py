@@ -55,9 +55,9 @@ def import_megatron(
     # A release is a start for new runs: weights without a place in a run.
     released = folder.name == "release"
     with_state = optimizer and not released and run.has_state()
-    # Weights have the kind "".
     read: Read = run.source.read
     steps = None
+    # The kind "" is the weights.
     kinds = [""]
     if with_state:
         read, steps = run.state()

@@ -51,7 +51,11 @@ def cases(seed: int) -> Iterator[Case]:
 
 
 def run(case: Case, *, apart: bool = False) -> list[Outcome]:
-    """Run ranks as threads, and return the results of each at the end."""
+    """Run ranks as threads, and return the results of each at the end.
+
+    Args:
+        apart: pairs run one pass after the other.
+    """
     sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
     names = vars(pairs)
     how, names["how"] = names["how"], (lambda *_: How.APART) if apart else names["how"]
