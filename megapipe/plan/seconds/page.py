@@ -47,15 +47,13 @@ def page(plan: Plan, config: Config, device: Device) -> str:
     """Return lines on the seconds of a step, on where they go, and on the assumed rates."""
     found = numbers(timed(plan, config, device), device)
     size, _ = checkpoint_bytes(plan, config)
-    ranks = ", ".join(f"{peak / GIB:.3g}" for peak in plan.peak_bytes)
     parts = "  ".join(f"{name} {share:.1%}" for name, share in found["shares"].items())
     return "\n".join(
         [
             f"predicted step {in_short(found)}",
             f"  {parts}",
-            f"  peak GiB by pipeline rank: {ranks}; a checkpoint has {size / GIB:.3g} GiB",
             f"  assumed: {device.assumed}",
-            f"plan {digest(plan, config)}",
+            f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB",
         ]
     )
 
