@@ -40,8 +40,9 @@ def build_stage(
     """Return the provider's stage with its initial values, on the device of tp.
 
     Args:
+        provider: (config, span, tp) -> the stage.
         model: the model's configuration. span: the layers of the stage.
-        seed: of all initial values.
+        tp: the tensor-parallel axis. seed: of all initial values.
     Raises: ConfigError if a parameter without Layout is missing, or has another shape, when its
         layer is built alone.
     """
@@ -69,9 +70,11 @@ def build_stage(
 
 @torch.no_grad()
 def _copy_values(wanted: dict[str, Tensor], piece: nn.Module) -> None:
-    """Copy a piece's values into the tensors of the same name and shape.
+    """Copy a module's values into the tensors of the same names and shapes.
 
-    wanted: tensors that have no value yet; the ones found here are removed.
+    Args:
+        wanted: tensors by name that have no value yet; the ones found here are removed.
+        piece: the module, a part of the stage that was built alone.
     """
     for name, value in _tensors(piece).items():
         if name in wanted and wanted[name].shape == value.shape:
@@ -90,7 +93,7 @@ def _check_copied(missing: set[str], span: LayerSpan) -> None:
 
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
-    """Yield the pieces of a span: each layer alone, then the embedding, then the loss.
+    """Yield the spans that are built alone for initial values: each layer, the embedding, the loss.
 
     The last two contain a layer too. Its values are ignored, because a layer's values come from
     the piece with that layer alone.

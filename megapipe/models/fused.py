@@ -97,7 +97,10 @@ def weighted_swiglu(x: Tensor, weight: Tensor) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
     """Rotate the first channels of x, or rotate them back.
 
-    back: use the opposite angle. A rotation's gradient is the rotation back.
+    Args:
+        x: [s, b, heads, d]. cos, sin: [s, 1 or b, 1, dim].
+        interleaved: channels 2i and 2i+1 form a pair; otherwise i and i + dim/2.
+        back: use the opposite angle, as for the gradient.
     """
     if back:
         sin = -sin
@@ -177,10 +180,12 @@ def _norm_backward(
     bias: Tensor | None,
     epsilon: float,
 ) -> list[Tensor]:
-    """Return the gradients of x, weight and, for LayerNorm, bias.
+    """Return the gradients of x, weight and, for LayerNorm, bias, in this order.
 
     Args:
-        grad: gradient of the norm's output. carried: gradient of x from elsewhere, added to x's.
+        grad: gradient of the norm's output, [..., n].
+        carried: gradient of x from the residual connection, added to x's; or None.
+        x: [..., n], the norm's input. bias: None for RMSNorm.
     """
     # With u = (x - mean) scale and g = dy weight (Ba et al. 2016):
     #   dx = scale (g - u mean(g u) - mean(g)). RMSNorm has neither mean.

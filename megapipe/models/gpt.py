@@ -126,9 +126,10 @@ class Embedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The transformer layers of a span, and the final norm on the stage with the loss.
+    """The transformer layers of one stage, and the final norm if the stage computes the loss.
 
     Args:
+        span: the numbers of the layers.
         layer: builds a layer from (config, tp, the layer's number in the whole model).
     """
 
@@ -189,7 +190,7 @@ class Depth(nn.Module):
     """One depth of multi-token prediction, a pipeline stage of its own.
 
     Its embedding and its head repeat the model's weights. Where all ranks share the vocabulary, it
-    has neither word embedding nor head.
+    has neither word embedding nor head, and `forward` is given the word embeddings.
     """
 
     def __init__(

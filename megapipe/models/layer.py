@@ -83,10 +83,13 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x + delta, dropout(half(norm(x + delta)))); the caller adds these two.
 
+        The sum is left to the next norm, so that a GPU computes both in one kernel.
+
         Args:
             delta: output of the half before, not yet added to x; None at the start of a layer.
+            norm: the norm before this half.
             half: attention or MLP.
-            site: names the dropout mask within the layer.
+            site: the place in the layer, which seeds the dropout mask.
         """
         # The sum is kept in any case, as the residual stream, so recomputing the norm needs nothing
         # more.

@@ -18,8 +18,8 @@ class Norm(nn.Module):
     the weight minus 1.
 
     Args:
-        sum_over_tp: set if this rank normalises only some of the vectors that share the weight, so
-            that the weight's gradients must be summed over tensor parallelism. See Layout.
+        sum_over_tp: set if this rank normalises only some of the vectors, its heads or its tokens.
+            The gradients of weight and bias must then be summed over tensor parallelism.
     """
 
     def __init__(self, config: ModelConfig, size: int, *, sum_over_tp: bool = False) -> None:

@@ -27,17 +27,17 @@ FLAG = "--model-provider"
 
 
 def gpt_provider(config: ModelConfig, span: LayerSpan, tp: Axis) -> nn.Module:
-    """Build a stage of megapipe's own GPT."""
+    """Build a stage of megapipe's own GPT, the layers and ends that `span` names, split over tp."""
     return GPTModel(config, span, tp)
 
 
 def stage_provider(provider: Provider, own: Sequence[LayerSpan] = ()) -> StageProvider:
-    """Return the provider as a function of (config, span, tp).
+    """Return the provider as a function (config, span, tp) -> stage.
 
     Args:
-        provider: a StageProvider, or a function with a parameter `pre_process`. The latter is
-            called with the keywords that its signature names, among pre_process, post_process,
-            vp_stage, config, span and tp.
+        provider: such a function, or one with a parameter `pre_process`, as in Megatron-LM. The
+            latter is called with the keywords that its signature names, among pre_process,
+            post_process, vp_stage, config, span and tp.
         own: the spans of this rank's stages in order. A stage's position among them is its
             vp_stage; vp_stage is None on a rank with a single stage.
     """

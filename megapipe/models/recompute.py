@@ -95,9 +95,9 @@ def without_result(
 ) -> Tensor:
     """Return use(function(x)) without keeping function's result until backward.
 
-    Where `use` would save the result or a view of it, x is saved instead. Backward computes the
-    result again. No other tensor is kept, as function's own backward needs x anyway. Costs a
-    second forward of `function`.
+    Where autograd would save the result or a view of it for `use`, x is saved instead. Backward
+    computes the result again, at the cost of a second forward of `function`. No memory is added, as
+    function's own backward needs x anyway.
     """
     y = function(x)
     if not (current_stream().recomputes and y.requires_grad):

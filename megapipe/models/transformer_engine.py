@@ -163,9 +163,10 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
 
 
 def knows(fp8: Recipe) -> bool:
-    """Return whether te.Linear can follow a recipe when a schedule reorders passes.
+    """Return whether te.Linear supports this FP8 recipe in a schedule that reorders passes.
 
-    Its delayed scales change with every pass, and it always quantises for the weight's gradient.
+    It does not support delayed scales, which it changes with every pass. Nor does it support
+    unquantised weight gradients: it quantises their operands always.
     """
     return fp8.kind != "delayed" and fp8.weight_grads
 

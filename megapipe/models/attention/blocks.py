@@ -31,11 +31,11 @@ _ROWS_GPU = 512
 
 
 class _Block(NamedTuple):
-    """Some queries, and some keys that they attend to.
+    """A block of the scores: some queries, and some keys that they attend to.
 
     Attributes:
         queries, keys: their positions in the whole sequence.
-        rows, columns: where these lie in this rank's tensors of queries and of keys.
+        rows: the queries' slice of this rank's tensor of queries. columns: the keys', of its keys.
         whole: the queries of the dropout block around this one. It is cut from the whole sequence.
         first: the first key that any query of `whole` attends to. Dropout masks are drawn for the
             queries `whole` and the keys from `first` on.
@@ -53,15 +53,17 @@ class _Block(NamedTuple):
 class MaskSpec:
     """Which keys each query attends to, and how dropout changes the probabilities.
 
-    Attention is causal: a query never attends to later tokens.
+    Attention is causal: a query never attends to later tokens. The methods cut the scores of this
+    rank into blocks and compute one block's scores and dropout mask.
 
     Attributes:
         length: tokens of the whole sequences.
-        stream: the microbatch's random stream, context-parallel ranks and slice.
+        stream: the running microbatch: the seed of its random numbers, and which tokens of its
+            sequences are on this rank.
         window: how many earlier tokens a query attends to, besides itself; None for all.
         documents: if given, a query attends only to its own document.
         p: probability of dropout.
-        site: layer and place in the layer; together with the stream it names the dropout masks.
+        site: the layer and the place in it. The dropout masks are seeded by stream and site.
         heads: the ranks that split the heads.
     """
 
@@ -74,9 +76,9 @@ class MaskSpec:
     heads: Axis = ALONE
 
     def first_seen(self, token: int) -> int:
-        """Return the first token that the query at this position attends to.
+        """Return the first token that the query at position `token` attends to.
 
-        Documents differ between the microbatch's sequences; the earliest token of all counts.
+        It is the earliest one of all sequences, where their documents differ.
         """
         first = 0
         if self.window is not None:
@@ -143,7 +145,7 @@ class MaskSpec:
         return scores
 
     def kept(self, scores: Tensor, sequences: int, block: _Block) -> Tensor:
-        """Return the block's dropout mask: 1 for a score that is kept, 0 for a dropped one.
+        """Return the block's dropout mask: 1 for a probability that is kept, 0 for a dropped one.
 
         Args:
             scores: [n, r, m], used for its sizes and device.
@@ -163,8 +165,10 @@ class MaskSpec:
         return draw.ge_(self.p).transpose(0, 1)
 
     def _unseen(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Return True where a query may not attend to a key.
+        """Return a mask that is True where a query may not attend to a key.
 
+        Args:
+            queries, keys: positions in the whole sequence.
         Returns: [queries, keys], or [b, 1, queries, keys] with documents.
         """
         reach = self.length if self.window is None else self.window
@@ -181,10 +185,11 @@ class MaskSpec:
 
 
 class Sums(NamedTuple):
-    """The attention to all keys seen so far.
+    """The attention output over the keys processed so far, which `attend` updates.
 
     Attributes:
-        out: [n, g, s/c, d], the output normalised over these keys.
+        out: [n, g, s/c, d], the output normalised over these keys, for n pairs of a sequence and a
+            query group with g heads each.
         lse: [n, g, s/c, 1], the logarithm of the softmax denominator; -inf before the first key.
     """
 
@@ -193,7 +198,7 @@ class Sums(NamedTuple):
 
     @staticmethod
     def empty(q: Tensor, groups: int) -> Sums:
-        """Return the sums over no keys yet, for queries q [b, heads, s/c, d]."""
+        """Return the state before any key, for queries q [b, heads, s, d]."""
         shape = (q.shape[0] * groups, q.shape[1] // groups, q.shape[2])
         out = torch.zeros(*shape, q.shape[3], dtype=_sums(q), device=q.device)
         return Sums(out, out.new_full((*shape, 1), float("-inf")))
@@ -244,15 +249,17 @@ def differentiate(
     delta: Tensor,
     dq: Tensor,
 ) -> Tensor:
-    """Return the gradient of some keys and values, and add their part to the queries' gradient.
+    """Return the gradient of some keys and values, and add these keys' part of the gradient of q.
 
     Args:
-        mask, q, queries, kv, held: as in `attend`.
+        mask: which keys each query attends to.
+        q: [b, heads, n, d], at the positions `queries`.
+        kv: keys and values [2, b, groups, m, d], at the positions `held`.
         grad: gradient of the whole output, [b, heads, n, d].
-        lse: [n, g, s/c, 1], of all keys.
+        lse: [n, g, s/c, 1], of all keys, see `Sums`.
         delta: [n, g, s/c, 1], the sum over d of grad x output. With lse it makes the gradient of
             one part of the keys independent of the other parts.
-        dq: [n, g, s/c, d], updated in place.
+        dq: [n, g, s/c, d], the gradient of q, updated in place.
     Returns: [2, b, groups, m, d].
     """
     keys, values = map(_pairs, kv)
@@ -287,8 +294,9 @@ def band(queries: int, keys: int, ahead: int, window: int, device: torch.device)
     """Return the mask of causal attention within a window.
 
     Args:
+        queries, keys: numbers of queries and keys.
         ahead: query i has the position of key i + ahead.
-        window: how many earlier keys a query attends to.
+        window: how many earlier keys a query attends to, besides its own.
     Returns: [queries, keys], True where query i attends to key j: 0 <= i + ahead - j <= window.
     """
     rows = torch.arange(queries, device=device)[:, None]
@@ -297,7 +305,11 @@ def band(queries: int, keys: int, ahead: int, window: int, device: torch.device)
 
 
 def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
-    """Zero the dropped scores in place, and return them. None drops nothing."""
+    """Zero the elements of `scores` where the dropout mask is 0, in place, and return them.
+
+    Args:
+        kept: the mask of `MaskSpec.kept`; None drops nothing.
+    """
     if kept is not None:
         # A product is faster than masked_fill.
         scores.view(kept.shape).mul_(kept)
@@ -305,11 +317,12 @@ def _drop(scores: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _within(tokens: range, spans: Tokens) -> Iterator[tuple[range, slice]]:
-    """Yield the part of the tokens that is inside each span, and its rows in a tensor.
+    """Yield the overlap of `tokens` with each span, and where it lies in a tensor of these spans.
 
     Args:
         tokens: positions in the whole sequence.
         spans: positions of the tensor's rows, one span after another.
+    Yields: (positions in the overlap, slice of the tensor's rows). Other spans are skipped.
     """
     for span, at in zip(spans, accumulate(map(len, spans), initial=0), strict=False):
         part = range(max(tokens.start, span.start), min(tokens.stop, span.stop))
@@ -322,12 +335,16 @@ def _from(tokens: range, start: int = 0) -> slice:
 
 
 def _rows(x: Tensor, block: _Block, pairs: int) -> Tensor:
-    """Return the block's rows of x [b, heads, s, d] as [pairs, rows, d]."""
+    """Return the block's queries of x [b, heads, s, d] as [pairs, rows, d]; fp16 becomes float32.
+
+    Args:
+        pairs: number of pairs of a sequence and a query group; a pair's rows are heads by queries.
+    """
     return _wide(x[:, :, block.rows]).reshape(pairs, -1, x.shape[-1])
 
 
 def _pairs(x: Tensor) -> Tensor:
-    """[b, groups, s, d] -> [b groups, s, d], contiguous."""
+    """Return x [b, groups, s, d] as [b groups, s, d], contiguous; fp16 becomes float32."""
     return _wide(x).contiguous().flatten(0, 1)
 
 

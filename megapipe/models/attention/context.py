@@ -37,8 +37,8 @@ class _Part:
     """Keys and values of one slice of a microbatch, kept for later slices.
 
     Attributes:
-        cut: the slice, and this rank's tokens of it.
-        kept: returns the tensor, reloaded from the host if it was moved there.
+        cut: the slice, and which of its tokens are on this rank.
+        kept: returns keys and values, reloaded from the host if they were moved there.
         grad: the sum of the gradients from later slices; None before the first.
     """
 
@@ -48,17 +48,17 @@ class _Part:
 
     @property
     def kv(self) -> Tensor:
-        """[2, b, groups/t, s/c, d] of the slice."""
+        """The keys and values of the slice, [2, b, groups/t, s/c, d]."""
         return self.kept()
 
     @property
     def end(self) -> int:
-        """The token after the slice's last, in the whole sequence."""
+        """The position of the token after the slice's last one, in the whole sequence."""
         return self.cut.piece.stop if self.cut.piece else 0
 
 
 def _parts(mask: MaskSpec) -> dict[int, _Part]:
-    """Return the microbatch's slices at this layer, by their first token.
+    """Return the kept keys and values of the microbatch at this layer, by the slice's first token.
 
     Forward passes add to this dictionary, backward passes remove.
     """
@@ -67,7 +67,7 @@ def _parts(mask: MaskSpec) -> dict[int, _Part]:
 
 
 def _before(mask: MaskSpec) -> list[_Part]:
-    """Return the earlier slices that this slice attends to, in order.
+    """Return the kept keys and values of the earlier slices that this slice attends to, in order.
 
     Empty where microbatches are not sliced.
     """
@@ -81,20 +81,20 @@ def _before(mask: MaskSpec) -> list[_Part]:
 
 
 def _is_seen_later(mask: MaskSpec, piece: range) -> bool:
-    """Return whether a later slice attends to this one.
+    """Return whether any later slice attends to `piece`, the tokens of one slice.
 
-    None does at the end of the sequence, or where every sequence starts a new document.
+    False at the end of the sequence, and where every sequence starts a new document after `piece`.
     """
     return piece.stop < mask.length and _sees(mask, piece, piece.stop)
 
 
 def _sees(mask: MaskSpec, piece: range, begin: int) -> bool:
-    """Return whether a later slice that starts at token `begin` attends to this slice."""
+    """Return whether a later slice that starts at token `begin` attends to the slice `piece`."""
     return mask.first_seen(begin) < piece.stop
 
 
 def _without_turns() -> AbstractContextManager[None]:
-    """Return a context in which a wait for messages lets no other pass run.
+    """Return a context in which a wait for messages lets no other pass of this rank run.
 
     The number of earlier slices depends on the documents of this data-parallel rank. Ranks with
     other documents wait a different number of times. If passes took turns at these waits, ranks
@@ -189,10 +189,14 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, way: str 
 
 
 def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
-    """Use the keys of all ranks: first this rank's, then the keys of the ranks before it.
+    """Call `use` with the keys and values of each rank: first this rank's, then its predecessors'.
 
-    Sends c - 1 messages, each during the use of the keys at hand. kv: this rank's keys and values
-    [2, b, groups/t, s/c, d], at the tokens of `cut`.
+    Sends c - 1 messages around the ring, each while `use` computes with the keys at hand.
+
+    Args:
+        cut: which tokens kv has.
+        kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+        use: called with the keys and values of one rank and their positions.
     """
     cp = mask.stream.cp
     for step in range(cp.size):
@@ -203,10 +207,14 @@ def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
 
 
 def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tensor:
-    """Return the gradient of this rank's keys, summed over all ranks.
+    """Return the gradient of this rank's keys and values, summed over all ranks.
 
     Sends 2 (c - 1) messages: gradients follow their keys around the ring one step later, and the
     last message brings them back to the rank that owns the keys.
+
+    Args:
+        cut, kv: as in `_ring`. use: returns the gradient from this rank's queries.
+    Returns: the shape of kv, [2, b, groups/t, s/c, d].
     """
     cp = mask.stream.cp
     own = torch.empty(())
@@ -230,7 +238,11 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
 
 
 def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
-    """Use the keys of all ranks at once, after one all-gather."""
+    """Call `use` once with the keys and values of all ranks, after one all-gather.
+
+    Args:
+        cut: which tokens kv has. kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+    """
     cp = mask.stream.cp
     parts = cp.all_gather(kv).chunk(cp.size)
     whole = cut.join(parts, 3) if cp.size > 1 else kv
@@ -238,7 +250,10 @@ def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
 
 
 def _all_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tensor:
-    """Return the gradient of this rank's keys: one all-gather and one reduce-scatter."""
+    """Return the gradient of this rank's keys and values, summed over all ranks, in kv's shape.
+
+    Makes one all-gather and one reduce-scatter. `use` returns the part from this rank's queries.
+    """
     cp = mask.stream.cp
     whole: list[Tensor] = []
     _all_at_once(mask, cut, kv, lambda kv, held: whole.append(use(kv, held)))
@@ -263,9 +278,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, cp: Axis, to_heads: bool) -> Tensor:
-    """Exchange tokens for heads over the context-parallel ranks.
+    """Return x after an exchange of tokens for heads over the context-parallel ranks.
 
-    to_heads: [s/c, b, heads, d] -> [s, b, heads/c, d]; otherwise the other way.
+    to_heads: [s/c, b, heads, d] -> [s, b, heads/c, d]. Otherwise the inverse.
     """
     cut = Cut(cp.rank, cp.size)
     if to_heads:

@@ -101,11 +101,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _pairs(q: Tensor, k: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors for a few pairs of a sequence and a query group at a time.
+    """Yield the tensors for n pairs of a sequence and a query group at a time.
+
+    n is chosen so that the scores of one block stay in the cache.
 
     Args:
-        q, k, others: [b, heads or groups, s, d].
-    Yields: views [n, s, g or 1, d] of each.
+        q: [b, heads, s, d]. k: [b, groups, s, d]. others: of either shape.
+    Yields: views of (q, k, *others), [n, s, g, d] with g heads in each group; g is 1 for keys.
     """
     groups = k.shape[1]
     views = []
@@ -128,7 +130,7 @@ def _empty_like(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n, s, g, d] -> [n, s g, d], contiguous.
+    """Return x [n, s, g, d] as [n, s g, d], contiguous and in the type of scores.
 
     Products of strided rows take longer than this copy.
     """
@@ -143,7 +145,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _space(queries: Tensor) -> Tensor:
-    """Return memory for the scores of any block.
+    """Return memory for the scores of any block of the queries [n, s, g, d].
 
     Allocated once: the operating system clears the memory that it hands out, which takes time.
     """
@@ -156,7 +158,10 @@ def _part(space: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Yield (first token, token after the last, rows) of each block."""
+    """Yield (first token, token after the last, rows) of each block of the queries [n, s, g, d].
+
+    The rows are the block's slice of the queries as [n, s g, d].
+    """
     _, s, per_token, _ = queries.shape
     for first in range(0, s, _BLOCK):
         end = min(first + _BLOCK, s)
@@ -164,12 +169,13 @@ def _blocks(queries: Tensor) -> Iterator[tuple[int, int, slice]]:
 
 
 def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
-    """Return the attention probabilities of a block, in the given memory.
+    """Return the attention probabilities of a block of queries, in the given memory.
 
     Args:
         q: [n, tokens g, d]; the block's tokens are the last ones of the keys.
         k: [n, end, d].
         tokens: tokens of the block.
+        space: memory from `_space`, overwritten.
     Returns: [n, tokens g, end].
     """
     scores = _part(space, torch.Size((*q.shape[:2], k.shape[1])))
@@ -183,10 +189,11 @@ def _probabilities(q: Tensor, k: Tensor, tokens: int, space: Tensor) -> Tensor:
 
 
 def _scores_grad(p: Tensor, dp: Tensor, scale: float) -> Tensor:
-    """Return the gradient of the unscaled scores, in the memory of dp.
+    """Return the gradient of the unscaled scores q k^T, in the memory of dp.
 
     Args:
-        p: probabilities. dp: their gradient, overwritten.
+        p: probabilities, [n, rows, keys]. dp: their gradient, overwritten.
+        scale: the factor that makes scores of q k^T, 1 / sqrt(d).
     """
     if has_loops(p, dp):
         kernels.softmax_backward_(p, dp, scale)
@@ -197,7 +204,13 @@ def _scores_grad(p: Tensor, dp: Tensor, scale: float) -> Tensor:
 
 @cache
 def _mask(tokens: int, per_token: int, dtype: torch.dtype) -> Tensor:
-    """Return [tokens per_token, tokens]: minus infinity where a key is later than the query."""
+    """Return the mask that is added to scores: minus infinity where a key is later, else 0.
+
+    Args:
+        tokens: tokens of a block, as queries and as keys.
+        per_token: rows of each query token, one for each head of a group.
+    Returns: [tokens x per_token, tokens].
+    """
     later = torch.full((tokens, tokens), float("-inf"), dtype=dtype).triu_(1)
     return later.repeat_interleave(per_token, dim=0)
 

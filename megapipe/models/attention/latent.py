@@ -119,7 +119,7 @@ class LatentAttention(Attention):
             q: the queries' latents [s, b, q_rank], or the layer's input if queries have none.
             kv: the latents of keys and values, [s, b, kv_rank].
             rotated: the key channels that are rotated, shared by all heads: [s, b, r].
-        Returns: [s, b, heads/t x v].
+        Returns: [s, b, heads/t x v], with v channels of each value.
         """
         config = self.config
         heads = config.heads // self.tp.size
@@ -150,7 +150,7 @@ class LatentAttention(Attention):
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Fill the last dimension up with zeros to a width."""
+    """Return x with its last dimension filled up with zeros to `width` elements."""
     if x.shape[-1] == width:
         return x
     return F.pad(x, (0, width - x.shape[-1]))

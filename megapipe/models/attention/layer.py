@@ -45,9 +45,12 @@ _SMALLEST_BLOCK = 128
 class Attention(nn.Module):
     """Attention between the projections, for the heads and tokens on this rank.
 
+    SelfAttention and LatentAttention add the projections, and call `attend`.
+
     Args:
-        layer: the layer's number in the whole model.
-        kernel: an attention of another library, for uncut sequences without dropout; or None.
+        layer: the layer's number in the whole model, from 0.
+        kernel: (q, k, v) -> the attention of another library, for uncut sequences without dropout;
+            None to use torch's.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Attention(nn.Module):
     def _maybe_recomputed(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Return attend(q, k, v), recomputed in backward under selective recomputation."""
+        """Return attend(q, k, v); under selective recomputation, backward computes it again."""
         if self.config.recompute_attention:
             return recompute(attend, q, k, v)
         return attend(q, k, v)
@@ -123,6 +126,7 @@ class Attention(nn.Module):
         """Return the attention of uncut sequences, for some of the heads.
 
         Args:
+            stream: the running microbatch, whose documents and random numbers are used.
             heads: the ranks that split the heads.
             q: [s, b, heads, d]. k, v: [s, b, groups, d].
         Returns: [s, b, heads x d].
@@ -210,12 +214,12 @@ class SelfAttention(Attention):
 
 @eager
 def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]:
-    """Return the positions of this rank's tokens in the running pass.
+    """Return the positions of this rank's tokens in the running pass, and its cut.
 
     Args:
         rows: number of tokens of each sequence on this rank, s/c.
-    Returns: positions [s/c, b] if they restart in each document, else None; and the cut, which
-        says which tokens of the whole sequence these are.
+    Returns: (positions [s/c, b], cut). The positions are None unless they restart in each document.
+        The cut says which tokens of the whole sequence are on this rank.
     """
     stream = current_stream()
     if stream.documents is None or not stream.documents.restart:
@@ -226,7 +230,7 @@ def positions_here(rows: int, device: torch.device) -> tuple[Tensor | None, Cut]
 
 
 def _isolated(stream: Stream) -> Documents | None:
-    """Return the documents if attention must stay inside each, else None."""
+    """Return the microbatch's documents if attention must stay inside each of them, else None."""
     if stream.documents is None or not stream.documents.isolate:
         return None
     return stream.documents
@@ -237,7 +241,12 @@ def _isolated(stream: Stream) -> Documents | None:
 def _by_document(
     q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, documents: Documents
 ) -> Tensor:
-    """Return the attention of each document computed alone, so that no mask is needed."""
+    """Return the attention of each document computed alone, so that no mask is needed.
+
+    Args:
+        q: [b, heads, s, d]. k, v: [b, groups, s, d].
+    Returns: [b, heads, s, d].
+    """
     rows = []
     for row, lengths in enumerate(documents.lengths):
         split = (torch.split(x[row : row + 1], list(lengths), dim=2) for x in (q, k, v))
@@ -247,10 +256,14 @@ def _by_document(
 
 
 def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tensor:
-    """Return the attention within the model's sliding window, if it has one.
+    """Return the attention within the model's sliding window, or to all earlier tokens without one.
 
     Queries are computed in blocks as wide as the window, each with the keys that any of its
     queries attends to. Memory and time grow with s x window.
+
+    Args:
+        q: [b, heads, s, d]. k, v: [b, groups, s, d].
+    Returns: [b, heads, s, d].
     """
     s = q.shape[2]
     window = config.window
@@ -271,9 +284,14 @@ def _by_window(q: Tensor, k: Tensor, v: Tensor, *, config: ModelConfig) -> Tenso
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, backend: str) -> Tensor:
-    """Return torch's attention by the chosen kernel.
+    """Return the attention [b, heads, queries, d] by torch's scaled_dot_product_attention.
 
-    seen: mask [queries, keys], True where a query attends to a key; None for a causal mask.
+    On a CPU without a mask it is `causal_attention`, unless a backend is named.
+
+    Args:
+        q: [b, heads, queries, d]. k, v: [b, groups, keys, d].
+        seen: mask [queries, keys], True where a query attends to a key; None for a causal mask.
+        backend: the value of --attention-backend, which chooses torch's kernel.
     """
     if seen is None and backend == "auto" and q.device.type == "cpu":
         return causal_attention(q, k, v)

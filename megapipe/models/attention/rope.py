@@ -86,7 +86,8 @@ class Rotary:
         return Rotary(dim, base, interleaved=True, yarn=factor, length=length)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Return each pair's rotation in radians per position: [dim / 2], float64."""
+        """Return the rotation of each pair of channels in radians per position, [dim / 2] float64.
+        """
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-exponents / self.dim)
         if self.yarn is not None:
@@ -99,13 +100,16 @@ class Rotary:
         return keep * plain + (1 - keep) * plain / self.scaling
 
     def _kept_by_yarn(self, plain: Tensor) -> Tensor:
-        """Return 1 for pairs that keep their frequency, 0 for slowed ones, a ramp in between.
+        """Return the weight of each pair's plain frequency, against the slowed one.
 
-        plain: [dim / 2], the frequencies without YaRN.
+        It is [dim / 2]: 1 for fast pairs, 0 for slow ones, and falls linearly in between.
+
+        Args:
+            plain: [dim / 2], the frequencies without YaRN.
         """
 
         def pair(turns: float) -> float:
-            """Return the (fractional) pair that turns this often in the original length."""
+            """Return the fractional index of the pair that turns this often in the old context."""
             turn_length = YARN_ORIGINAL / (turns * 2 * math.pi)
             return self.dim * math.log(turn_length) / (2 * math.log(self.base))
 
@@ -126,8 +130,9 @@ def rotary_table(
 
     Args:
         length: tokens of the whole sequences.
-        cut: selects the positions.
-    Returns: two tensors [rows, 1, 1, dim].
+        rotary: the frequencies.
+        cut: selects the positions of one rank and slice; by default all.
+    Returns: (cos, sin), each [number of positions, 1, 1, dim].
     """
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
     angle = rows.outer(rotary.frequencies(device))
@@ -144,8 +149,9 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
 
     Args:
         x: [s/c, b, heads, head_dim], the tokens that the cut selects.
-        rotary: the channels, and the angle of each.
+        rotary: says which channels rotate, and how fast.
         positions: [s/c, b], each below s; by default the index in the whole sequence.
+        cut: which tokens of the whole sequence are in x; by default all.
     Returns: the shape and type of x.
     """
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -63,7 +63,8 @@ def best_of_groups(scores: Tensor, k: int, groups: int, chosen: int, counted: in
     Args:
         scores: [..., E]; successive experts form `groups` groups of equal size.
         chosen: number of groups that may be used.
-    Returns: [..., k], the best first.
+        counted: number of a group's scores that are summed.
+    Returns: [..., k], the experts' indices, the best first.
     """
     # Two choices: groups by their scores, then experts with all other groups at minus infinity.
     grouped = scores.view(*scores.shape[:-1], groups, -1)
@@ -129,9 +130,9 @@ def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: tor
 
 
 def sinkhorn_scores(model: ModelConfig) -> str:
-    """Return the score function that goes with Sinkhorn: it gives the weights.
+    """Return the name of the score function for the weights of experts that Sinkhorn has chosen.
 
-    In an evaluation it also gives the choice, in place of Sinkhorn's iterations.
+    An evaluation does not iterate: it chooses the experts by these scores, too.
     """
     if model.moe_router_topk == 1:
         return "sigmoid"

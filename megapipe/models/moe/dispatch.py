@@ -20,12 +20,14 @@ from megapipe.tensor_parallel.collectives import Edge
 
 
 class Rows(NamedTuple):
-    """The R rows that experts compute, for T tokens with k choices each. Sorted by expert.
+    """The rows that experts compute, sorted by expert: one for each choice of an expert by a token.
+
+    T tokens have k choices each. R counts the rows, padding included.
 
     Attributes:
         choices: [R], which choice a row is for, counted 0..T k - 1, token by token.
         tokens, experts: [R], the row's token and its expert.
-        real: [R], 0 for padding rows; None where there are none.
+        real: [R], 0 for padding rows and 1 for others; None where there are no padding rows.
         ends: [E], one past the last row of each expert.
         of_token: [T, k], the rows of each token, ascending. Entries without a row are R.
     """
@@ -45,11 +47,11 @@ def rows_of(
     each: int | None = None,
     count: Callable[[Tensor], int] = lambda counts: int(counts.sum()),
 ) -> Rows:
-    """Sort choices into rows by expert.
+    """Sort the tokens' choices into rows by expert.
 
     Args:
         experts: [T, k], each token's experts, of num_experts.
-        kept: [T, k], the choices that get a row; None for all.
+        kept: [T, k], True for the choices that get a row; None for all.
         each: if given, every expert gets this number of rows, and padding fills them up. Must be
             at least an expert's number of choices.
         count: rows of each expert [E] -> their total, for which the host waits. Called only if
@@ -89,10 +91,11 @@ def rows_of(
 
 
 def summed(rows: Tensor, of: Rows) -> Tensor:
-    """Sum the rows of each token, in ascending order of the rows.
+    """Sum the rows of each token, in ascending order of the rows, so that results are reproducible.
 
     Args:
         rows: [R, n].
+        of: says which rows belong to a token.
     Returns: [T, n].
     """
     of_token = of.of_token
@@ -136,7 +139,7 @@ class Dispatcher(Protocol):
 
 
 class AllGatherDispatcher:
-    """Gathers the tokens of all ranks, and selects those for this rank's experts.
+    """A Dispatcher that gathers all ranks' tokens, and selects the tokens for this rank's experts.
 
     Args:
         edge: gathers the tokens in its forward, and sums the outputs in its backward.
@@ -196,11 +199,12 @@ class AllGatherDispatcher:
 
 
 class AllToAllDispatcher:
-    """Sends each row to the ranks of its expert, and returns the outputs.
+    """A Dispatcher that sends each row to the ranks of its expert, and returns the outputs.
 
-    All ranks exchange their row counts once, and the host waits for the counts; not where shapes
-    are fixed. Where expert tensor parallelism splits each expert over several ranks, all of these
-    receive its rows, and the token's rank adds their outputs.
+    All ranks exchange their row counts once, and the host waits for the counts. Where shapes are
+    fixed, there is no such exchange. Expert tensor parallelism splits each expert into slices on
+    several ranks. Each of these ranks receives the expert's rows, and the token's rank adds their
+    partial outputs.
 
     Args:
         axis: the ranks that hold all experts; ranks with slices of the same experts are adjacent.
@@ -270,7 +274,7 @@ class AllToAllDispatcher:
         return _by_choice(returned, self._rows).view(*self._shape, -1)
 
     def _sent(self, rows: Tensor) -> Pending:
-        """Exchange the rows of this rank's tokens for the rows of its experts."""
+        """Send the rows [S, n] of this rank's tokens, and return the rows [R, n] of its experts."""
         if self._slices > 1:
             # One copy for each rank with a slice of the experts.
             blocks = torch.split(rows, self._blocks)
@@ -279,14 +283,23 @@ class AllToAllDispatcher:
         return pending.then(lambda x: x[self._order])
 
     def _returned(self, rows: Tensor) -> Pending:
-        """Exchange the rows of this rank's experts for the rows of its tokens."""
+        """Send the rows [R, n] of this rank's experts back, and return its tokens' rows [S, n].
+
+        Where experts are split into slices, the returned rows are the sums of the partial outputs.
+        """
         # The inverse of the order of `_sent`: place i goes to place order[i].
         by_rank = torch.empty_like(rows).index_copy_(0, self._order, rows)
         sizes = [*zip(*self._sizes, strict=True)]
         return self._axis.start_all_to_all(by_rank, sizes).then(self._added)
 
     def _added(self, rows: Tensor) -> Tensor:
-        """Add the outputs of all slices of an expert, in the order of the slices."""
+        """Return the sums of the partial outputs of an expert's slices, in the slices' order.
+
+        Args:
+            rows: the partial outputs in the order of the sending ranks. Ranks with slices of one
+                expert are adjacent.
+        Returns: [S, n], a sum for each row that this rank sent; `rows` itself without slices.
+        """
         if self._slices == 1:
             return rows
         blocks = torch.split(rows, self._sizes[self._axis.rank])
@@ -297,7 +310,7 @@ class AllToAllDispatcher:
 
 
 def _by_row(weights: Tensor, rows: Rows) -> Tensor:
-    """[..., k] -> [R], 0 for padding."""
+    """Return each row's weight [R], 0 for padding, from the weights [..., k] of the choices."""
     by_row = weights.flatten()[rows.choices]
     if rows.real is None:
         return by_row
@@ -305,7 +318,7 @@ def _by_row(weights: Tensor, rows: Rows) -> Tensor:
 
 
 def _by_choice(by_row: Tensor, rows: Rows) -> Tensor:
-    """[R] -> [T k], 0 for a choice without a row."""
+    """Return the number of each choice, [T k], from one of each row, [R]; 0 without a row."""
     if rows.real is not None:
         by_row = by_row * rows.real
     return by_row.new_zeros(rows.of_token.numel()).index_add_(0, rows.choices, by_row)

@@ -32,11 +32,12 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads, current_weight_gra
 
 
 def _grouped(x: Tensor, width: int, how: Products) -> bool:
-    """Return whether one call can multiply the rows of all experts.
+    """Return whether torch's grouped product can multiply the rows of all experts in one call.
 
     Args:
         x: rows [R, in].
         width: of the result's rows, or of the other factor's.
+        how: the kind of product.
     """
     fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
     return fits and x.shape[1] % 8 == width % 8 == 0  # strides of 16 bytes
@@ -57,10 +58,12 @@ def products(rows: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) 
 
 
 def input_grads(grads: Tensor, weight: Tensor, ends: Tensor, how: Products = PLAIN) -> Tensor:
-    """Return the gradient of `products`' rows.
+    """Return the gradient of the argument `rows` of `products`.
 
     Args:
-        grads: [R, out], the gradient of its output. weight, ends, how: as given to it.
+        grads: [R, out], the gradient of the result of `products`.
+        weight: [e, out, in]. ends: [e], one past the last row of each expert.
+        how: the kind of product; see tensor_parallel.products.
     Returns: [R, in].
     """
     if _grouped(grads, weight.shape[2], how):
@@ -75,7 +78,13 @@ def _one_by_one(
     ends: Tensor,
     product: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Multiply expert by expert: rows [R, .] -> [R, width]. An expert without rows is skipped."""
+    """Multiply the rows of one expert after another, and return all results [R, width].
+
+    Args:
+        rows: [R, n], sorted by expert. weight: [e, ...], a matrix for each expert.
+        ends: [e], one past the last row of each expert. An expert without rows is skipped.
+        product: (an expert's rows, its matrix) -> its results.
+    """
     # .tolist() waits for the device. A grouped product reads the ends there, and never waits.
     out = rows.new_empty(len(rows), width)
     start = 0
@@ -107,9 +116,10 @@ def add_products(
 
 
 class _How(NamedTuple):
-    """Everything that the computation of the experts needs, in addition to tensors.
+    """The settings of `_Experts`, in addition to its tensors.
 
     Attributes:
+        dispatcher: brings tokens to the experts' ranks and outputs back.
         first: True on one of the ranks that split each expert; it adds fc2's bias.
         activation: fc1's output [R, 2f or f] -> [R, f].
         swiglu: True if the activation is SwiGLU, which has a fused kernel.
@@ -124,16 +134,21 @@ class _How(NamedTuple):
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """Return the input of fc2: activation(fc1's output) x the choice's weight, [R, f]."""
+        """Return the input of fc2, activation(first) x the weight of the row's choice: [R, f].
+
+        Args:
+            first: fc1's output, [R, 2f or f]. weights: [R].
+        """
         if self.swiglu and is_fused(first):
             return weighted_swiglu(first, weights)
         return (self.activation(first) * weights[:, None]).to(first.dtype)
 
 
 class _Experts(torch.autograd.Function):
-    """The sum over a token's choices of weight x fc2(activation(fc1(x))).
+    """Autograd of the experts: a token's output is the sum of weight x fc2(activation(fc1(x))).
 
-    The weight multiplies fc2's input, in the activation's kernel.
+    The sum is over the token's choices. The weight multiplies fc2's input in the activation's
+    kernel.
     """
 
     @staticmethod
@@ -231,7 +246,7 @@ def _weight_grad(
 
     Args:
         add: adds the gradient into a tensor of the weight's shape.
-        owner: the stage that may defer products, or None.
+        owner: the stage's WeightGrads, which may defer the call to the W pass; None to add now.
     Returns: None; if the weight has no main_grad, the gradient for autograd.
     """
     into: Tensor | None = getattr(weight, "main_grad", None)
@@ -340,8 +355,9 @@ class _Stack(nn.Module):
     """The weights of one linear layer of all experts on this rank, and their biases if any.
 
     Args:
-        layout: of the weights. shape: of this rank's weights, (e, out, in).
-        bias: layout of the biases, or None for no biases; this rank's are shape[:2].
+        layout: of the weights.
+        shape: of this rank's weights, (e, out, in). Its biases are [e, out].
+        bias: layout of the biases, or None for no biases.
     """
 
     def __init__(

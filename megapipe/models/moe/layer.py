@@ -62,7 +62,12 @@ class SharedExperts(MLP):
             self.gate_weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the shared experts: [s, b, h] -> [s, b, h], as in `MoE.forward`."""
+        """Apply the shared experts to this rank's tokens.
+
+        Args:
+            x: [s, b, h]; under sequence parallelism [s/t, b, h].
+        Returns: the same shape.
+        """
         y = super().forward(x)
         if self.gate_weight is None:
             return y

@@ -40,7 +40,7 @@ def balance(
 
 
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
-    """Return the factor c of `balance`: its gradient with respect to the scores is c x counts."""
+    """Return the factor c of the gradient of `balance` with respect to the scores, c x counts."""
     # f_i has the factor 1 / (tokens k) and P_i the factor 1 / tokens.
     return num_experts * weight / (k * tokens * tokens)
 
@@ -61,7 +61,7 @@ def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
 
 
 def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
-    """Return x; its backward also gives the scores the gradient weight x counts().
+    """Return x; its backward also adds weight x counts() to the gradient of the scores.
 
     counts: called in backward, when the load of all slices of the microbatch is known.
     """

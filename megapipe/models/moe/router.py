@@ -89,12 +89,12 @@ narrow_linear: Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor] = 
 
 
 class Routing(NamedTuple):
-    """Where this rank's tokens go.
+    """A router's result: the experts of this rank's T = s b tokens, and their weights.
 
     Attributes:
         experts: [T, k], the experts of each token, the best first.
         weights: [s, b, k], the weight of each expert's output; 0 where a choice is dropped.
-        kept: [T, k], which choices are not dropped; None for all.
+        kept: [T, k], True for choices that are not dropped; None for all.
         capacity: the most tokens of this rank that an expert takes; None without a limit.
     """
 
@@ -105,10 +105,10 @@ class Routing(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A router's record of one microbatch or slice.
+    """A router's record of one microbatch or slice, for the step's biases and logged losses.
 
     Attributes:
-        tokens: [E], the rows that each expert computes.
+        tokens: [E], the number of rows that each expert computes.
         losses: this rank's part of each loss, divided by its coefficient. Keys as in `LOGGED`.
     """
 
@@ -161,15 +161,16 @@ class Router(nn.Module):
         return self
 
     def forget(self) -> None:
-        """Delete the records of the last step."""
+        """Delete the records in `seen`."""
         self.seen = {}
         self._load = {}
 
     def forward(self, x: Tensor) -> Routing:
-        """Route this rank's tokens, and in training record the load and the losses.
+        """Route this rank's tokens, and in training record the load and the losses in `seen`.
 
         Args:
             x: [s, b, h]; under sequence parallelism [s/t, b, h].
+        Returns: the experts of each token and their weights.
         """
         config = self.config
         stream = current_stream()
@@ -208,7 +209,7 @@ class Router(nn.Module):
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
     def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:
-        """Return the experts of each token: logits [T, E] -> [T, k]."""
+        """Return each token's experts [T, k] for logits [T, E]; scores have the type `compute`."""
         config = self.config
         k = config.moe_router_topk
         if not config.by_sinkhorn:
@@ -233,14 +234,15 @@ class Router(nn.Module):
         losses: dict[str, Tensor],
         compute: torch.dtype,
     ) -> Tensor:
-        """Return the weights, with the load-balancing losses attached to their backward.
+        """Return the weights [T, k]; their backward also starts the backward of the losses.
 
         The losses use the scores without expert_bias, and the choices before any is dropped.
 
         Args:
             weights, experts: [T, k]. logits: [T, E].
             batch: b, the number of sequences.
-            losses: receives this rank's part of each loss.
+            losses: a dictionary to which this rank's part of each loss is added by name.
+            compute: the type of the scores.
         """
         config = self.config
         k = config.moe_router_topk
@@ -283,12 +285,13 @@ class Router(nn.Module):
     def _load_of_slices(
         self, kind: str, sums: Tensor, counts: Tensor, stream: Stream
     ) -> tuple[Callable[[], Tensor], Tensor | None]:
-        """Return the load of a microbatch that is cut in slices.
+        """Return the load of a microbatch that is cut in slices, for one balancing loss.
 
         Args:
-            sums, counts: [rows, E], the sums of scores and the choices of this slice.
-        Returns: a function that returns the counts of all slices, once the last slice has run; and
-            the sums of all slices, or None if this is not the last slice.
+            kind: the loss, a key of `LOGGED`.
+            sums, counts: [rows, E], this slice's sums of scores and numbers of choices.
+        Returns: (load, total). load() returns the counts of all slices, once the last one has run;
+            total is the sum of all slices' scores, None if this is not the last slice.
         """
         name = (self.layer, kind)
         prefix = stream.prefix
@@ -306,7 +309,7 @@ class Router(nn.Module):
         return load, torch.stack([x for x, _ in parts.values()]).sum(0)
 
     def _so_far(self, kind: str, counts: Tensor, stream: Stream) -> Tensor:
-        """Return the counts that a loss uses.
+        """Return how often each expert was chosen, [rows, E], as a loss counts it.
 
         They are the microbatch's own counts. For global_aux_loss they are summed over all
         data-parallel ranks, and averaged over the step's microbatches up to this one.
@@ -322,14 +325,13 @@ class Router(nn.Module):
         return torch.stack(before).sum(0) / len(before)
 
     def _sum(self, counts: Tensor, stream: Stream) -> Tensor:
-        """Sum counts over the ranks that share the microbatch's tokens."""
+        """Return counts [..., E] summed over the ranks that share the microbatch's tokens."""
         return stream.cp.all_reduce(self.shares_sequence.all_reduce(counts))
 
     def _once(self, what: str, stream: Stream, find: Callable[[], Tensor]) -> Tensor:
         """Return find(), or in a recomputation the result that the first forward found.
 
-        Args:
-            what: names the choice within the layer.
+        what: names the result within the layer, among the results that the stream keeps.
         """
         if not self.training:
             return find()
@@ -345,7 +347,7 @@ class Router(nn.Module):
     def _counted(self, experts: Tensor, kept: Tensor | None, most: int | None) -> Tensor:
         """Return the number of rows that each expert computes, [E].
 
-        With padding it is the same for each.
+        most: the capacity, or None. It is that number with --moe-pad-expert-input-to-capacity.
         """
         config = self.config
         if most is not None and config.moe_pad_expert_input_to_capacity:
