@@ -101,10 +101,13 @@ def _adamw(
     """Update in place on a GPU, as one compiled kernel where torch compiles it.
 
     Args:
-        towards: 1 - beta1.
-        rest2: 1 - beta2.
+        model: 16-bit weights to which the value is rounded, or None.
+        scale: factor on the gradient. shrink: a further one, of clipping.
+        decay: factor on the value, 1 - learning rate x weight decay.
         step: minus the learning rate, over the first moment's bias correction.
         root: square root of the second moment's bias correction.
+        towards: 1 - beta1.
+        rest2: 1 - beta2.
     """
     grad.mul_(scale).mul_(shrink)
     exp_avg.lerp_(grad, towards)

@@ -44,8 +44,8 @@ def buckets_of(
 
     Args:
         params: the stage's parameters by name.
-        least: least number of elements of each bucket but the last.
-        number: most buckets, instead of `least`. With neither there is one bucket.
+        least: a bucket is closed once it has this number of elements; the last may have fewer.
+        number: the most buckets, instead of `least`. Without both there is one bucket.
         separate: sets of names; the parameters of each set get their own buckets.
     """
     layer_of = {}
@@ -73,7 +73,7 @@ def buckets_of(
 
 
 def _divided(bucket: Bucket, separate: Sequence[Collection[str]]) -> list[Bucket]:
-    """Divide a bucket so that experts, and each set of `separate`, are by themselves.
+    """Return a bucket as several: experts, and each set of names in `separate`, are by themselves.
 
     Experts are replicated on other ranks than dense parameters. They come first, in the order in
     which passes complete them.

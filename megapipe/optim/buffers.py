@@ -213,7 +213,7 @@ class FlatBuffers:
         self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
-        """Sum the gradients over tensor parallelism whose layout has `sum_over_tp`."""
+        """Sum over tensor parallelism the gradients of parameters with Layout.sum_over_tp."""
         if tp.size > 1 and self._partial:
             views = [self.view(self.grads, name) for name in self._partial]
             # They are small, such as norms under sequence parallelism. One collective for all costs
@@ -224,9 +224,9 @@ class FlatBuffers:
                 view.copy_(part.view_as(view))
 
     def within(self, start: int, end: int) -> slice:
-        """Return the part of start..end in this rank's share, counted from the share's beginning.
+        """Return the elements start..end of a flat tensor, as far as they are in this rank's share.
 
-        It is empty if they do not overlap.
+        The slice counts from the share's beginning. It is empty if they do not overlap.
         """
         first = self.share.start
         begin = max(start, first)
@@ -234,12 +234,12 @@ class FlatBuffers:
         return slice(begin - first, stop - first)
 
     def own_part(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's elements in a tensor of the share's size, flat."""
+        """Return a parameter's elements in a tensor of the share's size, as a flat view."""
         start, shape = self._where[name]
         return flat[self.within(start, start + shape.numel())]
 
     def share_of(self, whole: Tensor, name: str) -> Tensor:
-        """Return the elements of a full parameter that `own_part` selects, flat."""
+        """Return this rank's elements of a full parameter, flat: the same as `own_part`'s."""
         start, shape = self._where[name]
         part = self.within(start, start + shape.numel())
         first = part.start + self.share.start - start
@@ -252,9 +252,10 @@ class FlatBuffers:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The gradients that are complete after `start_reduce`.
+        """The gradients that are complete after `start_reduce`, as a list of flat tensors.
 
-        They are all gradients, or under ZeRO-1 this share and the borrowed parameters.
+        They are all gradients in one tensor. Under ZeRO-1 they are this share, and the borrowed
+        parameters in full.
         """
         # Under ZeRO-1 other shares of `grads` hold this rank's addends only.
         if self.shares.size == 1:
@@ -310,7 +311,7 @@ class FlatBuffers:
         return start_filling(self.model, self.shard, self.shares)
 
     def drop(self) -> None:
-        """Release the gathered weights after the passes that read them."""
+        """Release the gathered weights after the passes that read them, if `drops` is set."""
         if self._passing is not None:
             self._passing.go()
 
@@ -327,7 +328,10 @@ class FlatBuffers:
             self.shard.copy_(self.model[self.share])
 
     def gathered(self, flat: Tensor) -> Tensor:
-        """Gather a tensor of the share's size from all ranks. Collective over data parallelism."""
+        """Return the full flat tensor, given each rank's share in `flat`.
+
+        Collective over data parallelism.
+        """
         return self.shares.all_gather(flat) if self.shares.size > 1 else flat
 
     def copy_main_to_model(self) -> None:
@@ -342,7 +346,7 @@ class FlatBuffers:
 
 
 def _at_an_end(param: nn.Parameter) -> bool:
-    """Return whether Megatron-LM's mark says word embedding or output head."""
+    """Return whether Megatron-LM's mark says that a parameter is a word embedding or head."""
     return getattr(param, "is_embedding_or_output_parameter", False)
 
 

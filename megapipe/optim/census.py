@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 
 
 class Row(NamedTuple):
-    """One parameter on one rank.
+    """One parameter on one rank, as a row of the census.
 
     Attributes:
         name: its name in the whole model.
@@ -27,7 +27,7 @@ class Row(NamedTuple):
         tied_to: name of the parameter whose weight it repeats, or None.
         dtype: its type as text.
         trained: whether it has a gradient.
-        received: see Layout.
+        received: its optimizer state is on the rank of the tied weight's owner alone, see Layout.
         local: shape on the rank.
     """
 
@@ -138,6 +138,9 @@ def frozen(
     """Return the frozen parameters that count on this rank; None if the whole model is trained.
 
     Each element of the model counts on one rank of a pipeline and its tensor-parallel group.
+
+    Args:
+        stages: this rank's stages. census: the owner's row of each parameter, by name.
     """
     if all(row.trained for row in census.values()):
         return None
@@ -152,7 +155,7 @@ def frozen(
 
 
 def check_trained(census: Mapping[str, Row]) -> None:
-    """Raise ConfigError if the whole model is frozen."""
+    """Raise ConfigError if no parameter in the census is trained."""
     if not any(row.trained for row in census.values()):
         raise ConfigError(
             "nothing is trained: every parameter of the model has requires_grad False. Leave some "
@@ -161,7 +164,10 @@ def check_trained(census: Mapping[str, Row]) -> None:
 
 
 def _mirrored(a: Row, b: Row, pp: int) -> bool:
-    """Return whether two rows are replicas of DualPipe: equal, on mirrored ranks and two chains."""
+    """Return whether two rows are DualPipe's replicas: equal, on mirrored ranks and two chains.
+
+    A chain is one of the two mirrored sequences of stages. pp: the number of pipeline ranks.
+    """
     # Rows from `shape` on are equal: only the rank and the stage may differ.
     is_mirror = a.rank != b.rank and a.rank + b.rank == pp - 1
     return is_mirror and a.stage != b.stage and a[3:] == b[3:]

@@ -58,7 +58,10 @@ class WeightDecay:
         return WeightDecay(start, end, style, length)
 
     def saved(self) -> float | list[float | str]:
-        """Return the decay in the form that a checkpoint holds, a number if it is constant."""
+        """Return the decay in the form that a checkpoint holds.
+
+        It is a number if it is constant, otherwise the list [start, end, style, length].
+        """
         if self.style == "constant":
             return self.end
         return [self.start, self.end, self.style, self.length]
@@ -135,7 +138,7 @@ class LRSchedule:
         return schedule
 
     def _problems(self, unit: str) -> list[str]:
-        """Return the lengths that do not fit.
+        """Return a message for each length that does not fit: a warm-up or last part too long.
 
         Args:
             unit: "iters" or "samples", the end of the flags that were given.
@@ -202,7 +205,10 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -> float | None:
     """Return the rate of word embeddings and output head under --decoupled-lr, else None.
 
-    It follows the same curve between other ends.
+    It follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr.
+
+    Args:
+        samples: number of samples consumed before the step.
     """
     if flags.decoupled_lr is None:
         return None
@@ -212,7 +218,10 @@ def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -
 
 
 def _fall(style: str, r: float) -> float:
-    """Return the height of a curve that falls from 1 at r = 0 to 0 at r = 1."""
+    """Return the height of a curve that falls from 1 at r = 0 to 0 at r = 1.
+
+    style: "linear", "cosine", "exponential" or "minus_sqrt".
+    """
     if style == "linear":
         return 1 - r
     if style == "cosine":

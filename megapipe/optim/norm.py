@@ -21,7 +21,10 @@ from megapipe.optim.buffers import ALIGN, FlatBuffers
 
 @dataclass(frozen=True)
 class Norm:
-    """Sums over the parameters of the model; each parameter counts on one rank of a pipeline.
+    """Norms and counts over all parameters of the model; each parameter counts once.
+
+    The optimizer uses `start` for the gradients' norm, `zeros` for --log-num-zeros-in-grad, and
+    `of_frozen` for frozen parameters.
 
     Attributes:
         mesh: this rank's mesh.
@@ -37,15 +40,16 @@ class Norm:
     def start(
         self, owned: Sequence[FlatBuffers], flats: Sequence[Tensor], scale: float | Tensor = 1.0
     ) -> Late[float]:
-        """Start to compute the norm of flat tensors over the whole model.
+        """Start to compute the L2 norm of flat tensors over the whole model.
 
         The squares of each parameter are summed first, then these sums in the order of the model,
         in float64. Collective over the mesh.
 
         Args:
             owned: buffers whose main parameters are on this rank.
-            flats: for each of them a tensor of its share's size.
+            flats: for each buffer a tensor of this rank's share, such as its gradients.
             scale: factor that the tensors are still to be multiplied by.
+        Returns: the norm; reading it waits for the device.
         """
         mesh = self.mesh
         # On each rank zeros stand for the parameters of other ranks, so that the all-reduce below
@@ -87,6 +91,7 @@ class Norm:
         """Return the number of gradient elements that are exactly zero. Collective over the mesh.
 
         Args:
+            owned: buffers whose main parameters are on this rank.
             split: each data-parallel rank has a share of the gradients.
         """
         found = torch.zeros(2, dtype=torch.int64, device=self.mesh.device)
@@ -102,7 +107,7 @@ class Norm:
         return int(self._of_model(found))
 
     def of_frozen(self, params: Sequence[nn.Parameter]) -> float:
-        """Return the norm of frozen parameters. Collective over pipeline, tp and experts.
+        """Return the L2 norm of frozen parameters. Collective over pipeline, tp and experts.
 
         Args:
             params: the frozen parameters that count on this rank.
@@ -114,7 +119,7 @@ class Norm:
         return math.sqrt(self._of_model(squares))
 
     def _of_model(self, sums: Tensor) -> float:
-        """Return the sum over the model.
+        """Return the sum over all ranks with parts of the model, for dense parameters and experts.
 
         Args:
             sums: [2], this rank's sums over dense parameters and over experts.
@@ -124,19 +129,23 @@ class Norm:
         return self.mesh.pp.all_reduce(sums).sum().item()
 
     def counted(self, b: FlatBuffers) -> list[str]:
-        """Return the names of a buffer's parameters that count on this rank."""
+        """Return the names of a buffer's parameters that count on this rank.
+
+        Tied parameters count on no rank, and a parameter that tp does not split only on its first
+        one.
+        """
         tp = self.mesh.tp
         return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(tp)]
 
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
-        """Return the names of the experts' parameters, equal on all ranks of a stage."""
+        """Return the names of experts' parameters in the buffers, equal on all ranks of a stage."""
         names = [n for b in owned for n in b.own if n in self.index]
         return [n for n in names if layout_of(self.params[n]).experts]
 
     def _places(self, names: Sequence[str]) -> Tensor:
-        """Return the positions of parameters in the order of the model, as a tensor on the device.
+        """Return the positions of the named parameters in the model's order, as a device tensor.
 
-        It is kept, because a new one would be copied to the device in every step.
+        The tensor is cached, because a new one would be copied to the device in every step.
         """
         key = tuple(names)
         if key not in self._placed:

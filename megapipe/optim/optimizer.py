@@ -217,9 +217,9 @@ class Optimizer:
         return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take this rank's shares from tensors that `state` returned and that were loaded since.
+        """Copy this rank's shares from tensors of `state` that a checkpoint has overwritten.
 
-        Without ZeRO-1 there is nothing to do, because they are views.
+        Without ZeRO-1 the tensors are views of the state, and nothing is copied.
         """
         if not self.distributed:
             return
@@ -229,7 +229,7 @@ class Optimizer:
                     b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
 
     def _kinds(self) -> dict[str, list[Tensor]]:
-        """Return the flat tensors to save by name, one for each of `owned`."""
+        """Return the flat tensors to save: for each name of the state, one for each of `owned`."""
         kinds = dict(self.moments)
         if any(wide_of(b.model) != b.model.dtype for b in self.owned):
             kinds["master"] = [b.main for b in self.owned]
@@ -253,14 +253,14 @@ class Optimizer:
     def update(
         self, gradients: Gradients, rates: Rates, shrink: float = 1.0, *, keeps_grads: bool = False
     ) -> Gradients:
-        """Let the rule update this rank's parameters and send the weights on.
+        """Let the rule update this rank's parameters, and send the new weights to the other ranks.
 
         Args:
             gradients: the result of `reduce`.
             rates: learning rates and weight decay.
             shrink: the factor of clipping.
-            keeps_grads: gradients must only be multiplied by the two factors. A rule that changes
-                them otherwise is given copies.
+            keeps_grads: gradients must only be multiplied by the scale and by `shrink`. A rule that
+                changes them otherwise is given copies.
         Returns: the gradients, now multiplied by both factors.
         """
         factors: Factors = (gradients.scale, shrink)
@@ -302,7 +302,7 @@ class Optimizer:
         return replace(gradients, scale=1.0)
 
     def spread(self, *, rounded: bool = False) -> None:
-        """Round main parameters to the model's weights, and send these to all ranks with them.
+        """Round main parameters to the model's weights, and send these to all ranks that hold them.
 
         Args:
             rounded: the rule has rounded them already.
@@ -326,7 +326,7 @@ class Optimizer:
 
 
 def _zeros(buffers: FlatBuffers, kind: str, flags: OptimizerConfig) -> Tensor:
-    """Return the state of one name before the first step."""
+    """Return zeros like `buffers.main`, the first state of a name `kind` such as "exp_avg"."""
     dtypes = {
         "exp_avg": dtype_of(flags.exp_avg_dtype),
         "exp_avg_sq": dtype_of(flags.exp_avg_sq_dtype),

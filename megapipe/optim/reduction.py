@@ -25,10 +25,11 @@ def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sums of one step's gradients.
+    """The sums of one step's gradients, which the executor starts stage by stage.
 
     Gradients are summed over tensor parallelism, over data parallelism, over DualPipe's replicas
-    and over the uses of tied weights.
+    and over the uses of tied weights. Before a stage's backward passes comes `begin`, after its
+    last one `start`, and at the end of the step `finish`.
 
     Attributes:
         chunks: the buckets of each of this rank's stages, in the order in which they are complete.
@@ -60,7 +61,7 @@ class Reduction:
         return [b for chunk in self.chunks for b in chunk if isinstance(b, ShardedBuffers)]
 
     def start_early(self, chunk: int, layer: int, layers: int) -> None:
-        """Start to sum the buckets of a stage that are complete.
+        """Start to sum the buckets of a stage whose gradients are complete, during its backward.
 
         Args:
             chunk: the position of the stage on this rank.
@@ -76,7 +77,10 @@ class Reduction:
                 early.append(self._start(buffers))
 
     def begin(self, chunk: int) -> None:
-        """Allocate memory for the gradients that backward passes of a stage are about to write."""
+        """Allocate sharded gradients in full, before backward passes of a stage write to them.
+
+        chunk: the position of the stage on this rank.
+        """
         for buffers in self.chunks[chunk]:
             if isinstance(buffers, ShardedBuffers):
                 buffers.begin_grads()
@@ -99,7 +103,7 @@ class Reduction:
         return all_of([*early, *late])
 
     def _start(self, buffers: FlatBuffers) -> Callable[[], None]:
-        """Start to sum the gradients of one bucket."""
+        """Start to sum the gradients of one bucket; return a function that waits for the sums."""
         dp = buffers.replicas
         buffers.sum_over_tp(self.ties.mesh.tp)
         # The uses of a weight on several ranks have different places, thus different shares. Under
@@ -122,9 +126,9 @@ class Reduction:
         return finish
 
     def finish(self) -> None:
-        """Sum what has not begun, wait for it, then add replicas and ties.
+        """Sum the gradients of stages that `start` was not called for, then of replicas and ties.
 
-        The functions that `start` has returned must have been called before.
+        The functions that `start` has returned must have been called before. Waits for all sums.
         """
         left = [chunk for chunk in range(len(self.chunks)) if chunk not in self._begun]
         for finish in [self.start(chunk) for chunk in left]:

@@ -63,7 +63,7 @@ Factors = tuple[float | Tensor, float]
 
 
 def multiply(grad: Tensor, factors: Factors) -> None:
-    """Multiply a gradient by both factors in place. A factor of 1 costs nothing."""
+    """Multiply a gradient by both factors of a pair in place. A factor of 1 costs nothing."""
     for factor in factors:
         # The host does not read a tensor, so it multiplies even by 1.
         if isinstance(factor, Tensor) or factor != 1:
@@ -85,7 +85,7 @@ class Part:
         lr: learning rate of this step and these parameters.
         weight_decay: weight decay of this step and these parameters.
         layout: for a single parameter, how it is split over tensor parallelism.
-        tp: the tensor-parallel axis. Of experts, each rank's are treated as complete parameters.
+        tp: the tensor-parallel axis. Of experts, the ones on this rank are a complete parameter.
         factors: for a rule with `sweeps`, factors by which `grad` is still to be multiplied. For
             any other rule the optimizer has multiplied it.
         model: for a rule with `sweeps`, the model's 16-bit weights, to which it must round the
@@ -128,7 +128,7 @@ class Part:
 
     @property
     def _axis(self) -> Axis:
-        """The axis that splits the parameter."""
+        """The axis that splits the parameter: tp, or the axis that splits each expert."""
         name = "etp" if self.layout.experts else "tp"
         return self.tp.named(name)
 
@@ -136,9 +136,9 @@ class Part:
 # Checked at run time for the user's own rules.
 @runtime_checkable
 class Rule(Protocol):
-    """An optimizer.
+    """The interface of an optimizer's update, such as Adam's.
 
-    It may also have these attributes:
+    A rule may also have these attributes:
     - `sweeps`: it multiplies gradients by Part.factors and rounds to Part.model itself.
     - `keeps_grad`: apart from multiplying by the factors it does not change gradients. If an update
       may have to be repeated from its gradients, any other rule is given copies.

@@ -56,16 +56,16 @@ def wide_of(x: Tensor) -> torch.dtype:
 
 
 def _is_rounded(part: Part) -> bool:
-    """Return whether any tensor of the part is stored in fewer bits than its update needs."""
+    """Return whether a part's value, gradient or state has fewer bits than its update needs."""
     wide = wide_of(part.value)
     return any(x.dtype != wide for x in (part.value, part.grad, *part.state.values()))
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """Yield pieces of a part in the type of the update.
+    """Yield (piece, copies) for each piece of a part, in the type of the update.
 
-    Each comes with pairs of (stored tensor, wide copy). After the update of the copies, the caller
-    rounds them to the stored tensors.
+    The copies are pairs of (stored tensor, wide copy). After the update of the wide copies, the
+    caller rounds them to the stored tensors.
     """
     dtype = wide_of(part.value)
     for start in range(0, part.value.numel(), PIECE):
@@ -151,10 +151,11 @@ class Muon:
             decayed.sub_(part.mine(towards), alpha=part.lr)
 
     def _orthogonal(self, x: Tensor, fused: tuple[int, ...]) -> Tensor:
-        """Return x [rows, columns], orthogonalised and scaled.
+        """Return x [rows, columns], orthogonalised and scaled as --muon-scale-mode says.
 
         Args:
-            fused: rows of each matrix in a group if x holds several matrices, see Layout.
+            fused: if x holds several matrices, whose rows alternate in groups: the rows of each
+                matrix in a group, see Layout. Each matrix is orthogonalised separately.
         """
         # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:
@@ -177,7 +178,7 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Return whether Muon updates a part of a single parameter.
+    """Return whether Muon updates a part of a single parameter, else AdamW.
 
     Embeddings and the output head have a row for each token; AdamW updates them.
     """

@@ -22,12 +22,14 @@ from megapipe.optim.census import Census, Row, natural
 
 
 class Tie(NamedTuple):
-    """One weight that is used several times.
+    """One weight that several parameters (uses) repeat.
 
     Attributes:
-        uses: the owner, then the parameters that repeat it, received ones last. The order is equal
-            on all ranks.
-        across: the uses are on several ranks, all of them in mesh.ends.
+        uses: the census rows of the parameters: first the owner, whose weight it is. Last come the
+            uses without optimizer state, which receive updated weights from the owner's rank. The
+            order is equal on all ranks.
+        across: the uses are on several pipeline ranks. All these ranks are in mesh.ends, the axis
+            over which tied weights are exchanged.
     """
 
     uses: tuple[Row, ...]
@@ -35,11 +37,14 @@ class Tie(NamedTuple):
 
     @property
     def owner(self) -> Row:
-        """The use with the weight."""
+        """The use that has the weight, its optimizer state and its place in a checkpoint."""
         return self.uses[0]
 
     def on(self, rank: int) -> tuple[str, ...]:
-        """Return the uses on a pipeline rank. The others share the memory of the first one."""
+        """Return the names of the uses on a pipeline rank, whose memory is shared.
+
+        Unless the uses are on several ranks, these are the names of all.
+        """
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 
     def is_received(self, rank: int) -> bool:
@@ -49,7 +54,7 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class Ties:
-    """The weights with several uses that concern a rank.
+    """The weights with several uses that concern a rank: memory, gradients and updates.
 
     Attributes:
         census: all parameters of the pipeline.
@@ -65,7 +70,8 @@ class Ties:
     def all(self) -> tuple[Tie, ...]:
         """The weights used on this rank, and all with uses on several ranks of mesh.ends.
 
-        Sums of the latter are collective. The order is equal on all ranks.
+        Every rank of mesh.ends takes part in the sums of weights with uses on several ranks. The
+        order is equal on all ranks.
         """
         owners = self.census.owners
         users = defaultdict[str, list[Row]](list)
@@ -86,7 +92,8 @@ class Ties:
 
     @cached_property
     def memory_of(self) -> dict[str, str]:
-        """The name of the parameter whose memory each tied parameter of this rank uses."""
+        """The name of the parameter whose memory a tied parameter of this rank uses, by its name.
+        """
         found = {}
         for tie in self.all:
             own = tie.on(self.mesh.pp.rank)
@@ -96,14 +103,14 @@ class Ties:
 
     @property
     def borrowed(self) -> set[str]:
-        """The parameters of this rank without optimizer state."""
+        """The names of this rank's parameters that have no optimizer state."""
         rank = self.mesh.pp.rank
         received = {tie.on(rank)[0] for tie in self.all if tie.is_received(rank)}
         return {*self.memory_of, *received}
 
     @property
     def names(self) -> set[str]:
-        """The names of all uses of all these weights."""
+        """The names of all uses of the weights in `all`."""
         return {row.name for tie in self.all for row in tie.uses}
 
     @property
@@ -123,10 +130,13 @@ class Ties:
     def of_chunks(self, names: Sequence[Sequence[str]]) -> tuple[list[set[int]], list[int]]:
         """Return the chunks whose weights each chunk reads, and the chunks that must send weights.
 
+        A chunk is one of this rank's stages.
+
         Args:
             names: names of each chunk's parameters on this rank.
-        Returns: for each chunk the set of chunks whose memory its parameters use, itself included;
-            and in ascending order the chunks with owners in `sent`.
+        Returns: (needed, senders). needed: for each chunk the set of chunks whose memory its
+            parameters use, itself included. senders: the chunks with owners of weights in `sent`,
+            ascending.
         """
         chunk_of = {name: n for n, own in enumerate(names) for name in own}
         needed = [{n} for n in range(len(names))]
@@ -163,10 +173,11 @@ class Ties:
             self._send(tie, uses)
 
     def _send(self, tie: Tie, own: Sequence[str]) -> None:
-        """Broadcast the owner's weight into the first of this rank's uses.
+        """Broadcast the owner's weight over mesh.ends into the memory of this rank's uses.
 
         Args:
-            own: the uses; if empty, the weight is received and thrown away.
+            own: names of this rank's uses, of one memory; if empty, the received weight is
+                discarded.
         """
         if own:
             weight = self.params[own[0]].data
@@ -191,7 +202,10 @@ class Ties:
                     own[0].copy_(total)
 
     def _sum_across(self, tie: Tie) -> Tensor:
-        """Return the sum of a weight's gradients in the order of its uses."""
+        """Return the sum of a weight's gradients over its uses on all ranks of mesh.ends.
+
+        The gradients are added in the order of `tie.uses`, so every rank gets a bitwise equal sum.
+        """
         here = tie.on(self.mesh.pp.rank)
         like = self.main_grad(next(iter(self.params)))
         # The first gradient begins the sum: adding it to zeros would turn -0.0 into 0.0.
@@ -207,11 +221,14 @@ class Ties:
         return total
 
     def _room(self, tie: Tie, like: Tensor) -> Tensor:
-        """Return an empty tensor for a weight that this rank does not use."""
+        """Return an empty tensor to receive a weight into, on a rank that does not use it.
+
+        like: a tensor with the type and device to use.
+        """
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
-        """Overwrite x with that tensor on the rank of a use."""
+        """Overwrite x on every rank of mesh.ends with the x of the rank that holds `use`."""
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))
 

@@ -86,8 +86,7 @@ class Rotary:
         return Rotary(dim, base, interleaved=True, yarn=factor, length=length)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Return the rotation of each pair of channels in radians per position, [dim / 2] float64.
-        """
+        """Return the angle in radians per position of each pair of channels: [dim / 2], float64."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-exponents / self.dim)
         if self.yarn is not None:

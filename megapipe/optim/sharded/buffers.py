@@ -32,6 +32,9 @@ from megapipe.optim.sharded.passing import Passing
 class ShardedBuffers(FlatBuffers):
     """FlatBuffers under ZeRO-1 whose full gradients are allocated and released within a step.
 
+    A stage's passes add to full gradients between `begin_grads` and `start_reduce`, which adds this
+    rank's share of them to `total`.
+
     Args:
         tied: names of weights that are used several times.
         given: the other arguments of FlatBuffers.
@@ -107,7 +110,7 @@ class ShardedBuffers(FlatBuffers):
             self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
-        """Sum gradients over tensor parallelism, unless there are none since the last reduction."""
+        """Sum gradients over tensor parallelism, if any were written since the last reduction."""
         if self._grads.there:
             super().sum_over_tp(tp)
 
@@ -161,6 +164,9 @@ class ShardedBuffers(FlatBuffers):
                 self.tied.copy_(summed)
 
     def take_tied(self) -> None:
-        """Copy this rank's share of tied gradients to `total`, once all uses are added."""
+        """Copy this rank's share of the tied weights' gradients to `total`.
+
+        The gradients of all uses of these weights must have been added before.
+        """
         for name in self._tied.keys() & set(self.own):
             self.own_part(self.total, name).copy_(self.share_of(self._main_grad(name), name))

@@ -42,7 +42,10 @@ from megapipe.tensor_parallel.fp8.quantise import (
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The weight [r, k] of one matrix product in a flat buffer.
+    """The weight [r, k] of one matrix product in a flat buffer; this rank has a part of it.
+
+    Each rank finds the largest values of its part (`largest`) and casts it (`cast`). The gathered
+    matrix goes to the product (`give`).
 
     Attributes:
         products: the module's FP8 products, which quantise it.
@@ -74,16 +77,22 @@ class _Matrix:
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of the tensor of its largest values, one for each scale."""
+        """The shape of its largest values, one for each scale: [] or [row blocks, column blocks].
+
+        [] stands for one scale per tensor.
+        """
         if self.block is None:
             return ()
         rows, columns = self.block
         return (-(-self.r // rows), -(-self.k // columns))
 
     def rows(self, shard: Tensor) -> tuple[int, Tensor]:
-        """Return the rows of all blocks that this rank has a part of, and the first row's number.
+        """Return (first row, rows [n, k]) of all blocks that this rank has a part of.
 
         Elements of other ranks are zeros.
+
+        Args:
+            shard: this rank's share of the flat buffer.
         """
         assert self.block is not None
         high = self.block[0]
@@ -97,7 +106,13 @@ class _Matrix:
         return first, rows
 
     def largest(self, shard: Tensor) -> Tensor:
-        """Return the largest absolute values of this rank's part; 0 for scales without a part."""
+        """Return the largest absolute value for each scale, of this rank's part of the matrix.
+
+        It has the shape `scales`, with 0 where this rank has no part.
+
+        Args:
+            shard: this rank's share of the flat buffer.
+        """
         found = shard.new_zeros(self.scales, dtype=torch.float32)
         is_empty = self.own.start >= self.own.stop
         if is_empty:
@@ -110,11 +125,11 @@ class _Matrix:
         return found
 
     def cast(self, shard: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's part in 8 bits, and the scaling factors of the full matrix.
+        """Return (values, factors): this rank's part in 8 bits, and the full matrix's factors.
 
         Args:
             shard: this rank's share of the flat buffer.
-            amaxes: the largest absolute values of the full matrix.
+            amaxes: the largest absolute values of the full matrix, as `scales` says.
         """
         if self.block is None:
             expected = self.products.expected(amaxes, WEIGHT)
@@ -141,9 +156,9 @@ class _Matrix:
         """Give the quantised matrix to the products, which then read it instead of the weight.
 
         Args:
-            flat: the bytes of all shares.
-            factors: its scaling factors.
-            amaxes: its largest absolute values.
+            flat: the whole flat buffer in 8 bits, gathered from all shares, as bytes.
+            factors: the matrix's scaling factors.
+            amaxes: its largest absolute values, from which the factors follow.
         """
         end = self.start + self.r * self.k
         values = flat[self.start : end].view(self.dtype).view(self.r, self.k)
@@ -187,7 +202,7 @@ class InEightBits(FlatBuffers):
             self._shapes[name] = numbers[..., None, None].expand(shape)
 
     def _matrices_of(self, name: str, products: Scaled) -> Iterator[_Matrix]:
-        """Yield the matrices of a parameter [..., r, k]."""
+        """Yield the matrices of a parameter [..., r, k], such as one for each expert."""
         first, shape = self._where[name]
         r, k = shape[-2:]
         for number, start in enumerate(range(first, first + shape.numel(), r * k)):
@@ -229,7 +244,10 @@ class InEightBits(FlatBuffers):
         self._bytes.go()
 
     def start_whole(self) -> Callable[[], None]:
-        """Start to gather the weights in their own type; return a function that waits for them."""
+        """Start to gather the weights in their own type, for code that reads or writes them.
+
+        Returns: a function that waits for them.
+        """
         fill = super().start_gather()
 
         def finish() -> None:

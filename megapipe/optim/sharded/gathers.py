@@ -13,11 +13,12 @@ from megapipe.optim.reduction import all_of
 
 
 class Gathers:
-    """The gathering of weights, stage by stage.
+    """The gathering of a rank's weights under ZeRO, stage by stage.
 
-    Stages are numbered by their position on this rank. A stage whose parameters use the memory of
-    another stage needs that stage's weights, too: a head may run before the stage with its tied
-    embedding.
+    The executor calls `start` before a stage's passes and `drop` after them. `whole` is for other
+    code. Stages are numbered by their position on this rank. A stage whose parameters use the
+    memory of another stage needs that stage's weights, too: a head may run before the stage with
+    its tied embedding.
 
     Args:
         chunks: the buffers of each stage.
@@ -50,7 +51,7 @@ class Gathers:
         self._stale = set(range(len(self._chunks)))
 
     def start(self, chunk: int) -> Callable[[], None]:
-        """Start to gather the weights that a stage reads, as far as they are missing.
+        """Start to gather the weights that a stage reads and this rank lacks.
 
         Returns: a function that waits for them.
         """
@@ -83,7 +84,7 @@ class Gathers:
                 self._stale.add(other)
 
     def settle(self) -> None:
-        """Gather the updated weights now, unless they are gathered before each run of passes."""
+        """Gather the updated weights now; no effect if passes gather them again before each use."""
         if not self._drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:
                 finish()
@@ -92,7 +93,7 @@ class Gathers:
     def whole(self) -> Iterator[None]:
         """Gather all weights of the rank for the block, in which they may be read or written.
 
-        Ranks must write equal values; each one keeps its share of them.
+        Ranks must write equal values. After the block each rank keeps its share of the values.
         """
         everything = [buffers for chunk in self._chunks for buffers in chunk]
         if self._in_eight_bits:

@@ -11,7 +11,7 @@ from megapipe.distributed.device import Gauge
 
 
 class Passing:
-    """A flat tensor, alone in its storage, whose memory is allocated and released.
+    """A flat tensor, alone in its storage, whose memory is allocated (`come`) and released (`go`).
 
     Only the storage is resized. Views of the tensor stay valid and see its next content.
 
@@ -31,7 +31,7 @@ class Passing:
         live.add(self._bytes)
 
     def come(self) -> None:
-        """Allocate the memory, with any content."""
+        """Allocate the memory, uninitialised. The tensor must have none."""
         assert not self.there
         # Resizing keeps the storage's identity, which views and autograd graphs hold on to.
         self.flat.untyped_storage().resize_(self._bytes)
@@ -47,7 +47,10 @@ class Passing:
 
 
 def start_filling(flat: Tensor, shard: Tensor, shares: Axis) -> Callable[[], None]:
-    """Start to gather every rank's shard into `flat`; return a function that waits for it."""
+    """Start to gather every rank's shard into `flat`; return a function that waits for it.
+
+    shares: the ranks that hold the shards.
+    """
     pending = shares.start_all_gather(shard, into=flat)
 
     def finish() -> None:
@@ -60,7 +63,7 @@ def start_filling(flat: Tensor, shard: Tensor, shares: Axis) -> Callable[[], Non
 
 
 def separate(shard: Tensor) -> Tensor:
-    """Return a slice of a tensor in a form that can be gathered into that tensor.
+    """Return a shard that is a slice of a tensor, in a form that can be gathered into that tensor.
 
     It is a copy on a CPU, where a gathering cannot write to the memory that it reads. NCCL can.
     """

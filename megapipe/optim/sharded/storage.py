@@ -98,11 +98,11 @@ class Storage:
         return chunks
 
     def _stays(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter is a part of a shared vocabulary, which is not sharded."""
+        """Return whether a parameter is not sharded because it is a part of a shared vocabulary."""
         return self.distributed and self.grads and layout_of(param).part[1] > 1
 
     def _stored(self, bucket: Bucket) -> Stored:
-        """Return a bucket with the rank that updates it."""
+        """Return a bucket as Stored: whether it is sharded, and which rank updates it."""
         stays = any(map(self._stays, bucket.params.values()))
         stored = Stored(bucket, stays, True, None)
         census = self.ties.census
@@ -115,7 +115,10 @@ class Storage:
         return stored._replace(here=rank == mesh.pp.rank, owner=owner)
 
     def buffers(self, stored: Stored) -> FlatBuffers:
-        """Return new buffers for a bucket, whose parameters are all dense or all of experts."""
+        """Return new flat buffers for a bucket, of the kind that the flags and `stored` ask for.
+
+        The bucket's parameters are either all dense or all of experts.
+        """
         params = stored.bucket.params
         mesh = self.ties.mesh
         # Buckets are divided so that parameters of both kinds never meet.
@@ -163,5 +166,8 @@ def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Return the type that a flag names; None for the usual type."""
+    """Return the type that a value of --main-grads-dtype or --main-params-dtype names, for bf16.
+
+    None for any other value: the buffers then have their usual type.
+    """
     return torch.bfloat16 if name == "bf16" else None
