@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Door:
-    """One command.
+    """One command of megapipe, as the help and the scripts in tools list it.
 
     Attributes:
         module: the module below megapipe.commands that has its `main(argv)`. If another function is
@@ -81,7 +81,7 @@ _NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 
 def as_called(text: str) -> str:
-    """Replace commands in a text by what its reader can paste.
+    """Return a text in which a reader can paste the commands that it names.
 
     text: names commands as `megapipe plan`. In a clone this becomes `python tools/plan.py`.
     """
@@ -98,7 +98,10 @@ def in_clone() -> bool:
 
 
 def _script_of(name: str, processes: str | None) -> str:
-    """Return how a clone runs a command. processes: the value of --nproc, or None."""
+    """Return the command line by which a clone runs the command `name`.
+
+    processes: the number of ranks to launch, the value of --nproc; None to launch none.
+    """
     if name == "pretrain":
         if processes:
             return f"torchrun --nproc-per-node {processes} pretrain_gpt.py"
@@ -108,7 +111,7 @@ def _script_of(name: str, processes: str | None) -> str:
 
 
 def version() -> str:
-    """Return the installed version; "of a clone" where nothing was installed."""
+    """Return the version of the installed package; "of a clone" where nothing was installed."""
     # Imported here: it takes an eighth of the start of `megapipe schedules show`.
     from importlib import metadata
 

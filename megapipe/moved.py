@@ -80,7 +80,7 @@ class Moved:
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
-        """Let the module look its names up in the new place."""
+        """Give the former module a `__getattr__` that looks its names up in the new place."""
         # Imported here and not by `find_spec`, which only asks whether there is such a module.
         room = module.__name__.removeprefix("megapipe.")
         new = import_module(f"megapipe.{MODULES[room]}")

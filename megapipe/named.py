@@ -45,7 +45,7 @@ def find_named(name: str, flag: str, example: str) -> Any:
 
 
 def place_of(error: BaseException) -> str:
-    """Return an error of the user's code and where it arose.
+    """Return a text with an error of the user's code, its file and its line.
 
     For example `NameError: name 'x' is not defined (mine.py, line 12)`.
     """
@@ -54,7 +54,14 @@ def place_of(error: BaseException) -> str:
 
 
 def _import(where: str, name: str, flag: str) -> ModuleType:
-    """Return the module or file `where`. name, flag: as in `find_named`."""
+    """Return the imported module.
+
+    Args:
+        where: a module's name, or the path of a .py file, which is run as a module.
+        name: the full value of the flag, MODULE:NAME or FILE.py:NAME, for the error.
+        flag: the flag, for the error.
+    Raises: ConfigError if there is no such module or file, or if importing it fails.
+    """
     try:
         if where.endswith(".py"):
             return _load_file(Path(where))

@@ -13,10 +13,11 @@ from typing import Any
 
 
 def shown_by(name: str) -> Callable[[Any], str | None]:
-    """Return a method that shows its object by the function MODULE:NAME of megapipe.
+    """Return a method, such as _repr_svg_, that shows its object by a function of megapipe.
 
     Args:
-        name: for example `schedule.views.screen:picture`. The function takes the object.
+        name: MODULE:NAME below megapipe, such as `schedule.views.screen:picture`. The function
+            takes the object.
     """
     module, _, function = name.partition(":")
 

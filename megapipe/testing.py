@@ -101,7 +101,14 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Case:
-    """A model to test: `run` runs a step of it, `round_trip` tests its checkpoints."""
+    """A model to test: `run` runs a step of it, `round_trip` tests its checkpoints.
+
+    Attributes:
+        provider: builds the stages.
+        model: the configuration.
+        seq_length: tokens of a sequence.
+        forward_step: (data_iterator, model) -> (output, loss_func).
+    """
 
     provider: Provider
     model: ModelConfig
@@ -146,7 +153,7 @@ class _Case:
         return _Result(losses, params, mesh.tp.rank)
 
     def stages(self, mesh: ProcessMesh, schedule: Schedule, *, seed: int = 1) -> list[nn.Module]:
-        """Return the stages of a rank, in float64."""
+        """Return the stages of a rank under a schedule, in float64. seed: of the initial values."""
         counts = nearly_even(self.model.layers, schedule.placement.chain)
         own = [
             spans(counts, schedule.placement)[stage]
@@ -156,7 +163,10 @@ class _Case:
         return [build_stage(provider, self.model, span, mesh.tp, seed).double() for span in own]
 
     def round_trip(self) -> list[str]:
-        """Save the whole model, load it into two stages, and return a line for each difference."""
+        """Save the whole model, load it into two stages, and return a line for each difference.
+
+        The lines name parameters whose values the checkpoint has changed or lost.
+        """
         config = Config(model=self.model)
         single = ProcessMesh.single()
         whole = self.stages(single, build("gpipe", 1, MICROBATCHES))
@@ -185,7 +195,7 @@ class _Case:
 
 
 def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[str]:
-    """Yield a line for each difference between the whole model and its stages.
+    """Yield a line for each loss, weight or gradient that differs from the whole model's.
 
     Args:
         whole: the outcome of the whole model.
@@ -245,7 +255,10 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
 
 
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
-    """Return a rank's part of a whole parameter, in the shape of `like`."""
+    """Return a tensor-parallel rank's part of a whole parameter, in the shape of `like`.
+
+    layout: how the parameter is split. tp: number of tensor-parallel ranks.
+    """
     return layout.mine(whole.reshape(layout.full), Axis(tp_rank, tp)).reshape(like.shape)
 
 

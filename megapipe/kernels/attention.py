@@ -33,12 +33,15 @@ def _compiled_attention() -> ctypes.CDLL | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled attention; None where it cannot be compiled or run, or is disabled."""
+    """Return the library of the compiled attention; None without AMX tiles or a C compiler.
+
+    It is None, too, if it was disabled.
+    """
     return None if "tiles" in cpu.left_out else _compiled_attention()
 
 
 class _Operand(ctypes.Structure):
-    """A tensor [b, heads, s, d] for C: its address and the strides of batch, head and token.
+    """A tensor [b, heads, s, d] as C reads it: address, and strides of batch, head and token.
 
     The last dimension is contiguous.
     """

@@ -15,9 +15,10 @@ _LIBRARIES = {"loops": cpu.library, "tiles": attention.library}
 
 
 def own() -> list[str]:
-    """Return the names of the libraries that this machine can run: "loops", "tiles".
+    """Return the names of the compiled libraries that this machine can run: "loops", "tiles".
 
-    Libraries that an earlier run of this process excluded are enabled again first.
+    "loops" is cpu.c; "tiles" is attention.c, which needs AMX. Libraries that an earlier run of this
+    process disabled are enabled again first.
     """
     # In one process a run may follow another, whose ranks lacked a library.
     leave_out(())

@@ -43,7 +43,7 @@ def _compiled_loops() -> ctypes.CDLL | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled loops; None where they cannot be compiled or are disabled."""
+    """Return the library of the compiled loops; None where it cannot be compiled or is disabled."""
     return None if "loops" in left_out else _compiled_loops()
 
 
@@ -73,7 +73,9 @@ _Argument = Tensor | int | float | ctypes.Array[ctypes.c_float] | None
 def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
     """Call a C loop over all elements of tensors of one shape.
 
-    Its first parameter is the number of elements; the others follow as given.
+    Args:
+        name: of the function in cpu.c. Its first parameter is the number of elements.
+        first: the first tensor. arguments: the function's other parameters, in order.
     """
     _run(name, first.numel(), first, *arguments)
 
@@ -83,7 +85,7 @@ def _run(name: str, *arguments: _Argument) -> None:
 
     Args:
         name: of the function in cpu.c.
-        arguments: in the order of its parameters.
+        arguments: of the function, in the order of its parameters.
     """
     values: list[object] = []
     for x in arguments:

@@ -21,6 +21,8 @@ _LIBRARY = torch.library.Library("megapipe", "DEF")  # type: ignore[no-untyped-c
 def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that registers a function as an operation and fuses it on a GPU.
 
+    The decorated function is compiled by torch to one kernel; on a CPU it runs as it is.
+
     Args:
         schema: the operation's name, arguments and results, in torch.library's notation.
     """
@@ -56,7 +58,7 @@ def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def is_fused(x: Tensor) -> bool:
-    """Return whether a region runs as one kernel on this tensor.
+    """Return whether a function decorated by `region` runs as one kernel on this tensor.
 
     It does on a GPU. Inside torch.compile it does not: the compiler fuses plain operations itself.
     """

@@ -92,8 +92,7 @@ class Ties:
 
     @cached_property
     def memory_of(self) -> dict[str, str]:
-        """The name of the parameter whose memory a tied parameter of this rank uses, by its name.
-        """
+        """The name of the parameter whose memory each tied parameter of this rank uses, by name."""
         found = {}
         for tie in self.all:
             own = tie.on(self.mesh.pp.rank)

@@ -41,7 +41,7 @@ def depths_of(text: str) -> tuple[int, ...]:
 
 
 def _stages(text: str) -> list[str]:
-    """Return the letters of each stage.
+    """Return the letters of each stage in a layout string, repetitions written out.
 
     Raises: ConfigError with everything that is wrong.
     """
@@ -77,7 +77,7 @@ def layout_string(counts: Sequence[int], depths: Sequence[int] = ()) -> str:
 
 
 def _expand(text: str) -> str:
-    """Return the string without repetitions, commas and spaces.
+    """Return a layout string without repetitions, commas and spaces.
 
     Raises: ConfigError for a repetition of more than _LONGEST letters.
     """
@@ -102,7 +102,10 @@ def _expand(text: str) -> str:
 
 
 def _strangers(plain: str) -> str:
-    """Return the problem with letters that have no meaning; "" for none."""
+    """Return an error text for letters that have no meaning in a layout string; "" without such.
+
+    plain: the string as `_expand` returns it.
+    """
     others = sorted({*plain} - {*"EtmL|"})
     if not others:
         return ""
@@ -114,7 +117,10 @@ def _strangers(plain: str) -> str:
 
 
 def _end(plain: str, letter: str) -> str:
-    """Return the problem with E, which must come first, or L, which must come last; "" for none."""
+    """Return an error text if E does not come first or L does not come last; "" if it does.
+
+    letter: "E" or "L". plain: the string as `_expand` returns it.
+    """
     begins = letter == "E"
     if begins:
         name = "embedding"

@@ -34,7 +34,8 @@ class LayerSpan:
         loss: whether it holds the final norm, the output head and the loss.
         shares: number of parts of the vocabulary, on as many ranks; 1 if the embedding and the head
             are on the first and the last stage alone.
-        share: the part on this stage; None for none. In the first chain it is the rank's number.
+        share: the vocabulary part on this stage, from 0; None for none. It is the rank's number,
+            counted from the other end on the second of two mirrored chains of stages.
         depth: depth of multi-token prediction, from 1; 0 for a stage of the main model. A depth has
             one layer, numbered after the model's layers.
     """
@@ -68,7 +69,7 @@ def partition(
         num_layers: layers of the model.
         placement: the rank of each stage.
         account_for_embedding: count the embedding as a layer, so that its stage gets one less.
-        account_for_loss: count the loss as a layer, in the same way.
+        account_for_loss: count the loss as a layer, so that its stage gets one less.
         first: layers of the first pipeline rank, divided evenly among its stages. The other ranks
             divide the rest evenly. Under a V the first rank holds both ends of the model.
         last: layers of the last pipeline rank, in the same way.
@@ -82,10 +83,11 @@ def partition(
 
 
 def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
-    """Return the span of each stage.
+    """Return the span of each stage, in the order of the placement's stages.
 
     Args:
-        counts: layers at each position of the chain, without depths of multi-token prediction.
+        counts: layers of each stage from the embedding to the loss, without depths of multi-token
+            prediction.
         placement: the rank of each stage.
     """
     assert len(counts) == placement.main, f"{len(counts)} positions for a chain of {placement.main}"
@@ -119,15 +121,20 @@ def whole(num_layers: int, depths: int = 0) -> tuple[LayerSpan, ...]:
 
 
 def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:
-    """Return the layers of each of `chain` positions; the first ones get one more if needed."""
+    """Return the number of layers on each of `chain` successive stages, as even as possible.
+
+    The first stages get one more if needed.
+    """
     count, rest = divmod(num_layers, chain)
     return tuple(count + (position < rest) for position in range(chain))
 
 
 def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> tuple[int, ...]:
-    """Return the layers of each position, equal up to what embedding and loss count for.
+    """Return the number of layers of each stage from the embedding to the loss, equal for all.
 
-    Raises: ConfigError if they do not divide.
+    Args:
+        embedding, loss: count it as a layer, so that its stage gets one less.
+    Raises: ConfigError if the layers do not divide.
     """
     chain = placement.chain
     extra = embedding + loss
@@ -148,7 +155,7 @@ def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) ->
 
 
 def _uneven(num_layers: int, placement: Placement) -> str:
-    """Return the remedies that keep the number of layers, as the end of a message."""
+    """Return the remedies that keep the number of layers, as the end of an error message."""
     ways = []
     # Counting both ends as layers may make the numbers divide.
     if (num_layers + 2) % placement.chain == 0:
@@ -166,9 +173,11 @@ def _uneven(num_layers: int, placement: Placement) -> str:
 def _by_ends(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int, ...]:
-    """Return the layers of each position for given layers of the first and the last rank.
+    """Return the number of layers of each stage, for given numbers on the first and the last rank.
 
-    Raises: ConfigError if they do not divide.
+    Args:
+        first, last: layers of the first and of the last pipeline rank; None if not given.
+    Raises: ConfigError, with the nearest numbers that work, if they do not divide.
     """
     counts = _ends(num_layers, placement, first, last)
     if counts is not None:
@@ -189,7 +198,10 @@ def _by_ends(
 def _ends(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int, ...] | None:
-    """Return the layers of each position; None if the given numbers do not divide."""
+    """Return the number of layers of each stage; None if the given numbers do not divide.
+
+    first, last: layers of the first and of the last pipeline rank; None if not given.
+    """
     ranks = placement.rank_of[: placement.chain]
     ends = ((0, first), (placement.num_ranks - 1, last))
     given = [(rank, n) for rank, n in ends if n is not None]
@@ -212,7 +224,7 @@ def _ends(
 
 
 def _why_not(num_layers: int, placement: Placement, first: int | None, last: int | None) -> str:
-    """Return the reason why `_ends` returns None."""
+    """Return the reason why `_ends` returns None for these arguments, as text."""
     stages_of = Counter(placement.rank_of[: placement.chain])
     if placement.num_ranks == 1:
         return f"the one rank holds all {num_layers}"
@@ -237,9 +249,9 @@ def _why_not(num_layers: int, placement: Placement, first: int | None, last: int
 def _nearest(
     num_layers: int, placement: Placement, first: int | None, last: int | None
 ) -> tuple[int | None, int | None] | None:
-    """Return the numbers closest to the given ones that divide; None if there are none.
+    """Return (first, last), the layers closest to the given ones that divide; None without any.
 
-    A number that is not given stays None.
+    A number that is not given stays None in the pair.
     """
     ranks = placement.num_ranks
     if ranks == 1:
@@ -277,9 +289,9 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
 
     Args:
         rest: layers of the last rank and of the stages without a given number.
-        others: number of those stages; their layers must be a multiple of it.
-        step: number of stages of the last rank; its layers must be a multiple of it.
-        near: the given number; None if it is not given. It is then 0 that is yielded, or nothing.
+        others: number of the stages without a given number, which divide their layers evenly.
+        step: number of stages of the last rank, which divide its layers evenly.
+        near: the given number. None if it is not given: 0 is yielded if `others` divides `rest`.
     """
     if near is None:
         remainder = rest % others if others else rest
@@ -306,5 +318,5 @@ def _lasts(rest: int, others: int, step: int, near: int | None) -> Iterator[int]
 
 
 def _flags(first: int | None, last: int | None) -> str:
-    """Return the flags for given numbers as a user types them."""
+    """Return the flags that give these layers of the first and last rank, as a user types them."""
     return " ".join(f"{flag} {n}" for flag, n in ((FIRST, first), (LAST, last)) if n is not None)

@@ -32,6 +32,8 @@ class _Attached(torch.autograd.Function):
 def attach_gradient(x: Tensor, other: Tensor, grad: Tensor | Callable[[], Tensor]) -> Tensor:
     """Return x; when x receives its gradient, `other` receives the gradient `grad`.
 
+    A loss of a layer can thus be differentiated without being added to the model's loss.
+
     Args:
         x: any tensor on the path to the loss.
         other: the tensor that receives `grad`; its values are not used.

@@ -25,8 +25,9 @@ class Edge(NamedTuple):
     """A collective of a tensor in forward, and the conjugate one of its gradient in backward.
 
     Attributes:
-        forward, backward: start the collective; both may overwrite their argument.
-        first: True on the rank whose summand includes terms that are added once, such as a bias.
+        forward, backward: (tensor) -> its pending result; both may overwrite their argument.
+        first: True on the rank that adds the terms to be added once, such as a bias, before ranks
+            sum their outputs.
         pieces: if given, the product at this edge is computed in pieces of its rows, which overlap
             with the collective.
     """
@@ -67,7 +68,9 @@ def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
     The result is the sum; under sequence parallelism this rank's tokens [s/t, ...] of the sum.
 
     Args:
-        tp, sequence_parallel, in_pieces: as in `opening`.
+        tp: the ranks that split the region.
+        sequence_parallel: outside of the region a rank has only its part of the tokens.
+        in_pieces: overlap the product with the collective, see `Pieces`.
     """
     if tp.size == 1:
         return INSIDE
@@ -90,5 +93,8 @@ class _Across(torch.autograd.Function):
 
 
 def across(x: Tensor, edge: Edge) -> Tensor:
-    """Return x after an edge's collective; backward has the conjugate one. x is not changed."""
+    """Return x after an edge's forward collective; backward runs the edge's backward one.
+
+    x is not changed.
+    """
     return _Across.apply(x, edge)  # type: ignore[no-untyped-call, no-any-return]

@@ -69,9 +69,9 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Axis) -> Te
 
 
 def without_loss(target: Tensor, vocab: int) -> Tensor:
-    """Return a mask of the labels in target: True for numbers outside of 0..vocab-1.
+    """Return a mask of target's shape: True for numbers outside of 0..vocab-1.
 
-    Such tokens have loss 0 and no gradient, as torch's ignore_index.
+    Tokens with such a number have loss 0 and no gradient, as with torch's ignore_index.
     """
     return (target < 0) | (target >= vocab)
 

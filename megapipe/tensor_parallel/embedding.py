@@ -15,7 +15,7 @@ from megapipe.tensor_parallel.vocabulary import add_rows_gradient, look_up
 
 
 class _Lookup(torch.autograd.Function):
-    """weight[ids], zero where an id is on another rank; then the sum over the ranks.
+    """Autograd of weight[ids], zero where an id is on another rank, summed over the ranks.
 
     The gradient is added row by row into main_grad.
     """

@@ -166,14 +166,14 @@ def exp_of(logits: Tensor, shift: Tensor, space: Tensor) -> Tensor:
 def with_block(
     logits: Tensor, highest: Tensor, total: Tensor, space: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Extend the running softmax denominator by one block of logits.
+    """Extend the running softmax denominator of n tokens by one block of logits.
 
     Args:
         logits: [n, block].
         highest: [n], the maximum of the logits so far; may be overwritten.
         total: [n], the sum of exp(logit - highest) so far; may be overwritten.
         space: memory for a block, see `space_of`.
-    Returns: the new maximum and the new sum.
+    Returns: (highest, total) with this block, [n] each.
     """
     if is_fused(logits):
         return _with_block(logits, highest, total)  # type: ignore[no-any-return]
@@ -239,26 +239,31 @@ def space_of(rows: Tensor, width: int) -> Tensor:
 
 
 def _step(rows: Tensor) -> int:
-    """Return the number of vocabulary rows in a block.
+    """Return the number of vocabulary rows in a block, for hidden states `rows` [n, h].
 
-    A multiple of 64, because products of odd widths use slower kernels.
+    It is a multiple of 64, because products of odd widths use slower kernels.
     """
     elements = BLOCK_ELEMENTS if rows.device.type == "cpu" else BLOCK_ELEMENTS_GPU
     return max(elements // max(len(rows), 1) // 64 * 64, 64)
 
 
 def blocks_of(rows: Tensor, width: int) -> Iterator[slice]:
-    """Yield the blocks that `width` rows of the vocabulary are cut into; rows: [n, h]."""
+    """Yield the blocks into which `width` rows of the vocabulary are cut, as slices of these rows.
+
+    rows: hidden states [n, h], whose number decides the size of a block.
+    """
     step = _step(rows)
     return (slice(begin, min(begin + step, width)) for begin in range(0, width, step))
 
 
 def columns_of(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return which labels are in a block, and their columns there.
+    """Return (inside, columns) for a block of the vocabulary.
 
     Args:
-        labels: [n].
-    Returns: [n], True for labels in the block; and [n, 1], their columns, 0 for the others.
+        labels: [n], counted from this rank's first row.
+        block: the block, a slice of this rank's rows.
+    Returns: inside [n], True for labels in the block; and their columns there, [n, 1], 0 for other
+        labels.
     """
     inside = (labels >= block.start) & (labels < block.stop)
     return inside, (labels - block.start).where(inside, 0)[:, None]

@@ -130,7 +130,12 @@ _linear: Callable[..., Tensor] = eager(_Linear.apply)
 def _weight_pass(
     products: Products, main_grad: Tensor, grad: Pending, x: Pending
 ) -> Callable[[], None]:
-    """Return a function that waits for both tensors, and adds their product into main_grad."""
+    """Return a function that waits for both tensors, and adds grad^T x into main_grad.
+
+    Args:
+        products: the kind of product. main_grad: [out, in].
+        grad: the output's gradient [..., out], pending. x: the input [..., in], pending.
+    """
 
     def multiply() -> None:
         dy = grad.wait()
@@ -259,7 +264,7 @@ class RowParallelLinear(nn.Module):
             self.bias = set_layout(nn.Parameter(torch.empty(output_size)), layout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer.
+        """Apply the layer, and sum the outputs of the tp ranks.
 
         Args:
             x: [s, ..., in/t].

@@ -21,7 +21,7 @@ PIECES = 4
 
 
 class Multiply(Protocol):
-    """A product of rows with a weight."""
+    """The type of a function that multiplies rows with a weight."""
 
     def __call__(self, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return rows [n, ..., k] -> [n, ..., width], written to `out` if it is given."""
@@ -39,13 +39,14 @@ class Pieces(NamedTuple):
     shares: bool
 
     def gathered(self, x: Tensor, multiply: Multiply, width: int) -> tuple[Tensor, Tensor]:
-        """Gather the rows of all ranks, and return their product and the rows.
+        """Gather the rows of all ranks, and multiply each rank's rows while the next ones arrive.
 
         Args:
             x: [n, ..., k], this rank's rows.
             multiply: the product, called once for each rank's rows.
             width: last dimension of the product.
-        Returns: [t n, ..., width] and [t n, ..., k]; n rows instead of t n if not `shares`.
+        Returns: (product [t n, ..., width], gathered rows [t n, ..., k]); n rows instead of t n if
+            not `shares`.
         """
         if not self.shares:
             return multiply(x), x
@@ -71,7 +72,7 @@ class Pieces(NamedTuple):
         return out, gathered
 
     def summed(self, x: Tensor, multiply: Multiply, width: int) -> Tensor:
-        """Return the product of x, summed over the ranks.
+        """Return the product of x, summed over the ranks, while later pieces are still multiplied.
 
         Args:
             x: [s, ..., k], this rank's slice of the features.

@@ -100,7 +100,11 @@ def add_product(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Do as `add_product` on a CPU, for dy and x in a narrower type than main_grad's."""
+    """Add a weight gradient dy^T x, in a narrower type than main_grad's, to main_grad on a CPU.
+
+    Args:
+        main_grad: [out, in]. dy: [n, out]. x: [n, in].
+    """
     if not has_loops(main_grad, dy, x) or main_grad.dtype != torch.float32:
         main_grad.add_(linear(dy.t(), x.t()))
     elif not _TILES:
@@ -116,7 +120,8 @@ def _add_rounded(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
 class Products:
     """The three products of a linear layer, in the type of their operands.
 
-    Subclasses in tensor_parallel.fp8 quantise the operands.
+    They are the output, the input's gradient and the weight's gradient. Subclasses in
+    tensor_parallel.fp8 quantise the operands.
 
     Attributes:
         by_rows: True if each row of `forward` and `input_grad` depends on one row of their first

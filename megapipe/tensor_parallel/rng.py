@@ -91,7 +91,7 @@ class Stream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the stream of the layers that run in this context."""
+        """Make this the current stream of the layers that run in this context."""
         token = self.activate()
         try:
             yield
@@ -99,7 +99,10 @@ class Stream:
             _stream.reset(token)
 
     def activate(self) -> Token[Stream | None]:
-        """Make this the stream for the rest of the running contextvars context."""
+        """Make this the current stream for the rest of the running contextvars context.
+
+        Returns: the token that resets it.
+        """
         return _stream.set(self)
 
 
@@ -113,10 +116,10 @@ def current_stream() -> Stream:
 
 
 def stream_key(*name: object) -> int:
-    """Return a hash of a name: 64 bits of BLAKE2b (RFC 7693).
+    """Return a hash of a name, which seeds a random stream: 64 bits of BLAKE2b (RFC 7693).
 
     Args:
-        name: numbers and strings.
+        name: numbers and strings, such as a layer's number and a place in it.
     """
     return int.from_bytes(blake2b(repr(name).encode(), digest_size=8).digest(), "little")
 
@@ -167,12 +170,14 @@ def draws(
     dim: int = 1,
     cut: Cut = WHOLE,
 ) -> Tensor:
-    """Draw a uniform number in [0, 1) for each element of a tensor, named as a dropout mask.
+    """Draw a uniform number in [0, 1) for each element of a tensor, seeded by stream and site.
 
     Args:
         shape: of this rank's tensor.
+        site: the layer and the place in it.
         device: of the result; GPUs and CPUs draw other numbers.
-        site, tp, dim: as in `dropout`.
+        tp: if given, the ranks that split dimension `dim`. The numbers are then a slice of the
+            whole tensor's.
         cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.
     Returns: float32 of this shape.
     """
@@ -197,7 +202,7 @@ def draws(
 def _uniform(
     shape: Sequence[int], first: int, rows: int, device: torch.device, *name: object
 ) -> Tensor:
-    """Return some rows of a named tensor of uniform float32 numbers in [0, 1).
+    """Return some rows of a tensor of uniform float32 numbers in [0, 1) that depend on its name.
 
     The tensor consists of at most _BLOCKS blocks of rows. Each block has a stream of its own, so
     that a rank draws only the blocks that it needs.
@@ -205,6 +210,7 @@ def _uniform(
     Args:
         shape: of the whole tensor.
         first, rows: the first row to return, and the number of rows.
+        name: seeds the numbers, see `generator`.
     """
     row = math.prod(shape[1:])
     # Small blocks would be dominated by their generators, which take 20 us each on a CPU.

@@ -18,7 +18,11 @@ _running: ContextVar[tuple[str, dict[int, str]]] = ContextVar("running")
 
 
 def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, wrapped so that tensors it saves belong to this module."""
+    """Return the function, wrapped so that tensors it saves for backward belong to this module.
+
+    Args:
+        module: Megatron-LM's name of a part of a layer, as --offload-modules takes it.
+    """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +37,10 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saves(module: str, *tensors: Tensor) -> None:
-    """Assign tensors to a module that runs inside a named one. No effect outside of any."""
+    """Assign saved tensors to the module of this name, which is a part of the running one.
+
+    No effect where no named module is running.
+    """
     running = _running.get(None)
     if running is None:
         return

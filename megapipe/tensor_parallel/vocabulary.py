@@ -70,12 +70,15 @@ class VocabularyRows(nn.Module):
 
 
 class Kept(NamedTuple):
-    """The state that a share keeps of a microbatch, from its loss to its weight gradient.
+    """A share's state of a microbatch, kept from its loss to its weight gradient.
+
+    A share is one rank's rows of the output head.
 
     Attributes:
         rows: hidden states [n, h].
         labels: [n], counted from the share's first row.
-        logits: of each block of rows, if they are few enough to keep; else None.
+        logits: for each block of the share's vocabulary, the logits [n, block]; None if they are
+            too many to keep.
     """
 
     rows: Tensor
@@ -135,7 +138,7 @@ def share_of_loss(
 
 
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of `share_of_loss`'s message.
+    """Return the number of elements of the message that `share_of_loss` returns.
 
     tokens: n. hidden: h. dtype: of the hidden states.
     """
@@ -143,7 +146,10 @@ def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
 
 
 def size_of_loss(tokens: int, dtype: torch.dtype) -> int:
-    """Return the number of elements of `packed_loss`'s message."""
+    """Return the number of elements of the message that `packed_loss` returns.
+
+    tokens: n. dtype: of the message.
+    """
     return tokens * 2 * _numbers(dtype)
 
 
@@ -249,10 +255,12 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add the gradient of `look_up`'s weight into a tensor, in place.
+    """Add the gradient of the weight in `look_up` into a tensor, in place.
 
     Args:
-        ids: as in `look_up`. grad: [..., h], of its result. into: [v', h].
+        ids: [...], counted from the share's first row.
+        grad: [..., h], the gradient of the result of `look_up`.
+        into: [v', h].
     """
     outside = without_loss(ids, into.shape[0])
     rows = grad.masked_fill(outside.unsqueeze(-1), 0.0).reshape(-1, grad.shape[-1])
@@ -261,5 +269,5 @@ def add_rows_gradient(ids: Tensor, grad: Tensor, into: Tensor) -> None:
 
 
 def _numbers(dtype: torch.dtype) -> int:
-    """Return how many elements of this type a float32 number takes."""
+    """Return how many elements of a type take the bytes of one float32 number, as messages need."""
     return torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize

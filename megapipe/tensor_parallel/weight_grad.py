@@ -25,7 +25,7 @@ Job: TypeAlias = "Callable[[], None] | InTwo"
 
 
 class InTwo(NamedTuple):
-    """A product whose inputs come from other ranks by a collective.
+    """A weight-gradient product whose inputs come from other ranks by a collective.
 
     Attributes:
         begin: starts the collective, and returns a function that waits for it and multiplies.
@@ -43,18 +43,22 @@ _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=No
 
 
 class _Backward(threading.local):
-    """The jobs of the B pass that this thread runs; None outside of B passes.
+    """The B pass that this thread runs.
 
     Two B passes of one stage may run at the same time, in two threads.
+
+    Attributes:
+        owes: the products deferred so far to the pass's W pass; None outside of B passes.
     """
 
     owes: list[Job] | None = None
 
 
 class WeightGrads:
-    """The weight-gradient products of one stage, by microbatch, in backward order.
+    """The weight-gradient products of one stage that its B passes defer to W passes.
 
-    `capturing` surrounds a forward, `deferring` a B pass, and `run` is the W pass.
+    `capturing` surrounds a forward, `deferring` a B pass, and `run` is the W pass. Layers call
+    `submit` in backward.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,10 @@ class WeightGrads:
             _current.reset(token)
 
     def capture(self) -> Token[WeightGrads | None]:
-        """Do as `capturing`, for the rest of the running contextvars context."""
+        """Make layers submit their products here for the rest of the running contextvars context.
+
+        Returns: the token that resets it.
+        """
         return _current.set(self)
 
     @contextmanager
@@ -115,7 +122,7 @@ class WeightGrads:
         return self._backward.owes is not None
 
     def submit(self, job: Job) -> None:
-        """Run a job now, or keep it for the W pass if this thread runs a B pass."""
+        """Run a product now, or keep it for the W pass if this thread runs a B pass."""
         owes = self._backward.owes
         if owes is None:
             job()
@@ -124,14 +131,17 @@ class WeightGrads:
 
 
 def _begun(job: Job | None) -> Callable[[], None] | None:
-    """Start a job's collectives, if it has any, and return its product."""
+    """Start a job's collectives, if it has any, and return a function that runs its product.
+
+    None for no job.
+    """
     return job.begin() if isinstance(job, InTwo) else job
 
 
 def current_weight_grads() -> WeightGrads | None:
     """Return the WeightGrads of the stage whose forward is running; None outside a pipeline.
 
-    A layer keeps it for its backward.
+    A layer asks for it in forward, and submits its products there in backward.
     """
     return _current.get()
 
@@ -149,7 +159,7 @@ def accumulate_weight_grad(
         weight: [out, in].
         grad_output: dy, [..., out].
         x: [..., in].
-        owner: the stage that may defer the product, or None.
+        owner: the stage's WeightGrads, which may defer the product; None to multiply now.
         products: the kind of product, see tensor_parallel.products.
     Returns: None; if the weight has no main_grad, the gradient for autograd.
     """

@@ -44,15 +44,15 @@ class Recipe(NamedTuple):
     algorithm: Literal["most_recent", "max"] = "most_recent"
 
     def dtype(self, role: int) -> torch.dtype:
-        """Return the FP8 type of an operand in this role."""
+        """Return the FP8 type of an operand. role: INPUT, WEIGHT or GRADIENT."""
         if role == GRADIENT and self.format == "hybrid":
             return torch.float8_e5m2
         return torch.float8_e4m3fn
 
     def block(self, role: int) -> tuple[int, int] | None:
-        """Return the (rows, columns) of a block; None with a single factor.
+        """Return the (rows, columns) of a block with one factor; None with a single factor for all.
 
-        Columns run along the sum of a product. role: INPUT, WEIGHT or GRADIENT.
+        Columns run along the dimension that a product sums over. role: INPUT, WEIGHT or GRADIENT.
         """
         if self.kind == "mxfp8":
             return 1, 32
@@ -72,7 +72,7 @@ def products_of(recipe: Recipe | None) -> Products:
 
 
 class Scaled(Products, nn.Module):
-    """Products of quantised operands. Blocks run along the sum of each product.
+    """Products of quantised operands, as `recipe` says. Blocks run along the sum of each product.
 
     A weight is identified by its offset in its storage. The offset stays the same when sharded
     weights are freed and gathered again.
@@ -80,9 +80,9 @@ class Scaled(Products, nn.Module):
     Attributes:
         weights: quantised weights, by (offset, whether transposed), while `keeping` is on. None
             while it is off: weights are then quantised in every pass.
-        given: weights that were gathered in FP8, with their largest values, by offset. If there
-            are any, all weights of the layer are, and a weight argument has only a shape. See
-            optim.sharded.eight_bits.
+        given: weights that were gathered in FP8, with their largest values, by offset. If it is not
+            empty, it has all weights of the layer, and only the shape of a weight argument is used.
+            See optim.sharded.eight_bits.
     """
 
     weights: dict[tuple[int, bool], Quantised] | None
@@ -102,7 +102,7 @@ class Scaled(Products, nn.Module):
 
     @property
     def by_rows(self) -> bool:  # type: ignore[override]
-        """Whether a row's factors depend on this row only."""
+        """Whether the factors of a row depend on this row only, so that pieces can be quantised."""
         return self.recipe.block(INPUT) is not None
 
     def forward(
@@ -113,7 +113,12 @@ class Scaled(Products, nn.Module):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return Q(x) Q(W)^T + b, as `Products.forward`."""
+        """Return Q(x) Q(W)^T + b, written to `out` if it is given; Q quantises.
+
+        Args:
+            x: [..., in]. weight: [out, in]. bias: [out] or None.
+        Returns: [..., out].
+        """
         a = self.quantised(_rows(x), INPUT)
         b = self._weight(weight)
         # The forward may sum in fewer bits, as in Transformer Engine; gradients may not.
@@ -121,14 +126,17 @@ class Scaled(Products, nn.Module):
         return y if out is None else out.copy_(y)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return Q(dy) Q(W), as `Products.input_grad`."""
+        """Return Q(dy) Q(W), written to `out` if it is given: dy [..., out] -> [..., in]."""
         a = self.quantised(_rows(dy), GRADIENT)
         b = self._weight(weight, transposed=True)
         dx = multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
         return dx if out is None else out.copy_(dx)
 
     def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
-        """Return Q(dy)^T Q(x) in float32; the unquantised product if the recipe says so."""
+        """Return Q(dy)^T Q(x) in float32: dy [n, out] and x [n, in] -> [out, in].
+
+        Unless the recipe quantises for weight gradients, it is the product dy^T x.
+        """
         if not self.recipe.weight_grads:
             return super().weight_grad(dy, x)
         # This product sums over tokens. So blocks must lie along tokens, and both operands are
@@ -138,7 +146,7 @@ class Scaled(Products, nn.Module):
         return multiply(a, b, torch.float32)
 
     def add_weight_grad(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add `weight_grad` to main_grad [out, in], in place."""
+        """Add the result of `weight_grad` to main_grad [out, in], in place."""
         if self.recipe.weight_grads:
             main_grad.add_(self.weight_grad(dy, x))
         else:
@@ -164,7 +172,7 @@ class Scaled(Products, nn.Module):
         return found.transposed(weight.shape[1]) if transposed else found
 
     def quantised(self, x: Tensor, role: int) -> Quantised:
-        """Quantise an operand x [r, k] of a product that sums over k.
+        """Return an operand x [r, k] of a product that sums over k, quantised.
 
         role: INPUT, WEIGHT or GRADIENT; it decides type and block.
         """
@@ -177,22 +185,25 @@ class Scaled(Products, nn.Module):
         return of_whole(x, dtype, self.expected(amax, role), self.recipe.margin)
 
     def seeing(self, amax: Tensor, role: int) -> None:
-        """Record an operand's largest value amax, by role. `Delayed` uses it in later steps."""
+        """Record an operand's largest absolute value amax, by role. Only `Delayed` does so.
+
+        role: INPUT, WEIGHT or GRADIENT.
+        """
 
     def expected(self, amax: Tensor, role: int) -> Tensor:
-        """Return the largest value that the factor is computed from.
+        """Return the largest absolute value from which the operand's factor is computed.
 
         Args:
-            amax: the operand's own largest value.
+            amax: the operand's own largest absolute value.
             role: INPUT, WEIGHT or GRADIENT.
         """
         return amax
 
 
 class Delayed(Scaled):
-    """Products whose factors follow from the largest values of earlier steps.
+    """Products whose factors follow from the largest values of earlier steps (delayed scaling).
 
-    Factors do not change during a step. So every microbatch sees the same factors, in any schedule
+    Factors do not change during a step. So every microbatch has the same factors, in any schedule
     and in recomputations. All ranks with this layer share them, so every layout has the same, too.
     Before the first step has ended, an operand is scaled by its own largest value.
 
@@ -219,7 +230,10 @@ class Delayed(Scaled):
         return self
 
     def seeing(self, amax: Tensor, role: int) -> None:
-        """Record the largest value of an operand for the running step."""
+        """Record an operand's largest absolute value amax for the running step.
+
+        role: INPUT, WEIGHT or GRADIENT.
+        """
         # On the device: a Python number would make the CPU wait for the GPU at each operand.
         torch.maximum(self.seen[role], amax, out=self.seen[role])
 
@@ -227,13 +241,20 @@ class Delayed(Scaled):
         """Return the largest value of earlier steps; amax itself if there is none yet.
 
         A NaN or infinite amax is returned as well, so that it reaches the result.
+
+        Args:
+            amax: the operand's own largest absolute value.
+            role: INPUT, WEIGHT or GRADIENT.
         """
         history = self.amax_history[role]
         known = history.amax() if self.recipe.algorithm == "max" else history[0]
         return torch.where((known > 0) & amax.isfinite(), known, amax)
 
     def keeping(self, on: bool) -> None:
-        """Do as `Scaled.keeping`; True also starts a step: largest values are recorded anew."""
+        """Quantise each weight once from now on (True), or in every pass again (False).
+
+        True also starts a step: largest values are recorded anew.
+        """
         super().keeping(on)
         if on:
             self.seen.zero_()
@@ -255,7 +276,7 @@ def multiply(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """Return a b^T + bias.
+    """Return the product of two quantised matrices, a b^T + bias.
 
     Args:
         a: [r, k]. b: [c, k]. bias: [c] or None.
@@ -281,9 +302,10 @@ def multiply(
 def _on_gpu(
     a: Quantised, b: Quantised, dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    """Return `multiply`'s result by torch's scaled product. No GPU has run this yet.
+    """Return a b^T + bias by torch's scaled product, for the arguments of `multiply`.
 
-    torch takes the left operand row by row and the right one column by column.
+    torch takes the left operand row by row and the right one column by column. No GPU has run this
+    yet.
     """
     left = _whole_steps(a.values)
     right = _whole_steps(b.values)
@@ -306,7 +328,7 @@ def _on_gpu(
 
 
 def _whole_steps(values: Tensor) -> Tensor:
-    """Return the values as contiguous rows, padded with zeros to a multiple of _STEP columns."""
+    """Return values [r, k] as contiguous rows, padded with zeros to multiples of _STEP columns."""
     missing = -values.shape[1] % _STEP
     if not missing:
         return values.contiguous()

@@ -105,13 +105,23 @@ def amaxes_of(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def cast_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], amaxes: Tensor) -> Tensor:
-    """Return the FP8 values of a padded matrix, given the largest value of each block."""
+    """Return the FP8 values of a padded matrix, given the largest value of each block.
+
+    Args:
+        x: [r', k'], padded by `filled`. block: (rows, columns) of a block.
+        amaxes: [r' / rows, k' / columns], from `amaxes_of`.
+    Returns: [r', k'].
+    """
     blocks = _blocks(x, *block)
     return _cast(blocks * _scales(amaxes, dtype)[:, None, :, None], dtype).view(x.shape)
 
 
 def factors_of(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factors of blocks, given the largest value of each block."""
+    """Return the factor of each block, which multiplies its FP8 values: float32, like amaxes.
+
+    Args:
+        amaxes: the largest absolute value of each block. dtype: the FP8 type.
+    """
     return _or_nan(1 / _scales(amaxes, dtype), amaxes)
 
 
@@ -134,20 +144,23 @@ def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scales(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest power of two not above max / amax, for each block; 1 if amax is 0."""
+    """Return the number that each block is multiplied by before it is rounded to FP8.
+
+    It is the largest power of two not above max / amax; 1 if amax is 0.
+    """
     # frexp returns a mantissa in [1/2, 1), so the power is one below the exponent.
     _, exponent = torch.frexp(_limited(torch.finfo(dtype).max / amaxes))
     return torch.ldexp(torch.ones_like(amaxes), torch.where(amaxes > 0, exponent - 1, 0))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to an FP8 type, with larger numbers clamped to its largest."""
+    """Round x to an FP8 type, with larger numbers clamped to its largest."""
     most = torch.finfo(dtype).max
     return x.clamp(-most, most).to(dtype)
 
 
 def _limited(scale: Tensor) -> Tensor:
-    """Limit a scale, which is infinite if amax is very small."""
+    """Return the scales, at most 2^126; without the limit they are infinite for small values."""
     return scale.clamp(max=2.0**126)
 
 
