@@ -38,6 +38,8 @@ LLAMA = Family(
         "rope_parameters": Rotation(),
         "mlp_bias": Not("disable_bias_linear", False),
         "attention_bias": Twin("mlp_bias", False, BIASES),
+        # No key of the class. Exporters of Megatron-LM's Llamas with depths write it.
+        "num_nextn_predict_layers": depths.Depths(),
     },
     always={
         "hidden_dropout": 0.0,
