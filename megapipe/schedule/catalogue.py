@@ -53,7 +53,11 @@ SCHEDULES: dict[str, Entry] = dict(
 
 
 def usual(chunks: int | None) -> str:
-    """Return the schedule of a run that names none. chunks: stages on each rank."""
+    """Return the name of the schedule of a run whose user names none.
+
+    Args:
+        chunks: stages on each rank; None for one.
+    """
     return "interleaved" if (chunks or 1) > 1 else PLAIN
 
 
@@ -84,9 +88,13 @@ def entry_of(name: str) -> Entry:
 
 
 def own_entry(name: str) -> Entry:
-    """Return the row of a user's schedule in the list of schedules.
+    """Return a catalogue entry that describes a user's schedule.
 
-    It describes the table in the file, or the table of the function for 4 ranks, 8 microbatches.
+    It has the placement, the chunks, and whether the backward is split. A file is read to find
+    them; a function is called for 4 ranks and 8 microbatches.
+
+    Args:
+        name: a .json or .csv file, FILE.py:NAME or MODULE:NAME.
     """
     if is_file(name):
         made = load(name)
@@ -133,9 +141,10 @@ def build(
         name: a name of the catalogue in any case, FILE.py:NAME of a function, or a .json or .csv
             file.
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
-        costs: for a searched schedule, and for one that puts W into the waits under these costs.
-            None makes the papers' tables.
-        memory: limit for a searched schedule; any other is refused if it holds more.
+        costs: a search minimises the time under these costs. Other schedules put W (weight
+            gradient) into waits under these costs. None keeps the papers' orders of passes.
+        memory: most activation of a rank. A search respects it; any other schedule is refused if it
+            holds more. None for no limit.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
     Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or

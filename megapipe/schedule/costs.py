@@ -93,7 +93,8 @@ class CoreCosts:
 class Costs(FamilyCosts, CoreCosts):
     """Durations in any unit of time and memory in any unit; the defaults are the papers' F = B = W.
 
-    The fields are those in `CoreCosts` and in the costs of each family of passes.
+    The fields are those in `CoreCosts` and in the costs of each family of passes. Methods compute
+    the time of a pass, pair or message (`durations`, `of_step`, `lag`) and memory (`memory`).
 
     Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow.
     """
@@ -113,7 +114,7 @@ class Costs(FamilyCosts, CoreCosts):
                     )
 
     def durations(self, placement: Placement) -> dict[Kind, list[float]]:
-        """Return the duration of each kind of pass, by stage."""
+        """Return {kind of pass: [num_stages] its duration on each stage}."""
         # In the order of the kinds, so that all ranks name the same field in an error.
         names = dict.fromkeys(name for kind in Kind for name in kind.traits.costs)
         stages = {name: self.by_stage(name, placement) for name in names}
@@ -126,7 +127,7 @@ class Costs(FamilyCosts, CoreCosts):
         return found
 
     def of_positions(self, count: int) -> Costs:
-        """Return the costs of the first `count` positions, such as the chain without depths."""
+        """Return the costs of a chain's first `count` stages, such as those without MTP depths."""
         lists = {}
         for name, value in vars(self).items():
             if name != "comm" and isinstance(value, tuple):
@@ -163,8 +164,8 @@ class Costs(FamilyCosts, CoreCosts):
 
         Args:
             cuts: lengths of the slices of a microbatch.
-            of: the slice and its document; None for a whole microbatch, whose costs these are.
-        Raises: ScheduleError if attention's shares name stages and the times do not.
+            of: (slice, first slice of its document, slice after its last); None for a microbatch.
+        Raises: ScheduleError if attention's shares are tuples by stage and the times are not.
         """
         if of is None:
             return self
@@ -212,7 +213,7 @@ class Costs(FamilyCosts, CoreCosts):
                 self.by_stage(name, placement)
 
     def memory(self, placement: Placement) -> Memory:
-        """Return the memory that F leaves until B and until W."""
+        """Return the memory that F leaves until B and until W, each as [num_stages]."""
         return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
 
     def gradients_of_keys(self, stage: int, placement: Placement) -> float:
@@ -246,7 +247,7 @@ class Costs(FamilyCosts, CoreCosts):
         return max(max(piece.end for piece in pieces(chains)) + self.overhead, *alone)
 
     def chains(self, kind: Kind, stage: int, placement: Placement) -> list[Chain]:
-        """Return the pieces of a pass as chains: one per letter of its costs.
+        """Return one chain of pieces for each of f, b and w of which the pass consists.
 
         BW has two chains. Each piece of its weight gradient follows a piece of its input gradient.
         """

@@ -83,7 +83,13 @@ def _numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:
-    """Return a field's value from its JSON. Raises: ScheduleError that names file and field."""
+    """Return a field's value from its JSON. For `comm` it may come from the parts of a message.
+
+    Args:
+        path: names the file in errors.
+        name: the field.
+    Raises: ScheduleError that names file and field.
+    """
     # Latency and bandwidth are what people know of a link; the clock needs the time of a message.
     if name == "comm" and isinstance(value, dict):
         missing = [part for part in _MESSAGE if part not in value]
@@ -113,7 +119,12 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
 def _message(
     path: str | Path, parts: dict[str, float | tuple[float, ...]]
 ) -> float | tuple[float, ...]:
-    """Return latency + bytes / bandwidth, for each link if a part is a list."""
+    """Return latency + bytes / bandwidth: one number, or one for each link if a part is a list.
+
+    Args:
+        path: names the file in errors.
+        parts: the three parts by name.
+    """
     links = max(len(_numbers(x)) for x in parts.values())
     # One number is the same for all links, such as the bytes of a message.
     rows = [x if isinstance(x, tuple) else (x,) * links for x in parts.values()]

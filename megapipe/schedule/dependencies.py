@@ -47,7 +47,7 @@ class Dependencies:
         A pass that the table lacks is included, as the first kind that would produce the result.
 
         Args:
-            beyond: only dependencies beyond the pass's own microbatch, as `is_beyond` has them.
+            beyond: leave out dependencies within the pass's own microbatch, see `is_beyond`.
         """
         makers: list[Pass] = []
         for need in self._schedule.needs[item.kind]:
@@ -59,7 +59,10 @@ class Dependencies:
         return makers
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """Return the dependencies of each pass beyond its own microbatch; none are left out."""
+        """Return {pass: passes that it waits for beyond its own microbatch}, see `is_beyond`.
+
+        Passes without such dependencies are left out.
+        """
         found = {}
         for item in self._there:
             makers = self.of(item, beyond=True)
@@ -81,7 +84,14 @@ class Dependencies:
                     yield there or makers[0]
 
     def _numbers(self, item: Pass, need: Need, stage: int) -> list[tuple[int, int | None]]:
-        """Return the microbatches (or training steps) and slices to which a need refers."""
+        """Return (microbatch or training step, slice) of the needed passes on one stage.
+
+        The slice is None for a pass that is not of a slice.
+
+        Args:
+            item: the pass that has the need.
+            stage: stage of the passes that produce the result.
+        """
         schedule = self._schedule
         number = item.microbatch - need.back
         piece = item.slice
@@ -107,7 +117,7 @@ class Dependencies:
 
 
 def wrong_documents(schedule: Schedule) -> str | None:
-    """Return why documents cannot begin where the table says; None if they can."""
+    """Return a sentence on why the table's `documents` are invalid; None if they are valid."""
     n = len(schedule.cuts)
     m = schedule.num_microbatches
     rows = schedule.documents
@@ -129,10 +139,11 @@ def wrong_documents(schedule: Schedule) -> str | None:
 
 
 def closed_prefix(schedule: Schedule) -> list[int]:
-    """Return the number of each rank's first steps that can all run a second time.
+    """Return how many first steps of each rank's row can all run a second time.
 
-    They add to no gradient, and every dependency of theirs is among them. These are the forwards at
-    the start of a training step. Post-validation runs them again when it takes back an update.
+    These steps add to no gradient, and all their dependencies are among them, on any rank. They are
+    the forwards at the start of a training step. Post-validation runs them again when it takes back
+    an update.
     """
     needs = Dependencies(schedule)
     prefixes = []
@@ -153,10 +164,11 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """Return, for each stage, n of every window of microbatches between their F and B.
+    """Return, for each stage, the numbers of n microbatches (or slices) in every window.
 
-    A window has the stage's largest number of microbatches in flight. The first n of each window
-    are chosen, as Megatron-LM does with max_outstanding_backprops.
+    A window is a sequence of consecutive forwards. Its length is the largest number of microbatches
+    that the stage has between F and B. The first n of each window are chosen, as Megatron-LM does
+    with max_outstanding_backprops.
     """
     stages = schedule.placement.num_stages
     begun: list[list[int]] = [[] for _ in range(stages)]
@@ -177,7 +189,7 @@ def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
 
 
 def can_repeat(kind: Kind) -> bool:
-    """Return whether a second run of such a pass leaves the same state as the first."""
+    """Return whether a pass of this kind leaves the same state if it runs twice."""
     return kind.traits.evaluates or kind.traits.repeats
 
 
@@ -191,7 +203,13 @@ def is_beyond(kind: Kind, need: Need) -> bool:
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
-    """Return the microbatches of a training step that run through a stage."""
+    """Return the numbers of a training step's microbatches that run through a stage.
+
+    These are all of them, or half of them if the placement has two chains.
+
+    Args:
+        step: number of the training step.
+    """
     m = schedule.num_microbatches
     chain = stage // schedule.placement.chain
     return [i for i in range(step * m, (step + 1) * m) if schedule.chain_of(i) == chain]

@@ -34,10 +34,10 @@ EXCLUDED = (
 
 
 class Refused(ScheduleError):
-    """A part of a recipe that cannot be made.
+    """An error that names the part of a recipe that cannot be made.
 
     Attributes:
-        part: the field of the recipe.
+        part: the field of `Recipe`.
     """
 
     def __init__(self, part: str, error: ScheduleError) -> None:
@@ -48,8 +48,9 @@ class Refused(ScheduleError):
 class Terms(Protocol):
     """The costs and memory limits by which a table is judged while it is made.
 
-    A plan answers by the layers that it puts on the table's stages, `Fixed` with the same values
-    for every table. `costs` returns times and memory of stages, `room` the limits of ranks.
+    `costs` returns times and memory of the table's stages, `room` the memory limits of its ranks. A
+    plan computes them from the layers that it puts on the stages. `Fixed` returns the same values
+    for every table.
     """
 
     def costs(self, table: Schedule) -> Costs:
@@ -71,8 +72,8 @@ class Fixed:
     Attributes:
         price: the costs of any table.
         memory: the limit of each rank, or one for all of them; None for no limit.
-        depths: number of depths of multi-token prediction. A list of costs names them last, and is
-            cut before them for a table that does not have them yet.
+        depths: number of depths of multi-token prediction. Tuples of costs have the depths last.
+            For a table without depths, these last values are cut off.
     """
 
     price: Costs = UNIT
@@ -97,7 +98,9 @@ class Search:
 
     Attributes:
         placements: the placements to choose from.
-        objective, effort, seconds: as `search.auto` takes them.
+        objective: "makespan", or "period" (longest span of a rank).
+        effort: about the seconds to spend on one core.
+        seconds: CPU seconds of this process after which the search ends early.
         progress: called with the share of the effort spent.
     """
 
@@ -116,7 +119,15 @@ def placements(
     costs: Costs,
     objective: str,
 ) -> list[Placement]:
-    """Return the placements to try. Raises: ScheduleError if arguments contradict each other."""
+    """Return the placements that zb-auto tries.
+
+    Args:
+        placement: "loop", "v", or None for both.
+        chunks: stages on each rank; None for 1, 2 and 4 in a loop.
+        costs: tuples by stage leave only placements with this number of stages.
+        objective: only checked: "makespan" or "period".
+    Raises: ScheduleError if arguments contradict each other.
+    """
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(
             f"zb-auto needs at least 1 rank and 1 microbatch, got {ranks} and {microbatches}."

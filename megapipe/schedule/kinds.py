@@ -93,11 +93,11 @@ class Need(NamedTuple):
 
     Attributes:
         made: the result.
-        where: the passes that produce it.
+        where: the passes that produce it, seen from the pass that needs it.
         back: number of training steps before this one.
         optional: applies only if the table has a pass that produces the result.
-        unless: applies only in tables without the kind of this letter.
-        at: applies only to the stages that this names.
+        unless: letter of a kind; the need applies only in tables without this kind.
+        at: if given, applies only to passes of these stages.
     """
 
     made: Made
@@ -110,7 +110,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """The row of a kind: everything that the core knows about it.
+    """The row of a kind: all that clock, verifier, lowering and pictures know about it.
 
     Attributes:
         meaning: the kind in words, for legends.

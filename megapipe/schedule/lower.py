@@ -70,7 +70,11 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
-    """Return the programs as `lower` does, by a clock that has run already."""
+    """Return the programs as `lower` does.
+
+    Args:
+        clock: start and end of every step of the schedule, from `run_clock`.
+    """
     # Times that differ only by rounding count as one tick, so that a receive is posted before the
     # step that starts when it arrives.
     ticks = 1e9 / max((end[-1] for end in clock.end if end and end[-1]), default=1.0)
@@ -109,7 +113,11 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
 
 
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
-    """Return, for each sending rank, the most messages made and not yet taken at any time."""
+    """Return, for each rank, the most messages that it has sent and no receiver has yet taken.
+
+    Args:
+        clock: start and end of every step, from `run_clock`.
+    """
     links = schedule.links
     # In the clock's order a result is made before it is taken, and a rank is visited in row order.
     steps = []
@@ -134,7 +142,7 @@ def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the table of an evaluation: its forwards and the passes that they need.
+    """Return the table of an evaluation: only forwards and the passes that forwards need.
 
     Depths of multi-token prediction are left out.
     """
@@ -164,7 +172,11 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _program(entries: list[_Entry]) -> Program:
-    """Return the entries of one rank in order, adjacent messages joined in one exchange."""
+    """Return a rank's program: its entries sorted, adjacent messages joined in one exchange.
+
+    Args:
+        entries: steps and messages of the rank, each with its place in the global order.
+    """
     entries.sort()
     program: list[Step | Exchange] = []
     together: list[Message] = []

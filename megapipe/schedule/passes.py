@@ -50,11 +50,11 @@ Step = tuple[Pass, ...]
 
 
 class Link(NamedTuple):
-    """The tensors that passes of one kind and stage receive, and the ranks they send to.
+    """The tensors that passes of one kind and stage take, and the ranks that take their result.
 
     Attributes:
-        takes: what they receive, as (result, stage that produced it).
-        sends: the other ranks that receive what they make.
+        takes: the tensors from other stages, each as (result, stage that produced it).
+        sends: the other ranks to which the result of these passes is sent.
     """
 
     takes: tuple[tuple[Made, int], ...]
@@ -66,7 +66,9 @@ Part = tuple[int, int, int]
 
 
 class Last(NamedTuple):
-    """The numbers of the last microbatches (or slices of all) in the row of a stage.
+    """The numbers of the last passes in the row of a stage.
+
+    A pass has the number of its microbatch, or of its slice among the slices of all microbatches.
 
     Attributes:
         backward: number of the last backward.
@@ -94,9 +96,12 @@ class Shared(NamedTuple):
 class Schedule:
     """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
 
+    Methods iterate over its passes (`steps`, `passes`) and return changed tables (`map`,
+    `without`). They also say how passes depend on each other (`needs`, `links`).
+
     Attributes:
         num_microbatches: microbatches of one training step.
-        ranks: the row of each rank.
+        ranks: the row of each rank: its steps in order. A step is one pass or an overlapped pair.
         training_steps: training steps in the table. Microbatches are numbered through all of them.
         cuts: lengths of the slices of a microbatch along the sequence, in tokens or any other unit;
             empty where microbatches are not cut.
@@ -137,7 +142,7 @@ class Schedule:
     def without(self, kinds: Collection[Kind]) -> Schedule:
         """Return the table without the passes of these kinds.
 
-        A stream without passes is then shared by no ranks.
+        Shared streams without a pass are removed from `shared`.
         """
         lanes = {kind.traits.lane for kind in self.kinds - set(kinds)}
         shared = tuple(x for x in self.shared if x.lane in lanes)
@@ -147,7 +152,7 @@ class Schedule:
 
     @property
     def slices(self) -> Sequence[int | None]:
-        """Return the slices of a microbatch; (None,) where microbatches are not cut."""
+        """Return the numbers of a microbatch's slices; (None,) where microbatches are not cut."""
         return range(len(self.cuts)) if self.cuts else (None,)
 
     def number(self, item: Pass) -> int:
@@ -161,11 +166,17 @@ class Schedule:
         return item.microbatch * len(self.cuts) + item.slice
 
     def document(self, item: Pass) -> range:
-        """Return the slices of a pass's document, which share keys and values."""
+        """Return the slices of the document to which a pass's slice belongs.
+
+        A slice attends to the keys and values of its own document only.
+        """
         return self._documents[item.microbatch % len(self._documents)][item.slice or 0]
 
     def part(self, item: Pass) -> Part | None:
-        """Return which part of its microbatch a pass computes; None for a whole microbatch."""
+        """Return which part of its microbatch a pass computes; None for a whole microbatch.
+
+        A part is (slice, first slice of its document, slice after the document's last).
+        """
         if item.slice is None:
             return None
         document = self.document(item)
@@ -173,7 +184,7 @@ class Schedule:
 
     @property
     def parts(self) -> set[Part]:
-        """Return all parts of microbatches that passes of this table compute."""
+        """Return all values of `part` in this table, except None."""
         return {
             (n, document.start, document.stop)
             for row in self._documents
@@ -182,7 +193,7 @@ class Schedule:
 
     @cached_property
     def _documents(self) -> list[list[range]]:
-        """The document of each slice, for each row of `documents`."""
+        """Return, for each row of `documents`, the range of slices of each slice's document."""
         # Five slices with documents that begin at 0 and 3:
         #
         #     slice      0       1       2     |  3       4
@@ -215,7 +226,10 @@ class Schedule:
 
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
-        """Return the needs of each kind in the table, without needs that do not apply to it."""
+        """Return what passes of each kind in the table wait for: {kind: its needs}.
+
+        Needs that apply only to other tables are left out.
+        """
         return {kind: tuple(filter(self._applies, kind.traits.needs)) for kind in self.kinds}
 
     def _applies(self, need: Need) -> bool:
@@ -264,9 +278,9 @@ class Schedule:
 
     @cached_property
     def last(self) -> dict[int, Last]:
-        """Return the last microbatches of each stage that has a backward.
+        """Return, by stage, the numbers of the last backward and last weight gradient in its row.
 
-        They are the last in the row, whose microbatches may be in any order.
+        Stages without a backward are left out. Microbatches may be in any order.
         """
         backward: dict[int, int] = {}
         weights: dict[int, int] = {}

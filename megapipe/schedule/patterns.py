@@ -55,11 +55,12 @@ class Entry:
         chunks: stages on each rank; None for any number.
         about: a line of description.
         split: B and W are separate passes.
-        copies: copies of the parameters.
+        copies: copies of the parameters that the ranks hold together, 2 in DualPipe.
         searched: it is searched for the costs and the memory limit, which takes seconds.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
         pairs: has overlapped pairs of a forward and a backward.
-        choices: where costs choose among several tables, returns these tables and their memory.
+        choices: a function from (ranks, microbatches) to (tables, memory limit), if costs choose
+            among several tables; else None.
     """
 
     generate: Callable[..., Schedule]
@@ -208,10 +209,12 @@ def fixed(
 ) -> Iterator[Schedule]:
     """Yield every pattern with one copy of the parameters that exists for these numbers.
 
-    Tables are not verified, because a search asks for dozens of them and simulates each anyway.
+    A pattern is a schedule that is not searched. Tables are not verified, because a search asks for
+    dozens of them and simulates each anyway.
 
     Args:
         chunks: stages on each rank.
+        costs: put W (weight gradient) into waits under these costs; None for the papers' tables.
         placement: only patterns of this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
@@ -244,7 +247,12 @@ def _each(
 def one_of(
     name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
 ) -> Iterator[Schedule]:
-    """Yield the pattern of this name as `fixed` does, or nothing if none has these numbers."""
+    """Yield the unverified table of this name; nothing if none exists for these numbers.
+
+    Args:
+        chunks: stages on each rank.
+        costs: put W into waits under these costs; None for the paper's table.
+    """
     with suppress(ScheduleError):
         yield made(name, PATTERNS[name], ranks, microbatches, chunks=chunks, costs=costs)
 
@@ -282,7 +290,16 @@ def make(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return a verified table of an entry. Arguments and errors are as in `catalogue.build`."""
+    """Return a verified table of an entry.
+
+    Args:
+        name: the table's name, also in errors.
+        chunks: stages on each rank; None for the entry's default.
+        costs: a search, or the placing of W, is for these costs; None for the paper's table.
+        memory: most activation of a rank; None for no limit.
+        options: further arguments of the generator.
+    Raises: ScheduleError if there is no table for these numbers, or if it cannot run.
+    """
     size = ranks, microbatches
     schedule = made(name, entry, *size, chunks=chunks, costs=costs, memory=memory, **options)
     verify(replace(schedule, name=name), memory=memory, costs=costs or UNIT)
@@ -300,7 +317,15 @@ def made(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return an unverified table of an entry. Arguments and errors are as in `catalogue.build`."""
+    """Return an unverified table of an entry.
+
+    Args:
+        name: the table's name, also in errors.
+        chunks, costs, memory: number of stages on each rank, costs and limit for the generator;
+            None for its defaults.
+        options: further arguments of the generator.
+    Raises: ScheduleError if there is no table for these numbers.
+    """
     check_size(name, ranks, microbatches, chunks or 1)
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(

@@ -17,19 +17,22 @@ from megapipe.schedule.kinds import Need, Where
 class Placement:
     """A placement of stages on ranks.
 
-    With one chain a stage is a consecutive part of the model and has a *position* equal to its
-    number. DualPipe has two chains: stages s and s + chain are replicas on mirrored ranks and have
-    the same position.
+    The model is cut into consecutive parts, and a chain is one stage for each part, in order. The
+    part of a stage is its *position*. Usually there is one chain, and the position of a stage is
+    its number. DualPipe has two chains through the ranks, in opposite directions: stages s and s +
+    chain are replicas of one part on mirrored ranks.
+
+    Methods say, for a stage, its position, its neighbours and replicas, and whether it has
+    embedding or loss; for a rank, its stages.
 
     Attributes:
         rank_of: rank of each stage.
-        chain: number of stages from one end of the model to the other.
-        vocabulary: each rank holds an equal share of the rows of embedding and head, for each chain
-            in which it has a stage.
-        depths: number of stages at the end of each chain that are depths of multi-token prediction.
-            The model's own chain ends before them, with the loss. The first depth takes the output
-            of the stage with the loss, each further one takes the output of the depth before it.
-            Any rank may have any depth.
+        chain: number of stages in one chain, its depths included.
+        vocabulary: each rank holds an equal share of the rows of embedding and head. A rank with
+            stages in two chains holds one share for each of the two.
+        depths: number of depths of multi-token prediction, the last stages of each chain. The
+            stages before them end with the loss. Depth 1 takes the output of the stage with the
+            loss, depth 2 takes the output of depth 1, and so on. Any rank may have any depth.
     """
 
     rank_of: tuple[int, ...]
@@ -65,7 +68,8 @@ class Placement:
     def with_depths(self, ranks: Sequence[int]) -> Placement:
         """Return the placement with a depth of multi-token prediction on each of these ranks.
 
-        They follow the stages of each chain. In DualPipe the second chain has them mirrored.
+        The depths follow the other stages of each chain. In DualPipe the second chain has its
+        depths on the mirrored ranks.
         """
         # Two ranks and two depths, both on rank 1:
         #
@@ -120,14 +124,16 @@ class Placement:
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
-        """Return the stages whose results a pass of `stage` needs."""
+        """Return the stages whose results a pass of `stage` needs; none if `need.at` excludes
+        it.
+        """
         # Such as the loss: a backward needs it at the last stage, not at the others.
         if need.at is not None and stage not in self.meant(stage, need.at):
             return ()
         return self.meant(stage, need.where)
 
     def meant(self, stage: int, where: Where) -> tuple[int, ...]:
-        """Return the stages that `where` refers to, seen from `stage`."""
+        """Return the stages that `where` of a need refers to, seen from `stage`."""
         first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
@@ -152,8 +158,8 @@ class Placement:
     def shares(self, stage: int) -> tuple[int, ...]:
         """Return the stages that hold the shares of the vocabulary for the chain of `stage`.
 
-        On each rank it is the rank's first stage of the model's own chain. They are in ascending
-        order, and there are none where the ends of the model hold the whole vocabulary.
+        A rank's share is on its first stage of the model's own chain. The stages are in ascending
+        order. There are none if the first and the last stage hold the whole vocabulary.
         """
         return self._shares[stage // self.chain]
 

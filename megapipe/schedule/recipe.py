@@ -116,7 +116,7 @@ class Recipe:
         """Yield a sentence for each two parts that exclude each other.
 
         Args:
-            flags: the user's name of each part.
+            flags: {field of this class: the flag by which the sentence names it}.
         """
         asked = {
             "cuts": bool(self.cuts),
@@ -152,7 +152,7 @@ class Recipe:
         return self.step.around(built.table, costs)
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the order on the model's own chain, before a Pairing forms pairs.
+        """Return the table of the order alone, before a Pairing forms pairs and before depths.
 
         A plan splits the layers by this table. Pairs are chosen under the costs of that split.
         """
@@ -160,7 +160,7 @@ class Recipe:
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return the chain with the pairs of a Pairing. With depths `finish` adds them instead."""
+        """Return `chain` with the pairs of a Pairing. With depths `finish` forms the pairs."""
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
@@ -195,7 +195,7 @@ class Recipe:
         return Built(self, made, plain, chain or table)
 
     def _ordered(self, terms: Terms) -> Schedule:
-        """Return the table of the order, in slices if they are asked for."""
+        """Return the table of the order alone, with microbatches cut if `cuts` are given."""
         if self.table is not None:
             return self.table
         if self.search is not None:
@@ -255,9 +255,9 @@ class Recipe:
         return search_among(candidates, self.microbatches, **chosen).schedule
 
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
-        """Return the memory that gathered weights and gradients leave for activations.
+        """Return the memory of each rank for activations; None for no limit.
 
-        They are counted with the shortest time in which they can be gathered.
+        Gathered weights and gradients are subtracted, held for the shortest possible time.
         """
         room = terms.room(table)
         if room is None or self.sharding is None:
@@ -285,7 +285,7 @@ class Recipe:
     ) -> Schedule:
         """Return the fastest table with sharded weights or gradients.
 
-        Where they leave too little memory, activations are offloaded or recomputed.
+        Where gathered weights leave too little memory, activations are offloaded or recomputed.
         """
         start, *_ = tables
         moved = None
@@ -312,7 +312,7 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the table, or the best of several, with activations offloaded or recomputed."""
+        """Return the first table, or the fastest, with activations offloaded or recomputed."""
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -345,9 +345,8 @@ def _fitted(
 
 
 def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
-    """Return the table with every copy that returns in time for its backward.
-
-    Only stages with activations to copy have copies.
+    """Return the table in which activations of stages with some are copied, if back in time for
+    B.
     """
     place = plain.placement
     goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()
@@ -368,10 +367,10 @@ def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
 def _where_needed(
     asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]
 ) -> Schedule:
-    """Return the table itself if it fits, else the fastest table that fits.
+    """Return `plain` if it fits the limits, else the fastest table that fits, else `plain` too.
 
-    If none fits it returns the table itself. If any order is allowed, a faster table with offloaded
-    or recomputed activations replaces one that fits.
+    If any order is allowed, a table with offloaded or recomputed activations replaces `plain` where
+    it is more than 1% faster.
     """
     time = simulate(plain, costs)
     tight = any(held > most for held, most in zip(time.peak, room, strict=True))

@@ -29,7 +29,7 @@ def parts_line(recipe: Recipe) -> str:
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
-    """Yield the order with its numbers, slices and pairs."""
+    """Yield the words of the line for the order, its numbers, slices and pairs."""
     yield recipe.order
     # A file has its own ranks and microbatches, and `show` refuses them next to it.
     if not is_file(recipe.order):
@@ -57,7 +57,7 @@ def _words(recipe: Recipe) -> Iterator[str]:
 
 
 def _parts(recipe: Recipe) -> Iterator[str]:
-    """Yield depths, vocabulary, offload, sharding and the rest of the step."""
+    """Yield the words of the line for depths, vocabulary, offload, sharding and the whole step."""
     # In the order in which a recipe applies them, so that the line reads as the table is made.
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))

@@ -171,8 +171,8 @@ def run_clock(
     Each rank advances until a step lacks an input. The pass that produces the input then wakes it.
 
     Args:
-        took: as in `simulate`.
-    Raises: ScheduleError as `simulate`.
+        took: measured durations of single passes; they replace the costs.
+    Raises: ScheduleError if ranks deadlock.
     """
     rows = schedule.ranks
     n = len(schedule.cuts)
@@ -249,11 +249,11 @@ _Arrival = tuple[dict[int, float], int, float]
 
 
 def _places(schedule: Schedule) -> tuple[list[int], int]:
-    """Return the place of each slice of each microbatch, and the number of places.
+    """Return (index of each slice of each microbatch, number of indices).
 
-    A result of a stage has the key stage * places + place. An empty place follows each document, so
-    that no slice finds a neighbour in another document. Where microbatches are not cut the list is
-    empty: the place is the microbatch's number.
+    The clock stores a result of a stage under the key stage * number + index. An unused index
+    follows each document, so that no slice finds a neighbour in another document. Where
+    microbatches are not cut the list is empty, and the index is the microbatch's number.
     """
     # Two microbatches of three slices, where slices 0 and 1 are a document. Dots are empty places.
     #
@@ -351,7 +351,7 @@ _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 def _lengths(
     costs: Costs, place: Placement, cuts: tuple[float, ...], documents: tuple[tuple[int, ...], ...]
 ) -> Callable[[Step], float]:
-    """Return the function from a step to its duration, for tables cut in this way."""
+    """Return the function from a step to its duration, under these costs and slices."""
     # An empty table, which only answers how its microbatches are cut.
     like = Schedule("", place, len(documents) or 1, (), cuts=cuts, documents=documents)
     parts = (*like.parts, None)

@@ -233,7 +233,7 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
 
 
 def _cut_off(schedule: Schedule) -> Iterator[str]:
-    """Yield a hint for each row that lacks only the last microbatches of its stages."""
+    """Yield a hint for each rank whose row lacks its last microbatches and nothing else."""
     place = schedule.placement
     m = schedule.num_microbatches
     for rank, row in enumerate(schedule.ranks):
@@ -258,13 +258,13 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
 
 
 def _is_torch(rows: list[list[str]]) -> bool:
-    """Return whether B means both gradients: if there is an I, or B without any W or BW."""
+    """Return whether the letters are torch's: there is an I, or a B without any W or BW."""
     found = {match[2] for row in rows for cell in row for match in _PASS.finditer(cell)}
     return "I" in found or ("B" in found and not found & {"W", "BW"})
 
 
 def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
-    """Return the passes of a step, or a sentence about its mistake."""
+    """Return the passes that the texts of a cell name, or a sentence on the mistake."""
     step = []
     for text in texts:
         match = _PASS.fullmatch(text.strip())
@@ -281,7 +281,7 @@ def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
 
 
 def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
-    """Return placement and number of microbatches of a table."""
+    """Return (placement, number of microbatches) of the rows; errors name `source`."""
     rank_of: dict[int, int] = {}
     through: dict[int, set[int]] = {}
     twice: dict[tuple[int, int], str] = {}
@@ -358,7 +358,7 @@ _OPTIONAL = {"shared", "vocabulary", "documents"}
 
 
 def _shape_problems(data: Any) -> Iterator[str]:
-    """Yield where parsed JSON has not the shape that `to_json` writes."""
+    """Yield a sentence for each part of parsed JSON that has not the format of `to_json`."""
     if not isinstance(data, dict):
         needed = ", ".join(key for key in _FIELDS if key not in _OPTIONAL)
         yield f"an object with {needed} is needed"
@@ -390,7 +390,7 @@ def _refuse(source: str, problems: Iterable[str]) -> None:
 
 
 def _is_lane(lane: object) -> bool:
-    """Return whether JSON has the shape in which `to_json` writes a shared stream."""
+    """Return whether JSON is a shared stream with its ranks and order, as in `to_json`."""
     return (
         isinstance(lane, dict)
         and {_LANE, "ranks", "order"} <= lane.keys()

@@ -121,7 +121,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 
 
 def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
-    """Return why a pass's stage has no pass of this kind and microbatch (or training step)."""
+    """Return why the stage cannot have a pass of this kind and microbatch; None if it can."""
     place = schedule.placement
     kind, stage, microbatch, _ = item
     if kind.traits.per_stage:
@@ -147,7 +147,7 @@ def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
 
 
 def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield stages that lack F, B or W (or BW) of a microbatch, or have them out of order.
+    """Yield a sentence for each F, B, W or BW that is missing, doubled, or before its input.
 
     Args:
         seen: the step of each pass in its row.
@@ -189,7 +189,7 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield stages of a chain that read microbatches in another order than its first stage.
+    """Yield a sentence for each stage that reads microbatches in another order than its chain.
 
     Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
     all must be read in one order.
@@ -222,12 +222,12 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
-    """Return the (kind, training step) of all passes of whole stages."""
+    """Return each (kind, training step) of passes that run once per step and stage, sorted."""
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield passes of whole stages that some stages have and others lack."""
+    """Yield a sentence for each stage that lacks a pass that other stages run once per step."""
     # A table may have none of a kind. The run then does that after the table, such as the update.
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -238,7 +238,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 
 def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield two ranks that run the collectives of their common replicas in different orders.
+    """Yield a sentence for two ranks that run collectives of common replicas in different orders.
 
     Collectives match by their order alone, so ranks that share several must agree on it.
     """
@@ -268,9 +268,9 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _never_again(schedule: Schedule) -> Iterator[str]:
-    """Yield passes before V that cannot run a second time.
+    """Yield a sentence for each pass before V that cannot run a second time.
 
-    They ran on weights that V may take back, and then all of them run again.
+    These passes ran on weights that V (validation) may take back, and then all of them run again.
     """
     borders = {kind for kind in schedule.kinds if kind.traits.border}
     if not borders:
@@ -295,7 +295,7 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(
     schedule: Schedule, memory: float, costs: Costs, clock: Clock
 ) -> Iterator[str]:
-    """Yield the first pass of each rank that exceeds the memory limit."""
+    """Yield a sentence on each rank's first pass that exceeds the memory limit."""
     for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
         # Sums of shares are rounded, so allow for a relative error of 1e-9.
         over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]
@@ -309,7 +309,7 @@ def _memory_problems(
 
 
 def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield links whose two ends list their messages in different orders."""
+    """Yield a sentence for each link whose two ends list its messages in different orders."""
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for rank, program in enumerate(programs):
@@ -338,7 +338,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    """Play the programs and yield passes without their input, and ranks that cannot finish."""
+    """Play the programs; yield a sentence for a pass without its input, and for a stuck rank."""
     # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
     # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is
