@@ -247,7 +247,7 @@ class Costs(FamilyCosts, CoreCosts):
         return max(max(piece.end for piece in pieces(chains)) + self.overhead, *alone)
 
     def chains(self, kind: Kind, stage: int, placement: Placement) -> list[Chain]:
-        """Return one chain of pieces for each of f, b and w of which the pass consists.
+        """Return the pieces of a pass as chains, one chain for each of its parts f, b and w.
 
         BW has two chains. Each piece of its weight gradient follows a piece of its input gradient.
         """

@@ -124,8 +124,9 @@ class Placement:
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
-        """Return the stages whose results a pass of `stage` needs; none if `need.at` excludes
-        it.
+        """Return the stages whose results a pass of `stage` needs.
+
+        There are none if `need.at` leaves out this stage.
         """
         # Such as the loss: a backward needs it at the last stage, not at the others.
         if need.at is not None and stage not in self.meant(stage, need.at):

@@ -345,8 +345,9 @@ def _fitted(
 
 
 def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
-    """Return the table in which activations of stages with some are copied, if back in time for
-    B.
+    """Return the table with a copy of each activation that is back in time for its backward.
+
+    Only stages with activations to copy have copies.
     """
     place = plain.placement
     goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()

@@ -57,7 +57,11 @@ class Spent(NamedTuple):
 
 
 def spent(row: Sequence[Ran]) -> Spent:
-    """Return the times of a rank's passes, summed. A validation counts as waiting."""
+    """Return the times of a rank's step.
+
+    Args:
+        row: the passes of the rank in this step, in order. A validation counts as waiting.
+    """
     groups = list(in_turn(row))
     first = groups[0][0]
     end = max(x.end for x in row)
@@ -72,7 +76,7 @@ def spent(row: Sequence[Ran]) -> Spent:
 
 
 def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
-    """Yield the passes one by one, overlapped pairs together."""
+    """Yield the passes of a row as groups: one pass, or both passes of an overlapped pair."""
     return (tuple(group) for _, group in groupby(row, lambda x: (x.begin, x.end)))
 
 
@@ -95,11 +99,14 @@ def measured_costs(
     overlapped pairs counts as half of a pair.
 
     Args:
-        cuts: lengths of the table's slices. A slice is scaled to a microbatch by its share of the
-            counted work.
-        copies: measured O and L, if the table has them.
+        steps: [step][pipeline rank] measured passes.
+        place: the placement of the stages.
         counted: costs by the plan. They divide a fused backward into B and W if no split one ran,
             and they give the memory.
+        cuts: lengths of the table's slices. A slice is scaled to a microbatch by its share of the
+            counted work.
+        copies: [step][pipeline rank] measured copies to the host (O) and back (L), if there are
+            any.
     """
     took = defaultdict[_At, list[float]](list)
     halves = defaultdict[_At, list[float]](list)
@@ -114,7 +121,7 @@ def measured_costs(
         work[n] = alone.of_slice(cuts, (n, 0, len(cuts))).durations(place)
 
     def whole(x: Ran) -> float:
-        """Return the duration, scaled from a slice to a whole microbatch."""
+        """Return the seconds of a pass, scaled from its slice to a whole microbatch."""
         kind, stage, _, piece = x.item
         share = work[piece][kind][stage] / (work[None][kind][stage] or 1.0)
         return (x.end - x.begin) / (share or 1.0)
@@ -161,9 +168,11 @@ def measured_costs(
 def _of_families(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs, seconds: float
 ) -> dict[str, Any]:
-    """Return the costs of kinds other than F, B, W and BW, by field.
+    """Return the costs of kinds other than F, B, W and BW: {field of `Costs`: seconds}.
 
     Args:
+        took: the measured seconds, by (kind, position in the chain).
+        counted: costs by the plan, for kinds that are not measured.
         seconds: F, B and W of a microbatch through the whole chain, measured.
     """
     time = replace(counted, overhead=0.0).durations(place)
@@ -183,7 +192,7 @@ def _of_families(
 
 
 def _scaled(cost: PerStage, unit: float) -> PerStage:
-    """Return a counted time in seconds, given the seconds of one unit of the counted costs."""
+    """Return `cost`, a number or one for each stage, times `unit`."""
     if isinstance(cost, tuple):
         return tuple(x * unit for x in cost)
     return cost * unit
@@ -192,11 +201,13 @@ def _scaled(cost: PerStage, unit: float) -> PerStage:
 def _copies(
     took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float
 ) -> PerStage:
-    """Return the time of O or L at each position of the chain.
+    """Return the seconds of a copy, O or L, at each position of the chain; 0.0 if there are none.
 
     A position without a measured copy has its counted time, scaled by the measured copies.
 
     Args:
+        took: the measured seconds, by (kind, position).
+        counted: the plan's time at each position.
         unit: seconds of a counted unit by the passes, used if no copy was measured.
     """
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
@@ -211,7 +222,11 @@ def _copies(
 
 
 def _shares(took: Mapping[_At, list[float]], name: str) -> float:
-    """Return the time of a rank's share under this field of the costs; 0 if nothing is shared."""
+    """Return the median seconds of the kinds whose time is the field `name`; 0 if none ran.
+
+    Args:
+        took: the measured seconds, by (kind, position in the chain).
+    """
     times = [x for (kind, _), row in took.items() if kind.traits.costs == name for x in row]
     return median(times or [0.0])
 
@@ -219,7 +234,12 @@ def _shares(took: Mapping[_At, list[float]], name: str) -> float:
 def _stages(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield the times of F, B and W at each position of the chain."""
+    """Yield the median seconds of (F, B, W) at each position of the chain.
+
+    Args:
+        took: the measured seconds, by (kind, position).
+        counted: costs by the plan, which divide a fused backward into B and W.
+    """
     time = replace(counted, overhead=0.0).durations(place)
     for at in range(place.chain):
         f, b, w, whole = (median(took.get((kind, at), [0.0])) for kind in _KINDS)
@@ -235,9 +255,12 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
-    """Return the pass that made a pass's input.
+    """Return the measured pass of the neighbouring stage that made a pass's input.
 
     Returns None at the ends of the model, for W, and if that pass was not measured.
+
+    Args:
+        ran: all measured passes of the step.
     """
     if item.kind is Kind.F:
         source = place.prev(item.stage)
@@ -254,7 +277,7 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
 
 
 def _links(ranks: int) -> list[tuple[int, int]]:
-    """Return the ranks of each link; more than two ranks form a ring."""
+    """Return (rank, next rank) for each link. More than two ranks form a ring."""
     # Of two ranks the way around is the same link, and `Costs.comm` names it once.
     count = ranks
     if ranks <= 2:
@@ -263,7 +286,11 @@ def _links(ranks: int) -> list[tuple[int, int]]:
 
 
 def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> float:
-    """Return the latency of the link between two ranks; 0 if no message used it."""
+    """Return the latency of the link between two ranks, in seconds; 0 if no message used it.
+
+    Args:
+        least: {(sender, receiver): {step: least seconds of a message}}.
+    """
     # If the clocks differ by d, the measured lags are lag + d one way and lag - d the other way.
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]
     return sum(ways) / max(1, len(ways))

@@ -41,6 +41,7 @@ class Slow(NamedTuple):
     """A slow stage or link.
 
     Attributes:
+        name: the stage or link in words, such as "link 0->1".
         text: the sentence to print.
         cost: the share of a step that it costs; None if it is no longer slow.
     """
@@ -56,12 +57,12 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class History:
-    """The history of all samples so far. `after` adds one.
+    """The history of all samples so far; `after` returns it with one more sample.
 
     Attributes:
-        least: the least time of each stage and link.
-        suspects: stages and links that were slow in the last sample.
-        named: stages and links that were reported and are still slow.
+        least: the least seconds, by ("stage" or "link", replica, its number in the pipeline).
+        suspects: names of stages and links that were slow in the last sample.
+        named: names of stages and links that were reported and are still slow.
     """
 
     least: Mapping[_Key, float]
@@ -124,6 +125,10 @@ def extremes(samples: Sequence[Sample], schedule: Schedule, counted: Costs) -> s
     """Return a line about the slowest and the fastest stage, compared with the plan.
 
     The plan's times are scaled to the median speed of all stages.
+
+    Args:
+        samples: one for each replica of the pipeline.
+        counted: the plan's costs.
     """
     work = stage_seconds(counted, schedule)
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
@@ -149,6 +154,11 @@ def _slow_stages(
     """Yield stages slower than peers with equal work.
 
     A stage without peers is compared with its own past, corrected for a slow-down of all others.
+
+    Args:
+        least: the least seconds of each stage so far, as in `History`.
+        samples: one for each replica.
+        counted: the plan's costs, which say whose work is equal.
     """
     place = schedule.placement
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
@@ -191,7 +201,12 @@ def _slow_stages(
 def _late_links(
     least: Mapping[_Key, float], samples: Sequence[Sample], schedule: Schedule
 ) -> Iterator[Slow]:
-    """Yield links slower than the median link. A single link is compared with its own past."""
+    """Yield links slower than the median link. A single link is compared with its own past.
+
+    Args:
+        least: the least seconds of each link so far, as in `History`.
+        samples: one for each replica.
+    """
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():
         should = median_low(took.values())
@@ -216,7 +231,7 @@ def _equal(a: float, b: float) -> bool:
 
 
 def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
-    """Return the costs with the times of one stage multiplied by a factor."""
+    """Return the costs with F, B and W of the stage at a position multiplied by a factor."""
 
     def faster(value: float | tuple[float, ...]) -> tuple[float, ...]:
         assert isinstance(value, tuple)
@@ -226,7 +241,7 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
 
 
 def _cost(costs: Costs, usual: Costs, schedule: Schedule) -> float:
-    """Return the share of the makespan that is lost compared with usual costs."""
+    """Return the share of a step that is saved if the schedule has the usual costs."""
     now = simulate(schedule, costs).makespan
     then = simulate(schedule, usual).makespan
     return (now - then) / now

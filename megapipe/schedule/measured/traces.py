@@ -34,7 +34,7 @@ _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 class Slice:
     """A measured pass, in microseconds on the common clock.
 
-    `busy` returns its duration without waits.
+    `busy` returns its duration without waits. Another property is its stream.
 
     Attributes:
         waited: time inside the pass that it waited for a message.
@@ -125,7 +125,7 @@ def read(path: Path) -> RankTrace:
 
 
 def _is_event(event: object) -> bool:
-    """Return whether parsed JSON is an event. An event may have no duration."""
+    """Return whether parsed JSON is an event of the trace. An event may have no duration."""
     if not isinstance(event, dict):
         return False
     times = [event.get(name, 0.0) for name in ("ts", "dur")]
@@ -138,7 +138,7 @@ def _is_event(event: object) -> bool:
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
-    """Return the labelled passes in the order of the row."""
+    """Return the passes that the labels of a rank's events name, in the order of their starts."""
     # Times of the GPU if the trace has any. The host's labels end when a kernel is launched.
     for category in _ANNOTATIONS:
         spans = [
@@ -205,9 +205,10 @@ def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
-    """Return the traces of each pipeline, in rank order.
+    """Return the traces of each replica of the pipeline, in rank order.
 
-    Ranks that ran different passes belong to one pipeline.
+    A rank belongs to the first pipeline that has run none of its passes. Ranks that ran the same
+    passes are in different replicas, ranks without a whole step in none.
     """
     groups: list[tuple[set[Pass], list[RankTrace]]] = []
     # Replicas of a pipeline run the same passes, and one pipeline runs each pass once. The ranks of
@@ -256,7 +257,7 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
-    """Return costs in milliseconds, as medians over microbatches and steps."""
+    """Return costs in milliseconds, as medians over microbatches and steps, by position."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for item in _items(ranks):
         at = schedule.placement.position(item.label.stage)
@@ -264,7 +265,7 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
     positions = range(schedule.placement.chain)
 
     def column(*kinds: Kind) -> list[float]:
-        """Return the time of any of these kinds at each position, 0 where none ran."""
+        """Return the median time of these kinds at each position, 0 where none ran."""
         found = []
         for at in positions:
             seconds = [x for kind in kinds for x in times.get((kind, at), ())]
@@ -288,7 +289,7 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
 def summarise(
     ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
 ) -> list[RankSummary]:
-    """Return a row for each rank of a pipeline."""
+    """Return the summary of each rank of a pipeline. predicted: the simulated timeline."""
     rows = []
     # Ranks may have stopped profiling at different steps. zip ends with the shortest.
     steps = [*zip(*(trace.steps for trace in ranks), strict=False)]
@@ -349,7 +350,7 @@ def merge(
 
 
 def _process(pid: int, name: str, place: int) -> Iterator[Event]:
-    """Yield the events that name a process and say where the viewer shows it."""
+    """Yield the events that name a process and its place from the top in the viewer."""
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}
 
@@ -390,5 +391,5 @@ def _items(ranks: Iterable[RankTrace]) -> Iterator[Slice]:
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
-    """Return the first start and the last end of one step's rows."""
+    """Return the first start and the last end of one step. rows: the passes of each rank."""
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

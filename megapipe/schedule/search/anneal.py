@@ -24,7 +24,13 @@ PASSES_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule that a search found: orders of all ranks, end of every pass, and the objective."""
+    """A schedule that a search found.
+
+    Attributes:
+        orders: the passes of each rank in order, as numbers (`generators.orders.encode`).
+        end: end of every pass, by its number, in the unit of the costs.
+        length: value of the objective.
+    """
 
     orders: Orders
     end: list[float]
@@ -75,8 +81,10 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
     Equal arguments give equal orders, unless `cooling.until` ends it early.
 
     Args:
+        problem: placement, costs, memory limits and objective.
+        start: the schedule to begin with.
         seed: of the random numbers.
-        goal: stop at this objective.
+        goal: stop at this value of the objective.
     """
     moves = library()
     if moves is None:

@@ -74,7 +74,12 @@ class Report:
 def describe_search(
     table: Schedule, costs: Costs, memory: float | tuple[float, ...] | None, objective: str
 ) -> list[str]:
-    """Return lines that compare the table of a search with the lower bound."""
+    """Return lines that compare the table of a search with the lower bound.
+
+    Args:
+        memory: limit of all ranks, or of each; None for the memory of 1F1B.
+        objective: "makespan", or "period" (longest span of a rank).
+    """
     place = table.placement
     time = simulate(table, costs)
     bound = bound_of_any(
@@ -91,7 +96,7 @@ def describe_search(
 
 
 def _took(time: Timeline, period: bool) -> float:
-    """Return the objective's value of a timeline."""
+    """Return the period of a timeline if `period`, else its makespan."""
     return time.period if period else time.makespan
 
 
@@ -101,10 +106,13 @@ def _distance(took: float, bound: float) -> float:
 
 
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
-    """Return the best schedule that the search finds. Arguments are as in `search`.
+    """Return the best schedule that the search finds.
 
     Under the same costs no catalogue schedule with one copy of the model is better, if it fits the
     memory and the placement.
+
+    Args:
+        arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.
     """
     return search(ranks, microbatches, **arguments).schedule
 
@@ -126,18 +134,18 @@ def search(
 
     Args:
         placement: "loop", "v", or None for the better.
-        chunks: stages on each rank: any number for a loop, 2 for a V; None for the best of 1, 2
-            and 4.
+        chunks: stages on each rank: any number for a loop, 2 for a V; None for the best of 1, 2 and
+            4.
         costs: per device share, or by stage. Costs by stage leave only placements with this number
             of stages.
         memory: most activation of all ranks, or of each, in the unit of the costs; None for the
             memory of 1F1B, p.
         objective: "makespan" if a barrier ends the step, "period" (longest span of a rank) if not.
-        effort: about the seconds to spend on one core; 40 finds what 4 may miss. It is a number of
-            moves. Without a C compiler there are none: the result is the best known order, with W
-            refilled.
-        seconds: CPU seconds of this process after which the search returns what it has. The result
-            then depends on the machine.
+        effort: about the seconds to spend on one core; 40 finds what 4 may miss. The effort is
+            converted to a number of moves. Moves need a C compiler. Without one the result is the
+            best known schedule, with its W (weight gradient) put into waits.
+        seconds: CPU seconds of this process after which the search returns the best so far. The
+            result then depends on the machine.
         progress: called with the share of the effort spent.
     Raises: ScheduleError in one line if arguments contradict each other, or the memory does not
         hold one microbatch.
@@ -166,8 +174,12 @@ def search_among(
 ) -> Report:
     """Search placements that each have their own costs, such as different splits of one model.
 
-    Other arguments are as in `search`. All costs have the same units.
-
+    Args:
+        candidates: the placements; all costs have the same units.
+        objective: "makespan", or "period" (longest span of a rank).
+        effort: about the seconds to spend on one core.
+        seconds: CPU seconds of this process after which the search returns the best so far.
+        progress: called with the share of the effort spent.
     Raises: ScheduleError if no candidate can hold one microbatch.
     """
     period = objective == "period"
@@ -198,11 +210,13 @@ def search_among(
 
 
 def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedule, Timeline]]:
-    """Yield the catalogue's schedules that fit this placement and memory, with their times.
+    """Yield (schedule, timeline) for the catalogue's schedules of this placement and memory.
 
     A large table is made only if it may be better than the best.
 
     Args:
+        of: the problem with placement, costs and memory limits.
+        best: timeline of the best schedule so far.
         until: CPU time of this process at which to stop.
     """
     place = of.placement
@@ -223,6 +237,11 @@ def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
 
     A schedule is made for few microbatches first. It is left out if it is worse even when each
     further microbatch takes only the work of the busiest rank.
+
+    Args:
+        of: the problem with placement, costs and memory limits.
+        best: timeline of the best schedule so far.
+        until: CPU time of this process at which to stop.
     """
     place = of.placement
     ranks = of.placement.num_ranks
@@ -246,7 +265,11 @@ def _fits(of: Problem, time: Timeline) -> bool:
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
-    """Return (time, memory of all ranks), rounded; less is better."""
+    """Return (objective, sum of the ranks' peaks), rounded; the smaller the better.
+
+    Args:
+        period: the objective is the period, not the makespan.
+    """
     # Two orders of the same passes add the same times in different orders. Without rounding their
     # last bits would decide between them, and not the memory.
     return float(f"{_took(time, period):.12g}"), float(f"{sum(time.peak):.9g}")
@@ -255,10 +278,11 @@ def _worth(time: Timeline, period: bool) -> tuple[float, float]:
 def limits(
     place: Placement, costs: Costs, memory: float | tuple[float, ...] | None
 ) -> tuple[float, ...]:
-    """Return the limit of each rank.
+    """Return the memory limit of each rank, in the unit of the costs.
 
-    Without a limit it is the memory of 1F1B: p microbatches of the rank that holds most.
-
+    Args:
+        memory: one limit for all ranks, or one for each. None takes the memory of 1F1B: p
+            microbatches of the rank that holds most.
     Raises: ScheduleError if the number of limits is not the number of ranks.
     """
     if isinstance(memory, tuple):

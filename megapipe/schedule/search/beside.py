@@ -26,7 +26,7 @@ from megapipe.schedule.text import from_json, to_json
 
 
 class Better(NamedTuple):
-    """A table with its makespan (`after`) and the makespan of the old table (`before`)."""
+    """A table as JSON with its makespan (`after`) and the makespan of the old table (`before`)."""
 
     table: str
     before: float
@@ -37,8 +37,10 @@ class Beside:
     """A search that runs while its caller continues. `result` returns the table when it is done.
 
     Args:
+        schedule: the table in use.
+        costs: the costs under which a table is to be faster.
         memory: limit of each rank, in the unit of the costs.
-        effort: as in `search.auto`.
+        effort: about the seconds to spend on one core.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class Beside:
         finalize(self, self._process.kill)  # at the exit of this process at the latest
 
     def result(self) -> Better | None:
-        """Return the table it found; None while it searches.
+        """Return the best table, the old one if none is faster; None while the search runs.
 
-        Raises: ScheduleError if it failed; its own error is on stderr.
+        Raises: ScheduleError if the search failed; its own error is on stderr.
         """
         status = self._process.poll()
         if status is None:
@@ -80,14 +82,16 @@ class Beside:
 def better(
     schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0
 ) -> Better:
-    """Return the best table with the same placement and slices; the old one if none is faster.
+    """Search a faster table with the same placement and slices.
 
-    Depths of multi-token prediction are added to a table for the model's own chain. If a rank has
-    nothing but depths, the old table is returned.
+    With depths of multi-token prediction, the search is for a table of the stages before them, to
+    which the depths are then added. There is no search if a rank has only depths.
 
     Args:
         memory: limit of each rank, in the unit of the costs.
+        effort: about the seconds to spend on one core.
         caller: id of the process whose end stops the search; 0 for none.
+    Returns: the fastest table and both makespans; the old table if none is faster.
     """
 
     def stop_alone(share: float) -> None:

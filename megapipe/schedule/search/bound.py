@@ -16,7 +16,10 @@ from megapipe.schedule.passes import Kind, Placement
 
 
 class Overheads(NamedTuple):
-    """The least number of `Costs.overhead` that each F, B and W costs."""
+    """The least multiple of `Costs.overhead` that each F, B and W costs.
+
+    A fused backward costs one overhead for its B and its W, and a pair costs one for two passes.
+    """
 
     f: float
     b: float
@@ -72,7 +75,11 @@ def lower_bound(
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """Return a rank's time from first start to last B end, and to last end, by itself."""
+        """Return lower bounds of two times of a rank, from its first start to its last B and last
+        end.
+
+        They follow from the rank's own work and memory, and the way of a microbatch to and from it.
+        """
         stages = placement.stages_on(rank)
         limit = limits[rank] * (1 + 1e-9)
         first = stages[0]
@@ -117,7 +124,10 @@ def bound_of_any(
 ) -> float:
     """Return a lower bound for schedules with split or fused backwards and overlapped pairs.
 
-    Arguments and result are as in `lower_bound`.
+    Args:
+        memory: limit of all ranks, or one for each, in the unit of the costs.
+        objective: "makespan" or "period" (longest time from a rank's first start to its last end).
+    Returns: a time in the unit of the costs.
     """
     size = placement, microbatches
     beside = _beside_backwards(costs)
@@ -138,7 +148,7 @@ def bound_of_any(
 
 
 def _beside_backwards(costs: Costs) -> Costs:
-    """Return costs in which a forward takes only what `fb` adds to a fused backward."""
+    """Return costs in which a forward takes only the time that it adds to a backward in a pair."""
     if costs.fb is None:
         return costs
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
@@ -151,7 +161,7 @@ def _beside_backwards(costs: Costs) -> Costs:
 
 
 def _scaled(costs: Costs, shares: list[float]) -> Costs:
-    """Return the costs with f, b and w multiplied by these three shares."""
+    """Return the costs with f, b and w multiplied by these three factors."""
 
     def part(time: PerStage, share: float) -> PerStage:
         if isinstance(time, tuple):
@@ -167,7 +177,13 @@ def _scaled(costs: Costs, shares: list[float]) -> Costs:
 def _most(
     limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]
 ) -> float:
-    """Return the longest time of passes that hold `memory` each and together fit the limit."""
+    """Return the longest time of passes that a rank can run within its memory limit.
+
+    Args:
+        limit: memory of the rank.
+        stages: stages of the rank, each with at most one pass for each microbatch.
+        time, memory: [num_stages] time of a pass, and the memory that it takes.
+    """
     everything = microbatches * sum(time[s] for s in stages)
     sizes = {memory[s] for s in stages}
     if min(sizes) <= 0.0 or limit == float("inf"):

@@ -38,7 +38,7 @@ _LONG_START = 0.5
 
 @dataclass(frozen=True)
 class Spending:
-    """The last CPU time of the process for a search, and the random numbers of the search."""
+    """The CPU time of this process at which to stop, and the random numbers of the search."""
 
     until: float
     random: Random
@@ -49,7 +49,9 @@ class Entrant:
     """A schedule in the contest; `improved` anneals it.
 
     Attributes:
-        bound: lower bound of its placement.
+        problem: its placement, costs, memory limits and objective.
+        bound: lower bound of the objective for this placement.
+        found: the schedule.
         spreads: `Cooling.spread` of the annealings to come, in turns.
     """
 
@@ -59,10 +61,11 @@ class Entrant:
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
-        """Return it annealed, and reheated from the best schedule if there is effort left.
+        """Return the entrant with its schedule annealed, several times in a row for much effort.
 
         Args:
-            seconds: effort.
+            seconds: about the seconds to spend on one core.
+            of: CPU time at which to stop, and random numbers.
             hot: first temperature, in units of the longest pass.
         """
         steps = int(seconds * PASSES_PER_SECOND / (self.problem.num_passes + PER_MOVE))
@@ -91,10 +94,10 @@ def contest(
 
     Args:
         problems: one for each placement.
-        seconds: effort.
-        of: last time and random numbers.
+        seconds: about the seconds to spend on one core.
+        of: CPU time at which to stop, and random numbers.
         progress: called with the share of the effort spent.
-        known: the best pattern, if there is one problem and the caller has it.
+        known: the best pattern of the catalogue, if there is one problem and the caller has it.
     """
     starts = _START
     if problems[0].microbatches >= 2 * few(problems[0]):
@@ -119,7 +122,15 @@ def contest(
 def _entrants(
     problems: list[Problem], seconds: float, of: Spending, known: Found | None
 ) -> list[Entrant]:
-    """Return the best pattern of each placement and, if that is not optimal, other starts."""
+    """Return the best pattern of each placement and, if that is not optimal, other starts.
+
+    A pattern is a schedule of the catalogue.
+
+    Args:
+        problems: one for each placement.
+        seconds: about the seconds to spend on starts.
+        known: the best pattern, if the caller has it.
+    """
     result: list[Entrant] = []
     bounds = [(_bound(x), i) for i, x in enumerate(problems)]
     some_large = any(map(is_large, problems))
@@ -160,7 +171,12 @@ def _bound(x: Problem) -> float:
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
     """Return starts for a large table, from a contest with few microbatches.
 
-    These are its result, unrolled, and the pattern that is best for few microbatches.
+    These are the contest's result with its middle repeated, and the catalogue's best schedule for
+    few microbatches.
+
+    Args:
+        full: the problem with all microbatches.
+        seconds: about the seconds to spend on one core.
     """
     small = problem(full.placement, few(full), full.costs, full.memory, full.period)
     ranked = patterns(small)
@@ -175,7 +191,12 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
 
 
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
-    """Return building blocks, or for many microbatches a smaller contest's result, unrolled."""
+    """Return building blocks, or for many microbatches a smaller contest's result, unrolled.
+
+    Args:
+        full: the problem with all microbatches.
+        seconds: about the seconds to spend on one core.
+    """
     if full.microbatches >= 2 * few(full):
         small = problem(full.placement, few(full), full.costs, full.memory, full.period)
         best = contest([small], seconds, replace(of, random=Random(0)), lambda share: None)

@@ -90,7 +90,12 @@ def search_pairs(
 def _tables(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield the catalogue's tables with one copy of the model, each order once."""
+    """Yield the catalogue's tables with one copy of the model, without pairs, each order once.
+
+    Args:
+        placement: "loop" or "v"; None for any.
+        chunks: stages on each rank; None for each of CHUNKS.
+    """
     seen = set[tuple[Pass, ...]]()
     for v in CHUNKS if chunks is None else (chunks,):
         for table in fixed(ranks, microbatches, v, costs):

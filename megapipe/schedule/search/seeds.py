@@ -33,10 +33,10 @@ OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 
 
 def patterns(problem: Problem) -> list[tuple[Found, str]]:
-    """Return (schedule, name) of the known schedules of this placement that fit the memory.
+    """Return (schedule, name) of the catalogue's schedules of this placement that fit the memory.
 
-    They are in two versions, with their own W and with W refilled for these costs, the best first.
-    The name "" is one microbatch at a time.
+    They are in two versions, the best first: with their own W (weight gradient), and with W put
+    into waits under the problem's costs. The name "" is one microbatch at a time.
     """
     place = problem.placement
     found = []
@@ -51,7 +51,7 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
 
 
 def pattern(problem: Problem, name: str) -> list[Found]:
-    """Return the versions of one known schedule as in `patterns`, the best first.
+    """Return both versions of one schedule of the catalogue as `patterns` does, the best first.
 
     There are none if the schedule does not exist for these numbers.
     """
@@ -64,7 +64,7 @@ def pattern(problem: Problem, name: str) -> list[Found]:
 
 
 def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
-    """Return a schedule with its own W, if it fits the memory, and with W refilled."""
+    """Return the versions of a schedule that fit the memory: its own W, and W put into waits."""
     orders = encode(problem, schedule)
     found = None
     if fits(problem, orders):
@@ -85,7 +85,7 @@ class Rhythm:
         period: time between two microbatches, as a multiple of a rank's work for one.
         groups: microbatches that pass one chunk before the next begins, forward and backward; 1
             lets each pass through all chunks.
-        overrun: the argument `overrun` of fill_weights.
+        overrun: fraction of a W by which it may end after the wait in which it starts.
     """
 
     waits: tuple[float, ...]
@@ -101,6 +101,7 @@ def blocks(
     """Return the best building blocks of a random and then narrowing search, the best first.
 
     Args:
+        problem: placement, costs, memory limits and objective.
         tries: number of blocks.
         until: CPU time of this process at which to stop.
         keep: number of blocks to return and to vary.
@@ -128,7 +129,12 @@ def deals(problem: Problem, tries: int, until: float, random: Random, keep: int 
     """Return interleaved zero-bubble schedules with random sizes of groups, the best first.
 
     Forward and backward have different groups. Smaller backward groups at the end wait less for the
-    way around the loop. Arguments are as in `blocks`.
+    way around the loop.
+
+    Args:
+        tries: number of schedules.
+        until: CPU time of this process at which to stop.
+        keep: number of schedules to return and to vary.
     """
     p = problem.placement.num_ranks
     m = problem.microbatches
@@ -194,7 +200,7 @@ _MIDDLE = (0.3,)
 
 
 def few(problem: Problem) -> int:
-    """Return the microbatches of a smaller problem with the same ramps and a middle to repeat."""
+    """Return the number of microbatches of a smaller problem with equal warm-up and cool-down."""
     ranks = problem.placement.num_ranks
     # 1F1B fills the pipeline with p microbatches and drains it with p; a third p is the middle.
     # A large table does without, as its small contest must be short.
@@ -276,7 +282,8 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
     """Return the best interleaved schedule with these groups; None if it does not fit.
 
     Args:
-        deeper: forwards of the warm-up, more than in 1F1B.
+        forward, backward: sizes of the groups of microbatches, in order.
+        deeper: number of warm-up forwards on each rank beyond those in 1F1B.
     """
     place = problem.placement
     m = problem.microbatches
@@ -307,9 +314,13 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
 
 
 def _begins(m: int, group: int, period: float, part: float) -> list[float]:
-    """Return the times at which microbatches start.
+    """Return the times at which the m microbatches start.
 
     Within a group they start at the pace of one chunk, which is `part` of the model.
+
+    Args:
+        group: microbatches in a group.
+        period: mean time between two microbatches.
     """
     pace = 1.0
     if group > 1:

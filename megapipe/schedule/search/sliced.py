@@ -43,8 +43,9 @@ def searched_slices(
     Args:
         cuts: lengths of the slices.
         memory: limit of each rank, in the unit of the costs.
-        documents: as in `Schedule.documents`.
-        effort, progress: as in `search.auto`.
+        documents: slices that begin a document, for each microbatch or once for all.
+        effort: about the seconds to spend on one core.
+        progress: called with the share of the effort spent.
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
@@ -57,9 +58,9 @@ def searched_slices(
     best: tuple[float, Schedule] | None = None
 
     def over(order: Schedule) -> list[float]:
-        """Return each rank's excess over its limit with this order in slices.
+        """Return the memory by which each rank exceeds its limit with this order in slices.
 
-        The best table without excess is kept.
+        The fastest table that exceeds no limit is kept in `best`.
         """
         nonlocal best
         table = slices(partial(_given, order), microbatches, cuts, costs, documents=documents)
@@ -96,8 +97,14 @@ def fastest_slices(
     effort: float,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
-    """Return the fastest table for any of these placements. Arguments are as in `searched_slices`.
+    """Return the fastest table for any of these placements.
 
+    Args:
+        candidates: placements with their costs and memory limits.
+        cuts: lengths of the slices.
+        documents: slices that begin a document, for each microbatch or once for all.
+        effort: about the seconds to spend on one core.
+        progress: called with the share of the effort spent.
     Raises: ScheduleError if none is found within the memory.
     """
     found: list[tuple[float, int, Schedule]] = []
