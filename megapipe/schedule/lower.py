@@ -70,7 +70,7 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
-    """Return the programs as `lower` does.
+    """Return the programs as `lower` does, without simulating the schedule again.
 
     Args:
         clock: start and end of every step of the schedule, from `run_clock`.

@@ -75,10 +75,9 @@ def lower_bound(
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """Return lower bounds of two times of a rank, from its first start to its last B and last
-        end.
+        """Return least times from a rank's first start to (the end of its last B, its last end).
 
-        They follow from the rank's own work and memory, and the way of a microbatch to and from it.
+        They follow from its own work and memory, and from the time of a microbatch to and from it.
         """
         stages = placement.stages_on(rank)
         limit = limits[rank] * (1 + 1e-9)

@@ -95,6 +95,7 @@ def compare(
     limit has a row that does not fit. zb-auto keeps to the limit, or to p if there is none.
 
     Args:
+        memory: most activation of a rank, in the unit of the costs; None for no limit.
         names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME. Also tables,
             and recipes of tables.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
@@ -132,7 +133,10 @@ def compare(
 
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
-    """Return a table with the parts of a recipe; if they do not fit, the one that needs least."""
+    """Return a table with the parts of a recipe, such as copies and shards.
+
+    If nothing fits the memory limit, the table that needs least memory is returned.
+    """
     # Lenient: a table above the limit is a row that does not fit, and not a refusal.
     recipe = replace(parts, order=table.name, table=table, lenient=True)
     return recipe.whole(costs, memory)
@@ -141,7 +145,12 @@ def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | No
 def measure(
     schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None
 ) -> Row:
-    """Return the row of a schedule under these costs."""
+    """Return the row of a schedule under these costs.
+
+    Args:
+        label: name in the row; None for the schedule's own.
+        memory: most activation of a rank, in the unit of the costs; None for no limit.
+    """
     time = simulate(schedule, costs)
     total = time.makespan * len(schedule.ranks)
     idle = 0.0
@@ -231,9 +240,10 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
 
 
 def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
-    """Return the cells of a table below their head; rows that fit first, the shortest on top.
+    """Return the comparison as rows of text cells, first the head.
 
-    Schedules that do not exist have no cells.
+    Rows that fit the memory are above the others, the shortest makespan on top. Schedules that do
+    not exist have no row.
     """
     measured = [row for row in rows if isinstance(row, Row)]
     measured.sort(key=lambda row: (not row.fits, row.makespan))
@@ -264,7 +274,7 @@ def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
 
 
 def to_table(rows: Sequence[Row | Refusal]) -> str:
-    """Return the cells as text, followed by a line for each schedule that does not exist."""
+    """Return the comparison as aligned text, with a line for each schedule that does not exist."""
     cells = cells_of(rows)
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -280,10 +290,10 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _best(rows: Sequence[Row], what: str) -> Row:
-    """Return the row with the shortest time `what`.
+    """Return the row with the least value in the field `what`, a time.
 
-    Among nearly equal ones it is the row with the fewest parameters, then least memory, then
-    fewest messages.
+    Among nearly equal ones it is the row with the fewest parameters, then least memory, then fewest
+    messages.
     """
     least = min(getattr(row, what) for row in rows)
     close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]

@@ -85,7 +85,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
 
 
 def _size(track: Track) -> tuple[int, int]:
-    """Return the height of a row and of the gap below it, in pixels."""
+    """Return (height of a track, height of the gap below it) in pixels."""
     if track.within:
         return _LANE, _LANE_GAP
     return _ROW, _GAP
@@ -114,7 +114,12 @@ def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterat
 
 
 def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
-    """Yield the legend: each kind of the schedule, with a box for each chunk of a rank."""
+    """Yield SVG of the legend: each kind of the schedule, with a box for each chunk of a rank.
+
+    Args:
+        names: the style class of each kind and stage.
+        memory: if given, the legend has a memory limit.
+    """
     place = scene.schedule.placement
     own = place.stages_on(0)
     x = float(_LEFT)
@@ -167,7 +172,12 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
 
 
 def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """Yield the box of a part of a pass."""
+    """Yield SVG boxes for the arithmetic or communication of a step.
+
+    Args:
+        scale: pixels per unit of time.
+        names: the style class of each kind and stage.
+    """
     for box in step:
         rect = f'<rect class="{_name(box, names)}" x="{_px(box.start * scale)}" height="{_LANE}"'
         width = _px((box.end - box.start) * scale)
@@ -175,9 +185,13 @@ def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
 
 
 def _boxes(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
-    """Yield the boxes of a step. A pair is split across its height, with the forward above.
+    """Yield SVG boxes for a step. A pair is split across its height, with the forward above.
 
     A number that does not fit becomes a tooltip.
+
+    Args:
+        scale: pixels per unit of time.
+        names: the style class of each kind and stage.
     """
     height = _ROW // len(step)
     x = step[0].start * scale
@@ -229,7 +243,13 @@ def _tick(least: float) -> float:
 
 
 def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: int) -> Iterator[str]:
-    """Yield the curves of activation of all ranks, on one scale."""
+    """Yield SVG curves of the activation of all ranks, on one scale.
+
+    Args:
+        memory: a limit to draw, or None.
+        scale: pixels per unit of time.
+        plot, top: width of the curves and y of the first one, in pixels.
+    """
     caption = "activation held by each rank, in microbatches of a device share"
     yield f'<text x="{_LEFT}" y="{top - 6}">{caption}</text>'
     # One scale for all ranks and the limit, so that heights can be compared.

@@ -66,13 +66,13 @@ class Files:
 
     @property
     def named(self) -> dict[str, Path]:
-        """Return the requested files by format."""
+        """Return the requested files: {"svg", "png" or "pdf": path}."""
         paths = {"svg": self.svg, "png": self.png, "pdf": self.pdf}
         return {name: Path(path) for name, path in paths.items() if path is not None}
 
     @property
     def by_flag(self) -> dict[str, Path]:
-        """Return the requested files by flag."""
+        """Return the requested files: {"--svg", "--png" or "--pdf": path}."""
         return {f"--{kind}": path for kind, path in self.named.items()}
 
     def check(self) -> None:
@@ -99,11 +99,14 @@ class Files:
     def draw(
         self, height: float, caption: str, paint: Callable[[Figure], object]
     ) -> dict[Path, bytes]:
-        """Draw the figure once, and return the bytes of each file.
+        """Draw a figure once, and return {path: content} of each requested file.
+
+        No file is written yet.
 
         Args:
             height: inches.
-            caption: describes the figure and its numbers, as metadata of the file.
+            caption: describes the figure and its numbers. It stands above the figure and in the
+                metadata of the file.
             paint: draws into the figure.
         """
         # Only a figure takes the second to import it. `Figure` and not pyplot: that would choose a
@@ -134,7 +137,11 @@ def plain(text: str) -> str:
 
 
 def _about(kind: str, caption: str) -> dict[str, Any]:
-    """Return the metadata of a file: its caption and no date, so that equal files stay equal."""
+    """Return the metadata of a file, without a date so that equal files stay equal.
+
+    Args:
+        kind: "svg", "png" or "pdf".
+    """
     if kind == "png":
         return {"Title": caption, "Software": "megapipe"}
     date = "CreationDate"
@@ -144,7 +151,12 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
-    """Put one legend below all axes. letters: length of its longest name."""
+    """Put one legend below all axes, with the names of `axes`.
+
+    Args:
+        width: width of the figure in inches.
+        letters: length of the longest name.
+    """
     handles, names = axes.get_legend_handles_labels()
     # 14 letters an inch; the sample line and the gap of an entry take the place of five.
     columns = max(1, min(len(names), int(width * 14 / (letters + 5))))
@@ -154,7 +166,7 @@ def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
 
 
 def fitted_legend(figure: Figure, axes: Axes) -> None:
-    """Put one legend below all axes, in as many columns as fit.
+    """Put one legend below all axes, with the names of `axes` in as many columns as fit.
 
     The figure grows by the height of each row after the first.
     """

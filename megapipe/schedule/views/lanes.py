@@ -18,7 +18,7 @@ _OF_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 class Stretch(NamedTuple):
-    """A piece of a pass: arithmetic or communication, within its step."""
+    """A piece of a pass: arithmetic or communication, between two times of its table's timeline."""
 
     item: Pass
     lane: str
@@ -27,7 +27,11 @@ class Stretch(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """The communication of all passes over all ranks, and the part that no computation hides."""
+    """The time of communication in all passes of all ranks, and the exposed part.
+
+    `share` returns exposed / total. Communication is exposed if no computation of its rank hides
+    it.
+    """
 
     total: float
     exposed: float
@@ -71,7 +75,9 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
 
 
 class Copied(NamedTuple):
-    """The time of a rank's copies out and back, and the part that delayed its passes."""
+    """The time of a rank's copies to the host (`out`) and back, and of the passes' waits for
+    them.
+    """
 
     out: float
     back: float
@@ -79,7 +85,7 @@ class Copied(NamedTuple):
 
 
 def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
-    """Return the copies of each rank of a table, given its timeline under the costs."""
+    """Return the times of the copies of each rank, given the table's timeline under the costs."""
     needs = Dependencies(schedule)
     place = schedule.placement
     found = list[Copied]()
@@ -110,7 +116,11 @@ def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
 
 
 def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> Iterator[Stretch]:
-    """Yield the pieces of a rank's passes, step by step; none without communication."""
+    """Yield the arithmetic and communication of a rank's passes; nothing without communication.
+
+    Args:
+        time: the timeline of the table under the costs.
+    """
     if not communicates(costs):
         return
     for step in filter(_has_lanes, schedule.ranks[rank]):
@@ -150,7 +160,8 @@ def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Ch
 def _alone(chains: list[Chain]) -> Iterator[Piece]:
     """Yield the pieces of a pass that runs alone: none of them overlap.
 
-    A BW of two turns has the chains b and w. Each turn of w follows the same turn of b:
+    A BW of two turns has the chains b and w, of alternating communication (link) and arithmetic.
+    Each turn of w follows the same turn of b:
 
         b link | b compute | w compute | w link | b link | b compute | w compute | w link
     """

@@ -29,7 +29,15 @@ def makers_of(
     memory: float | None,
     effort: float,
 ) -> tuple[dict[str, Make], dict[str, Make]]:
-    """Return the functions that make the schedules, by label: fixed ones and searched ones."""
+    """Return the functions that make schedules, by label: (of all names, of searched ones only).
+
+    A function takes the callback that is called with the share of the work done.
+
+    Args:
+        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        effort: about the seconds to spend on a search.
+    """
 
     def fixed(name: str, chunks: int | None = None) -> Make:
         return lambda report: build(name, ranks, microbatches, chunks=chunks, costs=costs)
@@ -68,7 +76,10 @@ def makers_of(
 def _given(
     table: Schedule | Recipe, ranks: int, microbatches: int, costs: Costs, memory: float | None
 ) -> tuple[str, Make]:
-    """Return the label of a table or recipe, and the function that makes its table."""
+    """Return (label, function that makes the table) of a table or recipe.
+
+    The function raises ScheduleError if its ranks and microbatches are not these numbers.
+    """
     # Both become recipes, so that a table gets the same treatment as one that flags describe.
     if isinstance(table, Recipe):
         recipe = table
@@ -91,7 +102,7 @@ def _given(
 
 
 def _unused(label: str, labels: Container[str]) -> str:
-    """Return the label, with a number if another schedule has it."""
+    """Return the label, followed by a number if it is among `labels`."""
     if label not in labels:
         return label
     numbered = (f"{label} ({n})" for n in count(2))
@@ -105,7 +116,13 @@ def cut_makers(
     costs: Costs,
     cutting: Cutting,
 ) -> dict[str, Make]:
-    """Return the functions that make the schedules in slices, by label."""
+    """Return functions that make the schedules with microbatches in slices, by label.
+
+    Searched schedules, tables and recipes are left out.
+
+    Args:
+        cutting: number and lengths of the slices.
+    """
 
     # The recipe is made at once: an unknown name is an error of the command, not of a row.
     def made(name: str, chunks: int | None) -> Make:

@@ -19,7 +19,7 @@ _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
 def price_copies(costs: Costs, ratio: float) -> Costs:
-    """Return costs in which a copy out, and a copy back, each takes `ratio` of a forward."""
+    """Return costs in which a copy to the host takes `ratio` of a forward, a copy back as much."""
 
     def part(f: PerStage) -> PerStage:
         if isinstance(f, tuple):
@@ -30,7 +30,10 @@ def price_copies(costs: Costs, ratio: float) -> Costs:
 
 
 def describe_shards(made: Schedule, costs: Costs) -> list[str]:
-    """Return lines on each rank's gathers and reductions, their memory and their time."""
+    """Return lines on a table with sharded weights or gradients, one for each rank.
+
+    They have its gathers and reductions, their memory and time, and the peak.
+    """
     before = simulate(made.without(SHARDING.kinds), costs)
     time = simulate(made, costs)
     # With all other memory at 0, what remains are gathered weights and gradients.
@@ -71,12 +74,13 @@ def describe_moves(
     takes: Callable[[float], str] = short,
     also: Callable[[Timeline, Timeline], str] | None = None,
 ) -> list[str]:
-    """Return lines on offload and recomputation of each rank: what they save and cost.
+    """Return lines on offload and recomputation of each rank: the memory they save, their time.
 
     Args:
         held: formats memory.
         takes: formats times.
-        also: returns the end of the first line, given the timelines without and with the moves.
+        also: returns the end of the first line, given the timelines without and with offload and
+            recomputation; None for the makespan and memory without them.
     """
     # The same order without the moves: what it would take and hold.
     plain = made.without(OFFLOAD.kinds)
@@ -129,7 +133,15 @@ def describe_moves(
 def refuse_unfinished(
     ratio: float | None, solved: bool, switch: int | None, memory: float | None
 ) -> None:
-    """Check flags that need other flags. Raises: ScheduleError that names the missing flag."""
+    """Check flags of `show` that need other flags.
+
+    Args:
+        ratio: --copy-ratio.
+        solved: --solve is given.
+        switch: --switch, the ranks that share a PCIe switch.
+        memory: --memory.
+    Raises: ScheduleError that names the missing flag.
+    """
     if ratio is None and (solved or switch):
         flag = "--switch"
         if solved:

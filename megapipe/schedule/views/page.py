@@ -33,7 +33,7 @@ SLICES = (1, 2, 3, 4, 6, 8)
 
 
 class Case(NamedTuple):
-    """One table of the page, with the chunks of the catalogue or of the choice."""
+    """One table of the page. chunks: stages on each rank."""
 
     name: str
     chunks: int
@@ -95,8 +95,8 @@ def to_page(
 def _packed(case: Case) -> str:
     """Return a case as text: memory limit, length of a chain, rank of each stage, and rows.
 
-    There are rows for each table to choose from. A limit of 0 keeps the table as it is. If there is
-    no table it is "!" and the reason.
+    If the schedule is one of several tables between which costs choose, there are rows for each. A
+    limit of 0 keeps the table as it is. If there is no table the text is "!" and the reason.
     """
     name, v, p, m = case
     entry = SCHEDULES[name]

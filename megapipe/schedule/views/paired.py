@@ -42,6 +42,10 @@ def paired_table(
 
     A line has makespan and memory without and with pairs, the share of forwards that run with a
     backward, and the lower bound.
+
+    Args:
+        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        progress: called with the share of the work done and the next schedule.
     """
     # Without communication no pair is shorter than its passes, and every row would say so.
     refuse_idle(costs)
@@ -71,7 +75,11 @@ def paired_table(
 
 
 def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """Return lines on a table's pairs, on the table without them, and on the lower bound."""
+    """Return lines on a table's pairs, on the table without them, and on the lower bound.
+
+    Args:
+        memory: most activation of a rank for the bound; None for the most that the table holds.
+    """
     alone = simulate(unpaired(made), costs)
     time = simulate(made, costs)
     steps = [*made.steps()]
@@ -90,7 +98,10 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
-    """Return the numbers of chunks to try, None for the schedule's own; nothing for a search."""
+    """Return the numbers of chunks to try; empty for a searched schedule.
+
+    None among them is the schedule's own number.
+    """
     if is_file(name):
         return (None,)
     entry = entry_of(name)
@@ -102,7 +113,7 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
-    """Return the numbers of a line, as `_HEAD` names them."""
+    """Return the cells of a table's line after its name, in the order of `_HEAD`."""
     made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
     alone = simulate(unpaired(table), costs)
     time = simulate(made, costs)

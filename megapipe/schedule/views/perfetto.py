@@ -77,7 +77,7 @@ def _about(item: Pass, chunk: int) -> Event:
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
-    """Yield an arrow for each message, from the pass that sends to the pass that receives."""
+    """Yield two events for each message: an arrow from its sender's pass to the receiver's pass."""
     rank_of = schedule.placement.rank_of
     links = schedule.links
     # (result, stage that makes it, microbatch, slice, rank that takes it) -> the first pass there.

@@ -34,8 +34,12 @@ class Box:
 class Track:
     """One line of a picture: one stream of a rank, or a part of its passes.
 
-    The boxes of a step share its height. With `within` the line has parts of the passes of the line
-    above. With a gap it stands lower than usual.
+    The boxes of a step share its height. With `within` the line has the arithmetic or communication
+    in the passes of the line above. The last flag leaves a gap above the line.
+
+    Attributes:
+        name: text in front of the line.
+        steps: one box for a pass, two for an overlapped pair.
     """
 
     name: str
@@ -52,7 +56,9 @@ class Track:
 
 @dataclass(frozen=True)
 class Scene:
-    """A table with its timeline under costs.
+    """A table with its timeline under costs, as pictures need it.
+
+    `kinds` has the legend's kinds, `chunk` and `fill` chunk and colour of stages, `curves` memory.
 
     Attributes:
         tracks: for each rank its compute stream, parts of its passes, then its other streams that
@@ -78,7 +84,7 @@ class Scene:
 
     @property
     def curves(self) -> list[dict[float, float]]:
-        """Return {time: memory held from then on} of each rank.
+        """Return, for each rank, {time: memory held from then on}.
 
         At equal times the last value counts, so a B frees before the next F takes.
         """
@@ -129,7 +135,10 @@ def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]
 
 
 def chunks(placement: Placement) -> list[int]:
-    """Return which chunk of its rank each stage is. In DualPipe the chunk is the direction."""
+    """Return the chunk of each stage: its index among the stages of its rank.
+
+    In DualPipe the chunk is the direction.
+    """
     return [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
 
 
@@ -152,7 +161,7 @@ def rgb(colour: str) -> list[int]:
 
 
 def lighter(placement: Placement) -> str:
-    """Return the meaning of lighter colours, or nothing if a rank has one chunk."""
+    """Return the legend's words for lighter colours; "" if each rank has one chunk."""
     if placement.num_stages == len(set(placement.rank_of)):
         return ""
     # In DualPipe the second chunk of a rank is the same part of the model as another rank's first.

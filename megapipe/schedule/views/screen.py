@@ -19,7 +19,10 @@ def picture(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None
     """Return the SVG of a schedule for a page, with styles that hold for this picture alone.
 
     Returns None for a schedule of more than `MOST_PASSES` passes. Jupyter then prints its line.
-    Args and errors: as in `draw.to_svg`.
+
+    Args:
+        memory: a limit to draw, in the unit of costs.mem_b.
+    Raises: ScheduleError if the schedule cannot proceed.
     """
     if sum(map(len, schedule.steps())) > MOST_PASSES:
         return None

@@ -63,9 +63,15 @@ def references(
     cutting: Cutting,
     chunks: int | None = None,
 ) -> dict[str, Schedule]:
-    """Return the tables to compare with a table in slices; none for a searched schedule.
+    """Return the tables to compare with a table in slices, by a name for the reader.
 
-    They are the table without documents, if it has several, and the table without slices.
+    They are the table without documents, if it has several, and the table without slices. A
+    searched schedule has none.
+
+    Args:
+        name: as in `build`: an entry of the catalogue, a file, or FILE.py:NAME.
+        cutting: number and lengths of the slices, and documents.
+        chunks: stages on each rank; None for the schedule's default.
     """
     if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
         return {}
@@ -85,7 +91,11 @@ def references(
 
 
 def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
-    """Return a line on the keys and values of a table in slices, and of other tables by name."""
+    """Return a line on the most keys and values that a rank holds, compared with other tables.
+
+    Args:
+        others: the tables to compare with, by name.
+    """
     alone, both = most_keys(table, costs)
     line = (
         f"keys and values: a rank holds at most {short(alone)} of a microbatch, "
@@ -99,7 +109,11 @@ def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs)
 
 
 def describe_slices(cutting: Cutting, cuts: Sequence[float]) -> list[str]:
-    """Return a line on the lengths of the slices."""
+    """Return a line on the lengths of the slices.
+
+    Args:
+        cuts: the lengths, as shares of the sequence.
+    """
     documents = ""
     if cutting.documents > 1:
         documents = f", {cutting.documents} documents"
@@ -120,6 +134,9 @@ def in_slices(
     """Return the recipe of a schedule, from the catalogue or a file, with microbatches in slices.
 
     Args:
+        ranks, microbatches: the size; a file has its own, and needs neither.
+        cutting: number and lengths of the slices, and documents.
+        chunks: stages on each rank; None for the schedule's default.
         memory: most activation of a rank, up to which forwards may come sooner than they must.
     Raises: ScheduleError for a schedule that cannot be cut so.
     """

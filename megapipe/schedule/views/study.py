@@ -77,7 +77,7 @@ class Comparison(Sequence[Row | Refusal]):
         return advise(self.measured, self.ranks, self.microbatches, self.costs)
 
     def text(self, *names: str) -> str:
-        """Return the values of the named axes: p = 8, m = 16, F:B:W = 10:11:8."""
+        """Return the values of the named axes (ranks, microbatches, costs), as in p = 8, m = 16."""
         said = {
             "ranks": f"p = {self.ranks}",
             "microbatches": f"m = {self.microbatches}",
@@ -149,8 +149,15 @@ def study(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Comparison]:
-    """Return the result of `compare` at every combination; arguments are as there.
+    """Return the result of `compare` for every combination of ranks, microbatches and costs.
 
+    Args:
+        memory: most activation of a rank; None for no limit.
+        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        effort: about the seconds to spend on each search.
+        progress: called with the share of the work done and the next schedule.
+        slices: adds schedules with microbatches cut in this way.
+        parts: a recipe whose parts, such as copies and shards, every schedule gets.
     Raises: ScheduleError for an unknown name.
     """
     # A value that is given twice would be two points at one place of the figure.
@@ -177,7 +184,7 @@ def study(
 
 
 def to_csv(points: Sequence[Comparison]) -> str:
-    """Return a CSV line for each schedule at each point; a refused one has the reason."""
+    """Return CSV with a line for each schedule in each comparison; a refused one has the reason."""
     text = io.StringIO()
     # Columns are the fields of Row, so a new field is in the file without a change here.
     numbers = [field.name for field in fields(Row)]
@@ -202,12 +209,16 @@ def to_csv(points: Sequence[Comparison]) -> str:
 def draw(
     points: Sequence[Comparison], files: Files, memory: float | None = None
 ) -> dict[Path, bytes]:
-    """Return the files with the figure of a study: bars for one point, lines for several.
+    """Return {path: content} of the files with a figure: bars for one comparison, else lines.
 
     Lines are in two rows of panels, with a column for each further combination. Over m and p:
 
         bubble  | lines over m, p = 4 | lines over m, p = 8 |
         peak    | lines over m, p = 4 | lines over m, p = 8 |
+
+    Args:
+        points: a comparison for each combination of ranks, microbatches and costs.
+        memory: a limit for the caption and the bars; None for no limit.
     """
     limit = ""
     if memory is not None:
@@ -251,7 +262,13 @@ def name(label: str) -> str:
 def _lines(
     figure: Figure, points: Sequence[Comparison], varied: Sequence[str], labels: Sequence[str]
 ) -> Axes:
-    """Draw bubbles above and peaks below, with a column of panels for each further combination."""
+    """Draw bubbles above and peaks below, and return the first panel for the legend.
+
+    Args:
+        varied: names of the axes with several values. The first is drawn from left to right, each
+            combination of the others has a column of panels.
+        labels: the schedules to draw.
+    """
     first, *others = varied
     panels: dict[str, list[Comparison]] = {}
     for point in points:
@@ -286,15 +303,19 @@ def _lines(
 
 
 def _fitting(point: Comparison, label: str) -> Row | None:
-    """Return a schedule's row at a point; None if there is none, or it exceeds the memory."""
+    """Return a schedule's row of a comparison; None if there is none, or it exceeds the memory."""
     rows = (row for row in point.measured if row.label == label and row.fits)
     return next(rows, None)
 
 
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
-    """Return the labels of the ticks and of their axis.
+    """Return (labels of the ticks, label of their axis).
 
     Costs that differ only in the message time are labelled by it.
+
+    Args:
+        values: the values along the axis.
+        unit: label of the axis for other values.
     """
     costs = [x for x in values if isinstance(x, Costs)]
     without = {replace(x, comm=0.0) for x in costs}
@@ -312,9 +333,12 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 
 
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
-    """Return the look of a schedule's line, the same in every figure.
+    """Return matplotlib's colour, marker and style of a schedule's line, equal in every figure.
 
     Four chunks are dashed. A user's schedules come after the catalogue.
+
+    Args:
+        labels: all schedules of the figure.
     """
     plain_name, _, variant = label.partition(" ")
     known = [*SCHEDULES, *(x for x in labels if x.partition(" ")[0] not in SCHEDULES)]
@@ -332,7 +356,11 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
 
 
 def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
-    """Draw bars of computing and waiting time, next to the peak, with the shortest step on top."""
+    """Draw bars of computing and waiting time, next to the peak, with the shortest step on top.
+
+    Args:
+        memory: a limit to draw next to the peaks, or None.
+    """
     # matplotlib counts bars from below, so the last row is the top one.
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))
     left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": [2, 1]})

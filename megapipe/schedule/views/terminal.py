@@ -94,7 +94,11 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
 
 
 def _columns(time: Timeline, most: int) -> int:
-    """Return the columns of the picture: whole ones for the shortest pass if there is room."""
+    """Return the columns of the picture: whole ones for the shortest pass if there is room.
+
+    Args:
+        most: the columns that there is room for.
+    """
     lengths = [time.end[item] - time.start[item] for item in time.start]
     shortest = min((length for length in lengths if length > 0), default=0.0)
     each = 0
@@ -108,10 +112,13 @@ def _columns(time: Timeline, most: int) -> int:
 
 @dataclass(frozen=True)
 class _Pen:
-    """A writer of cells.
+    """A writer of the cells in which passes are printed.
 
-    It has the chunk of each stage, and the colour of each kind and stage, none for plain ASCII.
-    `step` returns the cell of a step.
+    `step` returns the cell of a step, `cell` the cell of one pass, and `tint` colours a text.
+
+    Attributes:
+        chunk: the chunk of each stage.
+        fill: the colour of each kind and stage; empty for plain ASCII.
     """
 
     chunk: list[int]
@@ -122,7 +129,9 @@ class _Pen:
         return " " if self.fill else "."
 
     def step(self, step: Sequence[Pass], columns: int) -> str:
-        """Return a step in `columns` columns. A pair is its forward, an ampersand, its backward."""
+        """Return a step in `columns` characters: one pass, or a forward, an ampersand, a
+        backward.
+        """
         if len(step) == 1:
             return self.cell(step[0], columns)
         # The ampersand is a column of the forward's half, so that a pair keeps its width.
@@ -130,7 +139,12 @@ class _Pen:
         return self.cell(step[0], half, "&"[:half]) + self.cell(step[1], columns - half)
 
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
-        """Return the longest of several names that fits: F12, then 12 in colour or F without."""
+        """Return the longest name of a pass that fits: F12, then 12 in colour or F without.
+
+        Args:
+            columns: width of the cell in characters.
+            link: character after the name that joins the two passes of a pair.
+        """
         kind: str = item.kind.value
         if self.chunk[item.stage]:
             kind = kind.lower()
@@ -157,7 +171,7 @@ class _Pen:
 
 
 def _nearest(level: int) -> int:
-    """Return the index in _CUBE of the level nearest to this one."""
+    """Return the index in _CUBE, the levels of a terminal's colour, nearest to this level."""
     return min(range(6), key=lambda n: abs(_CUBE[n] - level))
 
 

@@ -23,7 +23,7 @@ _ROW = 0.17
 
 
 def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict[Path, bytes]:
-    """Return the files with the figure of a simulated schedule."""
+    """Return {path: content} of the files with the figure of a simulated schedule."""
     scene = scene_of(schedule, costs)
     time = scene.time
     # Arithmetic and communication within passes are too fine for a column of a paper.
@@ -41,7 +41,13 @@ def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict
 def draw(
     figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str
 ) -> dict[Path, bytes]:
-    """Return the files with a figure: a panel for each pipeline, all on one time axis."""
+    """Return {path: content} of the files with a figure: a panel for each pipeline, one time axis.
+
+    Args:
+        figures: (lines, placement) of each pipeline.
+        about: the caption.
+        unit: label of the time axis.
+    """
     # 0.45 inches of a panel are its margins, 0.25 the axis of time.
     height = sum(len(lines) for lines, _ in figures) * _ROW + 0.45 * len(figures) + 0.25
 
@@ -123,7 +129,13 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
 def draw_memory(
     schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None
 ) -> dict[Path, bytes]:
-    """Draw the memory that each rank holds over time, all to one scale."""
+    """Return {path: content} of the files with a figure: the memory of each rank over time.
+
+    All ranks are drawn to one scale.
+
+    Args:
+        memory: a limit to draw, in the unit of the costs; None for no limit.
+    """
     scene = scene_of(schedule, costs)
     time = scene.time
     limit = ""
