@@ -356,10 +356,11 @@ class Piece(NamedTuple):
 
 
 def pieces(chains: Sequence[Chain]) -> list[Piece]:
-    """Return when each piece runs, on one stream for arithmetic and one for communication.
+    """Return the pieces of all chains, each with its times, if they run on two streams.
 
-    The piece that can start first runs first. Among equals it is the one whose chain has most work
-    left. Chains with arbitrarily many turns have one piece on each stream, both from time 0.
+    One stream is for arithmetic, one for communication. The piece that can start first runs first.
+    Among equals it is the one whose chain has most work left. Chains with arbitrarily many turns
+    have one piece on each stream, both from time 0.
     """
     played: list[Piece] = []
     free = [0.0, 0.0]

@@ -19,7 +19,7 @@ from megapipe.schedule.simulate import Clock, run_clock
 
 
 class Message(NamedTuple):
-    """The result of a pass, sent from rank src to rank dst."""
+    """The result of a pass, the tensor `made_by` it, sent from rank src to rank dst."""
 
     made_by: Pass
     src: int
@@ -60,9 +60,10 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
         rank 0: 0F0 | 0F0:0->1 | 0F1 | 0F1:0->1 1BW0:1->0 | 0BW0 | 1BW1:1->0 | 0BW1
         rank 1: 0F0:0->1 | 1F0 | 0F1:0->1 | 1BW0 | 1BW0:1->0 | 1F1 | 1BW1 | 1BW1:1->0
 
-    A tensor that is made before V is received before V, and no other tensor is. If V rejects an
-    update, the passes before it run again while no message is in flight. V follows a closed prefix
-    (`dependencies.closed_prefix`), so the order with V is still one global order.
+    V is the pass that validates an optimizer's update. A tensor that is made before V is received
+    before V, and no other tensor is. If V rejects an update, the passes before it run again while
+    no message is in flight. V follows a closed prefix (`dependencies.closed_prefix`), so the order
+    with V is still one global order.
 
     Raises: ScheduleError if the schedule cannot proceed.
     """

@@ -75,9 +75,8 @@ def lower_bound(
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """Return least times from a rank's first start to (the end of its last B, its last end).
-
-        They follow from its own work and memory, and from the time of a microbatch to and from it.
+        """Return a rank's least times from its first start to (last end of a B, last end),
+        alone.
         """
         stages = placement.stages_on(rank)
         limit = limits[rank] * (1 + 1e-9)

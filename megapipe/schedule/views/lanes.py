@@ -75,9 +75,7 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
 
 
 class Copied(NamedTuple):
-    """The time of a rank's copies to the host (`out`) and back, and of the passes' waits for
-    them.
-    """
+    """The time of a rank's copies out to the host and back, and of the waits of passes for them."""
 
     out: float
     back: float
