@@ -25,10 +25,14 @@ _PASSES = 4_000_000
 
 @dataclass(frozen=True)
 class Judge:
-    """The worth of a split under a schedule.
+    """Scores splits, which say how many layers each stage has, under a fixed schedule.
+
+    `search` looks for the split with the smallest score.
 
     Attributes:
-        limit: bytes that the activations of each rank may take, given the split; None: no limit.
+        pieces: the work of embedding, each layer and head.
+        limit: takes a split, and returns the bytes that the activations of each rank may take.
+            None stands for no limit.
     """
 
     schedule: Schedule
@@ -36,7 +40,13 @@ class Judge:
     limit: Callable[[Counts], Sequence[float]] | None = None
 
     def score(self, counts: Counts) -> Score:
-        """Return (bytes above the limit, makespan, unevenness). A smaller tuple is better."""
+        """Return the score of a split; a smaller tuple is better.
+
+        Args:
+            counts: layers of each stage.
+        Returns: (bytes by which the fullest rank exceeds the limit or 0, makespan, unevenness).
+            Unevenness is the sum of the squares of `loads`.
+        """
         costs = self.pieces.costs(counts)
         clock = run_clock(self.schedule, costs)
         # Memory comes first: a fast split that does not fit is worth nothing.
@@ -52,7 +62,13 @@ class Judge:
         return excess, makespan, unevenness
 
     def loads(self, costs: Costs) -> list[float]:
-        """Return the time that each rank computes for one microbatch of each chain."""
+        """Return the time that each rank computes for one microbatch of each chain.
+
+        A chain is the stages of one copy of the model; DualPipe has two.
+
+        Args:
+            costs: the times of F, B and W on each stage.
+        """
         place = self.schedule.placement
         passes = zip(_tuple(costs.f), _tuple(costs.b), _tuple(costs.w), strict=True)
         times = [sum(of_stage) for of_stage in passes]
@@ -62,7 +78,10 @@ class Judge:
         return loads
 
     def of_depths(self) -> list[float]:
-        """Return the time of the depths on each stage's rank, dealt evenly to the rank's stages."""
+        """Return, for each stage, its part of the time of its rank's multi-token prediction depths.
+
+        A rank with several stages divides that time evenly among them.
+        """
         place = self.schedule.placement
         own = place.rank_of[: place.main]
         loads = dict.fromkeys(own, 0.0)
@@ -73,10 +92,11 @@ class Judge:
 
 
 def search(judge: Judge) -> Counts:
-    """Return the best split that descent finds from an even and from a balanced one.
+    """Return the number of layers of each stage, in the split of the smallest score that is found.
 
-    A move takes a layer from one stage to another, and the stages between them shift by one. Every
-    rank searches by itself and finds the same.
+    A descent begins from an even split and from a balanced one. A move takes a layer from one
+    stage to another, and the stages between them shift by one. Every rank of a run searches by
+    itself and finds the same split.
     """
     chain = judge.schedule.placement.main
     layers = len(judge.pieces.layers)
@@ -110,12 +130,13 @@ def search(judge: Judge) -> Counts:
 
 
 def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
-    """Return the split whose longest stage is shortest.
+    """Return the split whose slowest stage takes least time: the number of layers of each stage.
 
     Dynamic programming over stages: the best way to end a stage after the n-th layer follows from
     the best ways to end the stage before it.
 
     Args:
+        pieces: the work of embedding, each layer and head.
         chain: number of stages.
         more: time of other work on each stage's rank; () for none.
     """

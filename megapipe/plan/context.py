@@ -11,12 +11,14 @@ MIB = 2**20
 def context_bytes(
     model: ModelConfig, tokens: int, *, ranks: int, tp: int = 1, element_bytes: int = 4
 ) -> tuple[float, float]:
-    """Return the bytes that a rank sends for one layer and microbatch, (forward, backward).
+    """Return the bytes that context parallelism sends from a rank, per layer and microbatch.
 
     Args:
         tokens: tokens of a microbatch over all `ranks`.
         ranks: context-parallel ranks.
-        tp: tensor-parallel ranks, which share the heads.
+        tp: tensor-parallel ranks, which split the heads.
+        element_bytes: bytes of an element of an activation.
+    Returns: (bytes in forward, bytes in backward).
     """
     width = model.head_dim
     if model.multi_latent_attention:
@@ -37,19 +39,26 @@ def context_bytes(
 def tensor_bytes(
     model: ModelConfig, tokens: int, *, ranks: int, element_bytes: int = 4
 ) -> tuple[float, float]:
-    """Return the bytes of tensor parallelism with sequence parallelism, as `context_bytes`.
+    """Return the bytes that tensor parallelism sends from a rank, per layer and microbatch.
 
-    Around attention and around the MLP hidden states are gathered and their sums scattered.
-    Backward gathers each a second time, for the gradients of the weights.
+    With sequence parallelism, hidden states are gathered before attention and before the MLP, and
+    their outputs reduce-scattered. Backward gathers both inputs again for the weight gradients.
+
+    Args:
+        tokens: tokens of a microbatch over all `ranks`.
+        ranks: tensor-parallel ranks.
+        element_bytes: bytes of an element of an activation.
+    Returns: (bytes in forward, bytes in backward).
     """
     once = (ranks - 1) / ranks * tokens * model.hidden * element_bytes
     return 4 * once, 6 * once
 
 
 def context_line(plan: Plan, config: Config) -> str:
-    """Return a line that compares the bytes sent with tensor parallelism over as many ranks.
+    """Return a line that compares the bytes which a rank sends under two layouts.
 
-    It is empty without context parallelism.
+    They are the run's context parallelism, and tensor parallelism over as many ranks instead. The
+    line is empty without context parallelism.
     """
     model = config.model
     par = config.parallel
@@ -75,20 +84,22 @@ def context_line(plan: Plan, config: Config) -> str:
 
 
 def _plain(number: float) -> str:
-    """Return a number without an exponent."""
+    """Return a number as text without an exponent."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def expert_bytes(
     model: ModelConfig, par: ParallelConfig, tokens: int, *, element_bytes: int = 4
 ) -> tuple[float, float, float]:
-    """Return the bytes that a rank sends for one layer with experts and microbatch.
+    """Return the bytes that a rank sends for its experts, per layer and microbatch.
 
-    They are (forward, backward, the largest collective), under an even load. All are 0 where tensor
-    parallelism alone splits experts, as an MLP.
+    An even load of the experts is assumed. All are 0 where tensor parallelism alone splits experts,
+    in the way that it splits an MLP.
 
     Args:
         tokens: tokens of a microbatch over tensor- and context-parallel ranks.
+        element_bytes: bytes of an element of an activation.
+    Returns: (bytes in forward, bytes in backward, bytes of the largest collective).
     """
     tp = par.tensor_model_parallel_size
     ranks = par.expert_model_parallel_size * par.etp
@@ -109,12 +120,15 @@ def expert_bytes(
 
 
 def _as_an_mlp(par: ParallelConfig) -> bool:
-    """Return whether tensor parallelism alone splits experts."""
+    """Return whether tensor parallelism alone splits the experts, in the way of an MLP."""
     return par.expert_model_parallel_size == 1 and par.etp == par.tensor_model_parallel_size
 
 
 def expert_line(plan: Plan, config: Config) -> str:
-    """Return a line on where experts lie and what a rank sends for them; empty as for an MLP."""
+    """Return a line on which ranks have which experts, and on the bytes that a rank sends for them.
+
+    It is empty where tensor parallelism alone splits experts, in the way that it splits an MLP.
+    """
     par = config.parallel
     model = config.model
     if not model.has_experts or _as_an_mlp(par):

@@ -17,14 +17,16 @@ from megapipe.schedule import Costs, Placement, Schedule
 
 @dataclass(frozen=True)
 class Draft:
-    """The terms by which a recipe makes a run's table.
+    """A plan whose table is still being made: it answers what stages of a table would cost.
 
-    They are the costs of its layers and the memory of its ranks, see `ingredients.Terms`.
+    A recipe calls `costs` and `room` while it makes a table, see `ingredients.Terms`. `plan` then
+    returns the plan of the table.
 
     Attributes:
-        base: the plan without a table; its pieces have no depths.
+        base: the plan without a table, and without depths of multi-token prediction.
         depths: the work of each depth of multi-token prediction.
-        counts: layers at each position of the chain; None: as flags split them over each placement.
+        counts: layers of each stage, in the model's order. None splits them as the flags say, for
+            each placement of stages that is tried.
     """
 
     config: Config
@@ -33,7 +35,7 @@ class Draft:
     counts: tuple[int, ...] | None = None
 
     def plan(self, table: Schedule) -> Plan:
-        """Return the plan of a table, with depths once the table has them."""
+        """Return the plan of a table. It has the depths of prediction if the table has them."""
         counts = self.counts or self._counts(table.placement)
         # The order of the own chain is found first, with pieces and stages that have no depths.
         pieces = self.base.pieces
@@ -49,11 +51,17 @@ class Draft:
         return counts_of(self.config, place.own_chain)
 
     def costs(self, table: Schedule) -> Costs:
-        """Return the costs of the table's stages, with parts that need no finished table."""
+        """Return the times and bytes of the passes of a table's stages.
+
+        Parts that need a finished table, such as CUDA graphs, are not among them.
+        """
         return replace(self.plan(table), own=own_parts(self.config, table)).costs
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        """Return the bytes that the activations of each rank may take; None for no limit."""
+        """Return the bytes that --memory-limit-gib leaves on each rank for activations.
+
+        Returns None without that flag.
+        """
         limit = self.config.parallel.memory_limit_gib
         if limit is None:
             return None

@@ -19,7 +19,8 @@ def graphs_line(config: Config, table: Schedule, device: str) -> str:
     """Return a line on what --cuda-graph-impl does in this run; empty without the flag.
 
     Args:
-        device: of the ranks, as torch calls it.
+        table: the schedule of the run.
+        device: the type of the ranks' devices, "cuda" or "cpu".
     """
     asked = config.parallel.cuda_graph_impl
     if asked == "none":
@@ -38,12 +39,15 @@ def graphs_line(config: Config, table: Schedule, device: str) -> str:
 
 
 def why_not(config: Config, table: Schedule) -> str:
-    """Return the reason why no pass of a run on GPUs is captured; empty for none."""
+    """Return the first reason why a run on GPUs captures no CUDA graphs; empty if there is none."""
     return next(_reasons(config, table), "")
 
 
 def _reasons(config: Config, table: Schedule) -> Iterator[str]:
-    """Yield reasons. A graph replays the same kernels on the same addresses, without the host."""
+    """Yield each reason why passes cannot be captured as CUDA graphs, with its flag.
+
+    A graph replays the same kernels on the same addresses, without the host.
+    """
     model = config.model
     par = config.parallel
     data = config.data
@@ -96,7 +100,7 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Graphs(OfPlan):
-    """Graphs of the passes of a run.
+    """The memory of the CUDA graphs of passes, as a part of a plan.
 
     Attributes:
         hidden: bytes of the hidden states of a microbatch.
@@ -105,9 +109,12 @@ class Graphs(OfPlan):
     hidden: float
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the bytes of each rank's graphs.
+        """Return the bytes of each rank's CUDA graphs, in place of the usual activations.
 
-        Their memory is never given back, and each microbatch in flight has its own.
+        Their memory is never given back, and each microbatch in flight has its own graphs.
+
+        Args:
+            usual: the peak of each rank's activations without graphs, which does not count here.
         """
         table = plan.schedule
         place = table.placement

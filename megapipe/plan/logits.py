@@ -17,10 +17,12 @@ FREE = 0.1
 
 
 def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
-    """Return the number of a microbatch's logits that each rank with the loss may keep.
+    """Return how many logits of a microbatch the loss may keep until backward, on each rank.
+
+    More are not kept, but computed again.
 
     Args:
-        memory: bytes of a rank's device; None if unknown, for as many as the plan has counted.
+        memory: bytes of a rank's device. None if unknown: then as many as the plan has counted.
     """
     model = config.model
     place = plan.schedule.placement

@@ -54,12 +54,14 @@ def make_plan(config: Config) -> Plan:
 
 
 def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bool = True) -> Plan:
-    """Return the plan of a configuration whose pieces take what `work` says; errors as `make_plan`.
+    """Return the plan of a configuration for which the work of its model is known.
 
     Args:
+        work: the work of embedding, layers and head.
         recomputes: subtract the FLOPs that
             --num-microbatches-with-partial-activation-checkpoints saves.
-        moves: move activations out of the way of --memory-limit-gib.
+        moves: offload or recompute activations that do not fit into --memory-limit-gib.
+    Raises: ConfigError and ScheduleError like `make_plan`.
     """
     # A part with an open choice plans each way without it, and returns the best of them.
     for part in PARTS:
@@ -83,7 +85,11 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
 
 
 def pieces_of(config: Config, model: ModelConfig) -> Pieces:
-    """Return the work of a run's model, counted."""
+    """Return the FLOPs and bytes of a run's embedding, layers, head and depths.
+
+    Args:
+        model: the model to count, which may differ from the configuration's.
+    """
     par = config.parallel
     gathers = Gathers()
     if config.gathers_fp8:
@@ -104,7 +110,11 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
 
 
 def _empty(config: Config, work: Pieces) -> Plan:
-    """Return the plan of these pieces with no table yet, and with no depths."""
+    """Return a plan with a table that has no passes, and without depths of multi-token prediction.
+
+    Args:
+        work: the work of embedding, layers and head.
+    """
     model = config.model
     par = config.parallel
     ranks = par.pipeline_model_parallel_size
@@ -132,12 +142,17 @@ def _empty(config: Config, work: Pieces) -> Plan:
 
 
 def _without_passes(place: Placement) -> Schedule:
-    """Return a table that only says where stages are."""
+    """Return a table without passes, which only says which rank has which stage."""
     return Schedule("", place, 1, ((),) * place.num_ranks)
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the table of the model's own chain, without pairs."""
+    """Return the table of the model's own stages: without depths, and without passes in pairs.
+
+    Args:
+        recipe: says which order of passes to make.
+        draft: answers what the stages of a table cost.
+    """
     try:
         return recipe.chain(draft)
     except ScheduleError:
@@ -148,12 +163,16 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
 
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
-    """Return the draft with the split by which the search chose this placement."""
+    """Return the draft with the layers of each stage by which a search chose this placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
 def _keeping(draft: Draft, chain: Schedule) -> Draft:
-    """Return the draft in which some microbatches recompute nothing, if flags ask for that."""
+    """Return the draft with microbatches that recompute nothing, if flags ask for some.
+
+    Args:
+        chain: the table, which says how many microbatches are in flight.
+    """
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints
     if not some:
@@ -167,7 +186,12 @@ def _keeping(draft: Draft, chain: Schedule) -> Draft:
 
 
 def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
-    """Return a plan with depths and vocabulary, for `auto` in the split of least time."""
+    """Add pairs, depths and vocabulary to a table, and choose the split if the layout is `auto`.
+
+    Args:
+        chain: the table of the model's own stages.
+    Returns: (the draft with the split of least time, the recipe as it was given, the plan).
+    """
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
     if par.pipeline_model_parallel_layout == AUTO:
@@ -179,10 +203,10 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
 
 
 def balanced_by_cost(plan: Plan, limit_gib: float | None = None) -> Plan:
-    """Return the plan with the split of least simulated time.
+    """Return the plan with the layers of each stage that take least simulated time.
 
     Args:
-        limit_gib: memory that a rank may need; None for no limit.
+        limit_gib: the memory of a rank; None for no limit.
     """
     even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.main))
     judge = Judge(plan.schedule, plan.pieces)
@@ -198,21 +222,29 @@ def balanced_by_cost(plan: Plan, limit_gib: float | None = None) -> Plan:
 
 
 def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
-    """Order plans: those within the limit first, then by time."""
+    """Return a key by which plans are sorted: whether it exceeds the limit, then its makespan."""
     limit = config.parallel.memory_limit_gib
     return limit is not None and max(plan.peak_bytes) > limit * GIB, plan.timeline.makespan
 
 
 def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
-    """Return the chain with its pairs, depths and vocabulary, priced by the draft's split."""
+    """Return a table with passes in pairs, and passes of depths and vocabulary, as the recipe asks.
+
+    Args:
+        chain: the table of the model's own stages.
+        draft: answers what the stages of a table cost.
+    """
     with _flags_named(draft.config):
         paired = recipe.with_pairs(chain, draft)
     return recipe.with_ends(paired, draft)
 
 
 def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
-    """Return the plan of a table with its ends, completed as its recipe says.
+    """Return the plan of a table, after the recipe's last parts, such as copies and shards.
 
+    Args:
+        draft: answers what the stages of a table cost.
+        table: has the passes of pairs, depths and vocabulary already.
     Raises: ConfigError if it does not fit.
     """
     config = draft.config
@@ -234,7 +266,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
 
 @contextmanager
 def _flags_named(config: Config) -> Iterator[None]:
-    """Let a part that the recipe refuses say by which flags it was asked for."""
+    """Turn an error of the recipe in the `with` block into one that names the user's flags."""
     try:
         yield
     except Refused as error:
@@ -245,8 +277,10 @@ def _flags_named(config: Config) -> Iterator[None]:
 
 
 def with_batch(plan: Plan, config: Config) -> Plan:
-    """Return a plan of the same layers on the same ranks, under the table of another batch size.
+    """Return a plan for another batch size, with the same layers on the same ranks.
 
+    Args:
+        config: has the other batch size.
     Raises: ScheduleError or ConfigError if the schedule has no table for its number of
         microbatches, or if it does not fit.
     """
@@ -278,7 +312,13 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 
 
 def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the plan of a batch that may be too small for a part; the plan then lacks it."""
+    """Return the plan of a batch that may be too small for a part of the recipe, such as copies.
+
+    The plan then lacks that part.
+
+    Args:
+        chain: the table of the model's own stages.
+    """
     try:
         return _finished(draft, recipe, _with_ends(recipe, chain, draft))
     except NothingToDo as error:

@@ -22,7 +22,7 @@ Planner = Callable[[Config], Plan]
 class NothingToDo(ConfigError):
     """The error of a part that flags ask for, and that a table of too few microbatches cannot have.
 
-    While a batch grows, its small sizes do without the part.
+    A run whose batch grows catches it, and does its small sizes without the part.
 
     Attributes:
         part: its name.
@@ -35,19 +35,22 @@ class NothingToDo(ConfigError):
 
 @dataclass(frozen=True)
 class Part:
-    """Answers of a part about a plan.
+    """An optional part of plans, as functions that answer for it.
+
+    A plan is made by calling them for each part in `parts.PARTS`.
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: returns what a plan has of the part, given the table before and after activations move;
-            None for nothing. Without the second table it is still being made; without both there
-            is none yet.
-        check: raises ConfigError if a table with its ends cannot have what flags ask for.
+        of: returns what the part adds to a plan; None for nothing. Its tables are the schedule
+            before and after activations move. The second is None while it is being made, and both
+            are None before there is one.
+        check: raises ConfigError if flags ask for what this table cannot have.
         check_made: raises NothingToDo if the finished table lacks what flags ask for.
-        best: returns the best plan, given how to plan one choice; None if flags leave none open.
-        chosen: returns the configuration that says what `best` chose in a plan.
+        best: plans each open choice by calling its second argument, and returns the best plan; None
+            if the flags leave no choice.
+        chosen: returns the configuration with flags for the choice that `best` made in a plan.
         without: returns the configuration without the flags of the part.
-        refused: returns the error that names the flags, given the recipe's.
+        refused: returns an error that names the flags, given the recipe's error.
     """
 
     name: str

@@ -16,7 +16,12 @@ PARTS = *SHAPES, *FAMILIES, GRAPHS
 def own_parts(
     config: Config, plain: Schedule | None = None, made: Schedule | None = None
 ) -> dict[str, OfPlan]:
-    """Return what a plan has of each part, by the part's name. The tables are as in `Part.of`."""
+    """Return what each optional part adds to a plan, by the part's name.
+
+    Args:
+        plain: the schedule before activations move; None before there is one.
+        made: the finished schedule; None while it is being made.
+    """
     own: dict[str, OfPlan] = {}
     for part in PARTS:
         found = part.of(config, plain, made)

@@ -31,7 +31,11 @@ Floats = tuple[float, ...]
 
 
 class _Columns(NamedTuple):
-    """Fields of Work: a value for each position of the chain, then one for each depth."""
+    """Some fields of Work as columns.
+
+    Each has a value for each stage in the model's order, then one for each depth of multi-token
+    prediction.
+    """
 
     f: Floats
     b: Floats
@@ -43,19 +47,21 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The work of each piece of a model, and the costs of stages made of these pieces.
+    """The work of each piece of a model: embedding, layers, head.
+
+    `stage` and `costs` return the work of stages made of these pieces.
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
-        kept: the pieces without recomputation, and at each position of the chain the fraction of
-            microbatches that do not recompute; None if all do the same.
+        kept: (the pieces without recomputation, for each stage the fraction of microbatches that do
+            not recompute); None if all microbatches do the same.
         overhead: time of every pass in addition to its work.
-        shares: ranks that share embedding and head; 1: the stages at the ends of the model have
-            them.
+        shares: ranks over which embedding and head are split; 1 if they are whole, on the stages at
+            the ends of the model.
         depths: the work of each depth of multi-token prediction, with a head.
-        hidden: bytes of a microbatch's hidden states, first of the tokens on one rank, then of all
-            tokens, which a share of the vocabulary needs.
-        wide: bytes of a gradient of keys, which slices add up in float32, over the bytes of a key.
+        hidden: bytes of a microbatch's hidden states: (of the tokens on one rank, of all tokens). A
+            part of a split vocabulary needs all tokens.
+        wide: bytes of a key's gradient over bytes of a key. Slices add gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
     """
 
@@ -72,7 +78,7 @@ class Pieces:
 
     @cached_property
     def _sums(self) -> _Columns:
-        """The sum of each field over the first n layers, for n from 0."""
+        """The sum of each field over the first n layers, for n from 0 to the number of layers."""
         # A search judges thousands of splits: a stage's work is the difference of two sums.
         sums = []
         for name in _Columns._fields:
@@ -81,7 +87,11 @@ class Pieces:
         return _Columns(*sums)
 
     def stage(self, span: LayerSpan) -> Work:
-        """Return the work of a stage."""
+        """Return the work of a stage.
+
+        Args:
+            span: the layers of the stage, and whether it has embedding, loss or a depth.
+        """
         if span.depth:
             return self._depths_alone[span.depth - 1]
         ends = Work()
@@ -96,7 +106,7 @@ class Pieces:
 
     @property
     def share(self) -> Work:
-        """One rank's part of a shared embedding and of the heads of model and depths."""
+        """One rank's part of a split embedding and a split head, with the losses of all depths."""
         head = self.head
         losses = 1 + len(self.depths)
         here, of_all = self.hidden
@@ -110,7 +120,7 @@ class Pieces:
 
     @cached_property
     def _depths_alone(self) -> tuple[Work, ...]:
-        """The work of each depth on its own rank, without a head that all ranks share."""
+        """The work of each depth of prediction on its own rank; a head that all ranks split is left out."""
         if self.shares == 1:
             return self.depths
         head = self.head
@@ -120,10 +130,12 @@ class Pieces:
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
-        """Return the costs of the stages of a split, and then of the depths, in units of Work.
+        """Return the times and bytes of the stages of a split, and then of the depths.
+
+        Times are in the unit of the pieces' work.
 
         Args:
-            counts: layers at each position of the chain.
+            counts: layers of each stage, in the model's order.
         """
         column = self._columns(counts)
         if self.kept is not None:
@@ -152,7 +164,7 @@ class Pieces:
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - mask)
 
     def further(self, depths: tuple[Work, ...]) -> Pieces:
-        """Return the pieces with these depths, which microbatches of both kinds compute equally."""
+        """Return the pieces with these depths of multi-token prediction."""
         kept = self.kept
         if kept is not None:
             whole, fractions = kept
@@ -162,7 +174,7 @@ class Pieces:
 
     @property
     def without_depths(self) -> Pieces:
-        """The pieces of the model's own chain: the inverse of `further`."""
+        """The pieces without depths of multi-token prediction: the inverse of `further`."""
         kept = self.kept
         if kept is not None:
             whole, fractions = kept
@@ -172,10 +184,12 @@ class Pieces:
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """Return the costs of stages that run a microbatch in slices of its sequence.
 
-        Slices differ in attention, and keys stay for later slices. Both are added to the costs.
+        Added are attention's fraction of each pass, which differs between slices, and the bytes of keys
+        and values, which later slices read.
 
         Args:
-            counts: layers at each position of the chain.
+            costs: the costs of the stages for microbatches that are not cut.
+            counts: layers of each stage, in the model's order.
         """
         # Slices exclude depths and a shared vocabulary: a stage has layers, and perhaps an end.
         stages = []
@@ -195,13 +209,17 @@ class Pieces:
         )
 
     def on(self, ranks: int) -> Pieces:
-        """Return the pieces with the overhead to expect on this many pipeline ranks."""
+        """Return the pieces with the overhead of a pass to expect with `ranks` pipeline ranks."""
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
 
     def _columns(self, counts: Sequence[int]) -> _Columns:
-        """Return the work of each stage of a split, and then of each depth, field by field."""
+        """Return the work of each stage of a split, and then of each depth, field by field.
+
+        Args:
+            counts: layers of each stage, in the model's order.
+        """
         ends = list(accumulate(counts, initial=0))
         columns = []
         for name, sums in zip(_Columns._fields, self._sums, strict=True):
@@ -220,13 +238,18 @@ class Pieces:
 
 
 def _mixed(some: Floats, others: Floats, fractions: Floats) -> Floats:
-    """Return the mean of two kinds at each position. fractions: of the others."""
+    """Return the mean of two values for each stage, weighted.
+
+    Args:
+        some, others: the values of each stage.
+        fractions: the weight of `others`, from 0 to 1.
+    """
     places = zip(some, others, fractions, strict=True)
     return tuple(x + (y - x) * fraction for x, y, fraction in places)
 
 
 def _fractions(parts: Sequence[float], wholes: Sequence[float]) -> Floats:
-    """Return each part over its whole, 0 where there is nothing."""
+    """Return parts[i] / wholes[i] for each stage, at most 1; 0 where the whole is 0."""
     pairs = zip(parts, wholes, strict=True)
     # Rounding of the sums can make a part larger than its whole.
     return tuple(min(1.0, part / whole) if whole else 0.0 for part, whole in pairs)
@@ -295,7 +318,7 @@ def pieces(
 
 
 def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
-    """Return the work of each layer."""
+    """Return the work of each layer, with its own overrides of the model's configuration."""
     different = model.layers
     if not (model.per_layer_overrides or model.has_experts or model.first_last_layers_bf16):
         different = 1

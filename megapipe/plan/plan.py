@@ -17,47 +17,59 @@ from megapipe.schedule.recipe import Recipe
 
 
 class Stored(NamedTuple):
-    """Bytes of one parameter: of its weight, and of its gradient."""
+    """The bytes of one parameter: of its weight, and of its gradient."""
 
     weight: float
     gradient: float
 
 
 class OfPlan:
-    """A part's additions to a plan, for example from a family of passes. This adds nothing.
+    """What an optional part, such as offloading or sharding, adds to a plan.
+
+    The methods of this base class add nothing; a part's class overrides some of them.
 
     Attributes:
-        holds: what the peak of a rank counts in addition to state and activations, in words.
+        holds: names what the part adds to a rank's peak besides state and activations, for errors.
     """
 
     holds = ""
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
-        """Return the bytes of a parameter that a rank keeps, given the bytes of all of it."""
+        """Return the bytes of a parameter's weight and gradient that a rank keeps.
+
+        Args:
+            whole: the bytes if the parameter is not sharded.
+            experts: the parameter is an expert's.
+        """
         return whole
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs of the plan's stages with the costs of this part.
+        """Return the costs of the plan's stages with the costs of this part added.
 
         Args:
-            counted: the costs by FLOPs, in which --pipeline-costs have no part.
+            costs: the costs so far, with the times of --pipeline-costs if given.
+            counted: the costs by FLOPs, without --pipeline-costs.
         """
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the bytes on each rank, besides the state, without which no stage can run."""
+        """Return the bytes on each rank that this part needs to run any stage, besides the state."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the most activation of each rank, given what the clock says."""
+        """Return the most bytes of activations on each rank.
+
+        Args:
+            usual: the same without this part, by the simulated step.
+        """
         return usual
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines on what this changes in the table."""
+        """Return lines for the user on what this part changes in the schedule; empty for nothing."""
         return []
 
     def summary(self, plan: Plan) -> str:
-        """Return a line for the end of the table of stages; empty for none."""
+        """Return a line to print below the table of stages; empty for none."""
         return ""
 
 
@@ -65,21 +77,23 @@ class OfPlan:
 class Plan:
     """The division of work over the ranks, and the prediction of time and memory.
 
+    A chain is the stages of one copy of the model; DualPipe has two.
+
     Attributes:
-        counts: layers at each position of the chain.
-        pieces: costs of embedding, layers and head.
-        state: bytes of a parameter with everything that a rank keeps of it between steps.
+        counts: layers of each stage of a chain.
+        pieces: the work of embedding, layers and head.
+        state: bytes of a parameter, its gradient and optimizer state that a rank keeps between steps.
         of_expert: the same for a parameter of an expert.
-        whole: bytes of a parameter's weight and gradient.
+        whole: bytes of a parameter's weight and gradient without sharding.
         stored: the part of `whole` that a rank keeps between steps.
         tied: the output head uses the word embedding's weight.
         vocab_weights: elements of the word embedding.
-        tp: ranks that share each parameter; expert_ranks: ranks that share the experts.
-        own: what parts add, by name: families of passes, shapes of tables, CUDA graphs.
-        before: the plan that an automatic split replaced: the even split, or with a shared
-            vocabulary the other way to place it.
-        given: times of passes and messages, from --pipeline-costs.
-        recipe: how the table was made.
+        tp: ranks that split each parameter; expert_ranks: ranks that split the experts.
+        own: what optional parts add, by name, such as sharding, slices or CUDA graphs.
+        before: the plan that was replaced by an automatic choice: the even split, or the other
+            placement of the vocabulary. None without such a choice.
+        given: times of passes and messages, from --pipeline-costs; None without the flag.
+        recipe: how the table was made; None for a table without passes.
     """
 
     schedule: Schedule
@@ -105,17 +119,20 @@ class Plan:
 
     @cached_property
     def spans(self) -> tuple[LayerSpan, ...]:
-        """The layers of each stage."""
+        """The layers of each stage, and whether it has embedding, loss or a depth."""
         return spans(self.counts, self.schedule.placement)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """The work of each stage."""
+        """The FLOPs and bytes of each stage."""
         return tuple(map(self.pieces.stage, self.spans))
 
     @property
     def costs(self) -> Costs:
-        """The costs of the stages: times as given, else by FLOPs; memory in bytes."""
+        """The times and bytes of each stage's passes.
+
+        Times are --pipeline-costs' if given, else FLOPs.
+        """
         counted = self.pieces.costs(self.counts)
         costs = counted
         if self.given is not None:
@@ -136,18 +153,18 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The schedule under these costs."""
+        """The simulated step: begin and end of each pass, makespan, idle time and peak memory."""
         return simulate(self.schedule, self.costs)
 
     @cached_property
     def state_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank keeps between steps."""
+        """Bytes of weights, gradients and optimizer state that each rank keeps between steps."""
         place = self.schedule.placement
         return tuple(self._state_on(place.stages_on(rank)) for rank in range(place.num_ranks))
 
     @property
     def least_bytes(self) -> tuple[float, ...]:
-        """Bytes without which no stage of a rank can run."""
+        """Bytes that each rank needs to run any stage: its state and what is gathered at the least."""
         # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():
@@ -156,7 +173,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Parameters, gradients, optimizer state and activations of each rank at their most."""
+        """The largest sum of weights, gradients, optimizer state and activations on each rank."""
         most = self.timeline.peak
         for one in self.own.values():
             most = one.peak(self, most)
@@ -164,15 +181,15 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """The groups of pipeline ranks with equal weights.
+        """The groups of pipeline ranks that have equal weights, by name.
 
-        `ends`: ranks whose stages use embedding or head several times in a chain.
-        `twins`: DualPipe's two chains.
+        `ends`: ranks whose stages use the same embedding or head.
+        `twins`: (0, 1), the two ends of DualPipe's mirrored copies.
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
     def _state_on(self, stages: Sequence[int]) -> float:
-        """Return the bytes of the stages of one rank between steps."""
+        """Return the bytes that one rank keeps of these stages between steps."""
         chain = self.schedule.placement.chain
         total = 0.0
         for stage in stages:
@@ -192,7 +209,7 @@ class Plan:
         """Yield summands of a stage's bytes between steps, over all tensor-parallel ranks.
 
         Args:
-            embeds: its rank has the embedding of the same chain.
+            embeds: the stage's rank has the embedding of the same copy of the model.
         """
         work = self.works[stage]
         span = self.spans[stage]
@@ -228,7 +245,11 @@ class Plan:
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return the groups of `Plan.shares`."""
+    """Return the groups of pipeline ranks that have equal weights, by name; see `Plan.shares`.
+
+    Args:
+        tied: the output head uses the word embedding's weight.
+    """
     first = place.rank_of[0]
     last = place.rank_of[place.main - 1]
     depths = place.rank_of[place.main : place.chain]
@@ -249,7 +270,10 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def stages_with_depths(place: Placement) -> tuple[int, ...]:
-    """Return a stage of the first chain on each depth's rank, as a layout string lists it."""
+    """Return, for each depth of multi-token prediction, the last main stage on its rank.
+
+    A layout string lists depths by these stages.
+    """
     own = place.rank_of[: place.main]
     depths = place.rank_of[place.main : place.chain]
     # A rank may have several stages; a depth follows the last of them.
@@ -258,13 +282,14 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return the gradients and weights of embedding and head that the depths of a rank add.
+    """Return the copies of embedding and head that the depths of prediction on a rank add.
 
     Each depth has a gradient of both. It adds a weight if no other stage of the rank has it.
 
     Args:
-        spans: of the rank's stages in one chain.
+        spans: the rank's stages in one copy of the model.
         tied: embedding and head are one weight.
+    Returns: (number of gradients, number of weights).
     """
     # A depth has both from their owners after each update, and sends its gradients back.
     depths = sum(span.depth > 0 for span in spans)

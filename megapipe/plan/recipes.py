@@ -41,12 +41,12 @@ SHARE = 0.2
 
 
 def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
-    """Return the recipe that the flags ask for, without the ranks of depths.
+    """Return the recipe of the table that the flags ask for.
 
-    A plan chooses among these, see `split.ranks_of_depths`.
+    The ranks of multi-token prediction depths are left open; see `split.ranks_of_depths`.
 
     Args:
-        moves: move activations out of the way of --memory-limit-gib.
+        moves: offload or recompute activations that do not fit into --memory-limit-gib.
     Raises: ConfigError, ScheduleError for flags that no table meets.
     """
     par = config.parallel
@@ -69,10 +69,11 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
 
 def order_of(config: Config, microbatches: int) -> Recipe:
-    """Return the part of a recipe that makes the model's own chain: order, stages and slices.
+    """Return the recipe of the model's own stages: the order of passes, the stages, the slices.
 
-    Raises: ConfigError if the order has other stages than asked for, or than --pipeline-costs
-        names.
+    Args:
+        microbatches: the number of microbatches of a step.
+    Raises: ConfigError if the order has other stages than the flags or --pipeline-costs.
     """
     par = config.parallel
     name = schedule_name(config)
@@ -112,7 +113,12 @@ def _search(config: Config, microbatches: int) -> Search:
 
 
 def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
-    """Return which activations the recipe moves, and when; None for none."""
+    """Return which activations are offloaded or recomputed, and when; None for none.
+
+    Args:
+        moves: move activations that do not fit into --memory-limit-gib, without a flag that asks.
+        any_order: a search finds the order of passes.
+    """
     limit = config.parallel.memory_limit_gib is not None
     asked = Copies.asked(config)
     if asked is None:
@@ -127,11 +133,14 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """Return the table of the order, in as many stages as the flags ask for.
+    """Return the table of the model's own stages, as many as the flags ask for.
 
-    Of a searched order it is the first that is found: only a plan knows what its stages cost.
+    A searched order gets hardly any search here: only a plan knows what its stages cost.
 
-    Raises: ScheduleError if the order cannot mean these numbers; ConfigError as `order_of`.
+    Args:
+        microbatches: the number of microbatches of a step.
+    Raises: ScheduleError if no table has these numbers. ConfigError if the order has other stages
+        than the flags or --pipeline-costs.
     """
     recipe = order_of(config, microbatches)
     # Hardly any effort, on the last placement: the one with the most stages.
@@ -142,11 +151,13 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def step_of(config: Config, table: Schedule) -> StepPasses:
-    """Return the rest of a step that flags ask for, around a table that may be a file's.
+    """Return the passes outside forward and backward that flags ask for, such as gradient sums.
 
-    Without post-validation the update follows all passes, when the norm is known, and is not in the
-    table.
+    Without --enable-optimizer-post-validation the update follows all passes, when the gradient norm
+    is known, and is not in the table.
 
+    Args:
+        table: the table of passes, perhaps from a user's file.
     Raises: ScheduleError for a table with V, or with shards, without their flags.
     """
     par = config.parallel
@@ -178,6 +189,10 @@ def step_of(config: Config, table: Schedule) -> StepPasses:
 
 
 def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
-    """Return the table of a whole step: its passes, and the rest that flags ask for around them."""
+    """Return the table with the passes that flags ask for outside forward and backward.
+
+    Args:
+        costs: times of passes, by which the added passes are placed.
+    """
     # A file's U and V stand where its author put them; a run puts them where its costs say.
     return step_of(config, table).around(table.without({Kind.U, Kind.V}), costs)

@@ -32,9 +32,11 @@ PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 
 
 def schedule_name(config: Config) -> str:
-    """Return the schedule asked for; without a name 1f1b, or interleaved for several stages a rank.
+    """Return the name in --pipeline-schedule.
 
-    Raises: ConfigError as `chunks_of`.
+    Without the flag it is 1f1b, or interleaved if flags ask for several stages on each rank.
+
+    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
     """
     return config.parallel.pipeline_schedule or usual(chunks_of(config))
 
@@ -45,9 +47,10 @@ def is_searched(name: str) -> bool:
 
 
 def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
-    """Return the fraction of microbatches that each position of the chain does not recompute.
+    """Return the fraction of microbatches that each stage does not recompute.
 
     Args:
+        schedule: its replicas of a stage, as in DualPipe, count together.
         some: microbatches in flight on a stage that keep their activations.
     """
     kept = share_of_window(schedule, some)
@@ -61,9 +64,9 @@ def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
 
 
 def forwards(config: Config, microbatches: int) -> int:
-    """Return the number of forwards of a step, at the stages that the flags ask for.
+    """Return the number of forwards of a step on all ranks.
 
-    Raises: ConfigError as `chunks_of`.
+    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
     """
     # Flags that leave the stages open mean one on each rank, as without virtual stages.
     stages = config.parallel.pipeline_model_parallel_size * (chunks_of(config) or 1)
@@ -71,10 +74,12 @@ def forwards(config: Config, microbatches: int) -> int:
 
 
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
-    """Return the layers at each position of the chain.
+    """Return the layers of each stage, in the model's order.
 
     For the layout `auto` it is the even split, which a search replaces.
 
+    Args:
+        placement: has the stages of the model, without depths.
     Raises: ConfigError if the layers do not divide as the flags say.
     """
     par = config.parallel
@@ -103,7 +108,9 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
 
 
 def chunks_of(config: Config) -> int | None:
-    """Return the stages of a rank in a chain that the flags ask for; None if they leave it open.
+    """Return the stages on a rank that flags ask for; None if they leave the number open.
+
+    Each of DualPipe's two copies of the model has as many.
 
     Raises: ConfigError if the layers, or the stages of a layout, do not divide so.
     """
@@ -118,7 +125,7 @@ def chunks_of(config: Config) -> int | None:
 
 
 def _chunks_of_layout(layout: str, ranks: int) -> int:
-    """Return the stages of a rank in a layout string."""
+    """Return the stages on a rank, given a layout string and the number of pipeline ranks."""
     stages = len(parse_layout(layout))
     chunks, rest = divmod(stages, ranks)
     if rest:
@@ -131,7 +138,10 @@ def _chunks_of_layout(layout: str, ranks: int) -> int:
 
 
 def _chunks_of_layers(config: Config, count: int) -> int:
-    """Return the stages of a rank if each stage has `count` layers."""
+    """Return the stages on a rank if each stage has `count` layers.
+
+    Raises: ConfigError if the layers do not fill the stages.
+    """
     par = config.parallel
     ranks = par.pipeline_model_parallel_size
     extra = par.account_for_embedding_in_pipeline_split + par.account_for_loss_in_pipeline_split
@@ -154,9 +164,11 @@ def _chunks_of_layers(config: Config, count: int) -> int:
 
 
 def other_stages(config: Config, schedule: Schedule) -> str | None:
-    """Return how a schedule's stages differ from the stages that flags ask for; None if not.
+    """Return an error that says how a schedule's stages differ from those in the flags.
 
-    Raises: ConfigError as `chunks_of`.
+    Returns None if they agree, or if no flag asks for a number of stages.
+
+    Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
     """
     par = config.parallel
     place = schedule.placement
@@ -185,9 +197,9 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
-    """Return the placements that a search may choose.
+    """Return the placements of stages on ranks among which a search may choose.
 
-    Raises: ConfigError if --pipeline-costs names the stages of none.
+    Raises: ConfigError if --pipeline-costs has another number of stages than each of them.
     """
     ranks = config.parallel.pipeline_model_parallel_size
     costs = given_costs(config)
@@ -240,9 +252,12 @@ def given_costs(config: Config) -> Costs | None:
 
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
-    """Return the costs of a chain without depths, from costs that --pipeline-costs names.
+    """Return the costs of the model's own stages, from the costs of --pipeline-costs.
 
-    Raises: ConfigError if they name other stages or ranks.
+    Args:
+        costs: may have values for depths of prediction after the stages, which are left out.
+        place: the placement of the stages.
+    Raises: ConfigError if `costs` is for other stages or ranks.
     """
     try:
         # Lists name depths after the stages, if there are any, wherever these will be.
@@ -257,11 +272,13 @@ def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
 
 
 def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of the depths: one choice, or those among which `auto` may choose.
+    """Return the choices for the ranks of the depths of multi-token prediction.
+
+    Each choice has a rank for each depth. There are several only for the layout `auto`.
 
     Args:
-        place: of the model's own chain.
-    Raises: ConfigError if a layout lists other depths than there are.
+        place: the placement of the model's own stages.
+    Raises: ConfigError if a layout lists another number of depths than --mtp-num-layers.
     """
     number = config.model.depths
     layout = config.parallel.pipeline_model_parallel_layout

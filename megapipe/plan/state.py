@@ -17,11 +17,11 @@ GIB = 2**30
 # A plan asks for each of its parts and choices, and finding a rule may import a user's file.
 @lru_cache(maxsize=8)
 def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, int]:
-    """Return the bytes of a parameter's gradient, optimizer state and main parameter.
+    """Return the bytes of (gradient, optimizer state, main parameter) for one parameter.
 
-    Only a weight in 16 bits has a main parameter.
-
-    Raises: ConfigError as `find_rule`.
+    Args:
+        half: weights have 16 bits. Only then a parameter may have a main parameter in float32.
+    Raises: ConfigError if --optimizer names none that exists.
     """
     size = {"fp32": 4, "bf16": 2}
     # Adam's moments alone have flags for their types.
@@ -34,11 +34,12 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
 def bytes_of_parameter(
     config: Config, own: Iterable[OfPlan], *, experts: bool = False
 ) -> tuple[float, Stored]:
-    """Return the bytes that a rank keeps of a parameter, and its weight and gradient among them.
+    """Return the bytes that a rank keeps of one parameter between steps.
 
     Args:
-        own: parts that may split weight and gradient.
-        experts: of an expert's parameter.
+        own: optional parts of the plan, such as sharding, that may split weight and gradient.
+        experts: the parameter is an expert's.
+    Returns: (all bytes with the optimizer state, the bytes of weight and gradient among them).
     """
     par = config.parallel
     stored = whole_parameter(config)
@@ -57,7 +58,7 @@ def bytes_of_parameter(
 
 
 def whole_parameter(config: Config) -> Stored:
-    """Return the bytes of a parameter that no rank shares with others."""
+    """Return the bytes of one parameter's weight and gradient without sharding."""
     gradient, *_ = bytes_of_state(config.optimizer, config.precision.half)
     return Stored(config.precision.element_bytes, gradient)
 

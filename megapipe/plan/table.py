@@ -28,7 +28,12 @@ _HEADER = (
 
 
 def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
-    """Return the rows of `cells_of` as text, one line for each stage; arguments as there."""
+    """Return the table of stages as text, with the columns of `cells_of`.
+
+    Args:
+        parameters: number of parameters of each stage, counted on the built model; None to count
+            them by formula.
+    """
     rows = cells_of(plan, parameters)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
@@ -87,6 +92,10 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
 
     They say what a token uses of experts, the size of a checkpoint, and what context and expert
     parallelism send.
+
+    Args:
+        parameters: number of parameters of each stage, counted on the built model; None to count
+            them by formula.
     """
     lines = [
         table(plan, parameters),
@@ -100,12 +109,12 @@ def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None)
 
 
 def own_lines(plan: Plan) -> list[str]:
-    """Return what families of passes say below the table."""
+    """Return the lines that optional parts, such as sharding, print below the table of stages."""
     return [one.summary(plan) for one in plan.own.values()]
 
 
 def _active(plan: Plan) -> str:
-    """Return a line on the parameters that a token makes use of; empty if it uses all."""
+    """Return a line on the number of parameters that a token uses; empty if it uses all."""
     # DualPipe's second chain has the same parameters once more.
     works = plan.works[: plan.schedule.placement.chain]
     whole = sum(work.parameters for work in works)
@@ -124,9 +133,10 @@ def layout_of_plan(plan: Plan) -> str:
 
 
 def changes(plan: Plan) -> str:
-    """Return an automatic split next to the one that it replaced, and what the table moves.
+    """Return lines on an automatic split next to the split that it replaced.
 
-    It is empty for any other plan.
+    Lines on activations that the table moves follow. The text is empty if nothing was chosen or
+    moved.
     """
     lines = _split_lines(plan)
     for one in plan.own.values():
@@ -155,7 +165,7 @@ def _split_lines(plan: Plan) -> list[str]:
 
 
 def _holds(span: LayerSpan) -> str:
-    """Return the parts of a stage other than layers."""
+    """Return the parts of a stage other than layers: embedding, loss, mtp; "-" for none."""
     if span.depth:
         return f"mtp {span.depth} loss"
     return " ".join(["embedding"] * span.embedding + ["loss"] * span.loss) or "-"
@@ -168,7 +178,10 @@ def _numbers(span: LayerSpan) -> str:
 
 
 def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
-    """Return the bytes of a checkpoint, and the most that writing it takes on a rank's host."""
+    """Return the bytes of a checkpoint.
+
+    Returns: (bytes of its tensors, most bytes of host memory that a rank needs to write it).
+    """
     place = plan.schedule.placement
     weight, moments = _bytes_of_parameter(config)
     # torch's safetensors writer holds a rank's part as tensors, and once more as one piece.
@@ -189,12 +202,10 @@ def checkpoint_bytes(plan: Plan, config: Config) -> tuple[int, float]:
 
 
 def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
-    """Return the bytes of a checkpoint's tensors.
-
-    All of them count, also where ranks hold shards of the optimizer state.
+    """Return the bytes of a checkpoint's tensors, over all ranks.
 
     Args:
-        parameters: of each stage, summed over its tensor-parallel ranks.
+        parameters: the number of parameters of each stage, over its tensor-parallel ranks.
     """
     # A second chain has the weights of the first, and tied weights are saved once.
     once = sum(parameters[: plan.schedule.placement.chain]) - plan.tied * plan.vocab_weights
@@ -202,7 +213,7 @@ def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
 
 
 def _bytes_of_parameter(config: Config) -> tuple[int, int]:
-    """Return the bytes of a parameter in a checkpoint: weight, and saved optimizer state."""
+    """Return the bytes of one parameter in a checkpoint: (weight, optimizer state)."""
     half = config.precision.half
     weight = 2 if half else 4
     if config.checkpoint.no_save_optim:

@@ -30,15 +30,19 @@ FLOPS_PER_BYTE = 8000.0
 
 @dataclass(frozen=True)
 class Copies(OfPlan):
-    """Copies of activations to the host.
+    """The copies of activations to the host, as a part of a plan.
+
+    `priced` adds their times and bytes to the costs, and `changes` reports them.
 
     Attributes:
-        flag: the flag that asks for them, or that leaves no room.
-        share: of each microbatch's bytes that may go; keys and values of slices go whole.
-        time: of a copy each way, as a share of a forward with its backward; None: by bytes.
-        chunks: copy for the first stages of a rank alone, this many.
-        input: bytes that a forward begins from, which stay where it runs twice.
-        modules: of --offload-modules, whose part of the bytes goes; () for all.
+        flag: the flag that asks for copies. Under --memory-limit-gib alone it is that flag.
+        share: the fraction of each microbatch's bytes that may go. Keys and values of slices always
+            go entirely.
+        time: the time of a copy in one direction, as a fraction of a forward with its backward.
+            None computes it from the bytes.
+        chunks: only the first `chunks` stages of a rank copy; None for all.
+        input: bytes of a forward's input, which stay on the device if the forward is recomputed.
+        modules: only activations of these modules go, by --offload-modules; () for all.
     """
 
     flag: str
@@ -50,7 +54,7 @@ class Copies(OfPlan):
 
     @classmethod
     def asked(cls, config: Config) -> Copies | None:
-        """Return the copies that flags ask for; None if none does."""
+        """Return the copies if flags ask for them by name, else None."""
         par = config.parallel
         if not (par.fine_grained_activation_offloading or par.cpu_offload):
             return None
@@ -61,7 +65,11 @@ class Copies(OfPlan):
 
     @classmethod
     def of(cls, config: Config, flag: str) -> Copies:
-        """Return the copies of a run, for the reason that the flag says."""
+        """Return the copies of a run.
+
+        Args:
+            flag: the flag that asks for them, which lines and errors name.
+        """
         par = config.parallel
         model = config.model
         shared = par.context_parallel_size
@@ -78,7 +86,12 @@ class Copies(OfPlan):
         )
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with what copies take, and with the bytes that they free."""
+        """Return the costs with the time of each stage's copies, and the bytes that a copy frees.
+
+        Args:
+            costs: the costs of the plan's stages so far.
+            counted: the costs by FLOPs, without --pipeline-costs.
+        """
         stages = len(plan.counts) + len(plan.pieces.depths)
         held = _by_stage(costs.mem_b, stages)
         keys = _by_stage(costs.mem_k, stages)
@@ -100,7 +113,10 @@ class Copies(OfPlan):
         return replace(costs, o=took, l=took)
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines on what the table moves and why, and on what each rank saves and pays."""
+        """Return lines for the user: which activations move and why, then memory and time of each rank.
+
+        The list is empty for a table that copies and recomputes nothing.
+        """
         if not plan.schedule.kinds & MOVES:
             return []
         step = plan.timeline.makespan
@@ -115,7 +131,12 @@ class Copies(OfPlan):
 
 
 def _saved(before: Timeline, now: Timeline) -> str:
-    """Return the end of the first line: the peaks with and without moves, and the step."""
+    """Return the end of the first line: both peaks in GiB, and how much longer the step takes.
+
+    Args:
+        before: the simulated step without copies.
+        now: the simulated step with them.
+    """
     peak = max(now.peak) / GIB
     plain = max(before.peak) / GIB
     longer = now.makespan / before.makespan - 1
@@ -127,7 +148,12 @@ def _saved(before: Timeline, now: Timeline) -> str:
 
 
 def _time_of_a_byte(plan: Plan, costs: Costs, counted: Costs) -> float:
-    """Return the time of a byte to the host, in the unit of the costs."""
+    """Return the time to copy a byte to the host, in the unit of `costs`.
+
+    Args:
+        costs: the costs of the stages, which may be measured.
+        counted: the costs of the same stages by FLOPs.
+    """
     # Ranks share FLOPs over tensor parallelism, and not a copy.
     flops = FLOPS_PER_BYTE * plan.tp
     if plan.given is None:
@@ -137,7 +163,7 @@ def _time_of_a_byte(plan: Plan, costs: Costs, counted: Costs) -> float:
 
 
 def _work(costs: Costs) -> float:
-    """Return the time of a microbatch on a stage, the mean of all."""
+    """Return the time of a microbatch's F, B and W on a stage, as the mean over the stages."""
     return sum(fmean(x if isinstance(x, tuple) else (x,)) for x in (costs.f, costs.b, costs.w))
 
 
@@ -160,7 +186,12 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
 
 
 def _check(config: Config, table: Schedule, terms: Terms) -> None:
-    """Raises: ConfigError if --offload-modules names nothing that can go."""
+    """Raises: ConfigError if the modules of --offload-modules have nothing that may be copied.
+
+    Args:
+        table: the table before any copies.
+        terms: answers what the stages of a table cost.
+    """
     asked = Copies.asked(config)
     if asked is None or not asked.modules:
         return
@@ -181,7 +212,12 @@ def _check(config: Config, table: Schedule, terms: Terms) -> None:
 
 
 def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
-    """Raises: NothingToDo if everything is to be copied that can be, and nothing can."""
+    """Raises: NothingToDo if flags ask to copy everything possible, and the table copies nothing.
+
+    Args:
+        table: the finished table.
+        recipe: how the table was made, with the activations that it was to copy.
+    """
     asked = Copies.asked(config)
     # Within a memory limit a table may rightly hold everything, or compute it again.
     everything = recipe.offload is not None and recipe.offload.when == "all"

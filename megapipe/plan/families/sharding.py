@@ -22,13 +22,16 @@ from megapipe.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class Sharding(OfPlan):
-    """Weights and gradients that are shards between the runs of a stage's passes.
+    """Shards of gradients, or of weights too, as a part of a plan.
+
+    Tensors are whole only while consecutive passes of a stage use them. Its methods add the
+    collectives' times and the bytes of gathered tensors to the plan.
 
     Attributes:
-        weights: weights too, not gradients alone.
+        weights: weights are sharded too, and not gradients alone.
         replicas: ranks with the same dense weights; same: ranks with the same experts.
-        link: FLOPs of a device while a byte comes over data parallel, unless --pipeline-costs say
-            what a gather takes.
+        link: FLOPs that a device computes while it receives a byte from a data-parallel rank. Times
+            of gathers in --pipeline-costs replace it.
     """
 
     weights: bool
@@ -39,7 +42,12 @@ class Sharding(OfPlan):
     holds = "gathered weights and gradients"
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
-        """Return the bytes of a parameter's shard."""
+        """Return the bytes of weight and gradient that a rank keeps of one parameter.
+
+        Args:
+            whole: the bytes without sharding.
+            experts: the parameter is an expert's, which fewer ranks share.
+        """
         ranks = self.same if experts else self.replicas
         weight = whole.weight
         if self.weights:
@@ -47,7 +55,12 @@ class Sharding(OfPlan):
         return Stored(weight, whole.gradient / ranks)
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with gathers, reductions, and the memory that gathered tensors take."""
+        """Return the costs with times of gathers and reduce-scatters, and gathered bytes.
+
+        Args:
+            costs: the costs of the plan's stages so far.
+            counted: the costs by FLOPs, without --pipeline-costs.
+        """
         own = _own_stages(plan)
         element, gradient = plan.whole
         size = [sum(both) for both in zip(own.dense, own.experts, strict=True)]
@@ -80,11 +93,14 @@ class Sharding(OfPlan):
         return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(tied))
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the bytes that are gathered on each rank however shortly they live."""
+        """Return the gathered bytes on each rank if tensors are freed as soon as possible."""
         return whole_at_most(plan.schedule, plan.costs, Living(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
-        """Return a line on collectives and gathered bytes; empty for a table without them."""
+        """Return a line on the number of collectives, the gathered GiB, and the time that they add.
+
+        It is empty for a table without collectives of shards.
+        """
         table = plan.schedule
         if table.kinds.isdisjoint(SHARDS):
             return ""
@@ -117,11 +133,13 @@ class Sharding(OfPlan):
 
 
 class _Own(NamedTuple):
-    """Parameters that a rank has of the stage at each position of the chain, of its own.
+    """The parameters of each stage on one of its tensor-parallel ranks, in the order of the stages.
 
     Attributes:
+        dense: parameters outside experts.
+        experts: parameters of experts.
         lighter: bytes that are saved where weights are gathered in eight bits.
-        borrows: the stage whose head reads the first stage's embedding; 0: none.
+        borrows: the stage whose head reads the first stage's tied embedding; 0 for none.
     """
 
     dense: list[float]
@@ -131,10 +149,10 @@ class _Own(NamedTuple):
 
 
 def _own_stages(plan: Plan) -> _Own:
-    """Return the parameters that gathers bring.
+    """Return the parameters of each stage that are sharded, and so have to be gathered.
 
-    Rows of a shared vocabulary are never sharded.
-    A tied weight counts once on a rank with both uses.
+    The rows of a vocabulary that is split over the pipeline are never sharded. A tied weight counts
+    once on a rank that has both embedding and head.
     """
     place = plan.schedule.placement
     works: list[Work] = list(plan.works[: place.chain])

@@ -12,7 +12,12 @@ from megapipe.plan.plan import Plan
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the faster of two plans: a shared vocabulary, or the best split of whole layers."""
+    """Return the faster of two plans: a vocabulary split over all ranks, or whole at the two ends.
+
+    Args:
+        planned: makes the plan of a configuration in which this choice is made.
+    Returns: None if the flags leave no choice.
+    """
     par = config.parallel
     if not par.vocab_parallel_pipeline or par.pipeline_model_parallel_layout != AUTO:
         return None

@@ -20,7 +20,7 @@ SMALLEST_BLOCK = 128
 
 
 def attention_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work of a layer's attention with its norm."""
+    """Return the work and memory of a layer's attention and the norm before it."""
     if model.no_attention:
         return Work()
     if model.multi_latent_attention:
@@ -46,7 +46,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
-    """Return the fields of Work for the tensors that attention keeps."""
+    """Return the fields `held` and `copied` of Work: bytes that attention keeps for backward."""
     h = model.hidden
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
@@ -81,18 +81,18 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
 
 
 def _logarithms(model: ModelConfig, load: Load) -> float:
-    """Return the bytes of a float32 for each query: the logarithm of its softmax's sum."""
+    """Return the bytes of the softmax's log-sum-exp, a float32 for each query and head."""
     return 4 * load.tokens * model.heads / load.tp
 
 
 def _windows(model: ModelConfig, load: Load, channels: int) -> float:
-    """Return the bytes that attention in windows keeps in addition, 0 if it has none.
+    """Return the bytes that sliding-window attention keeps in addition; 0 without a window.
 
-    Each block of queries keeps its output, a logarithm of each query in float32, and its mask,
-    which all sequences share.
+    Each block of queries keeps its output, the log-sum-exp of each query in float32, and its mask.
+    All sequences share the mask.
 
     Args:
-        channels: of all heads' queries.
+        channels: the number of channels of all heads' queries together.
     """
     window = model.window
     if window is None or window >= load.seq - 1:
@@ -116,7 +116,7 @@ def _windows(model: ModelConfig, load: Load, channels: int) -> float:
 
 
 def _latent_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work of attention from latents (DeepSeek-V2)."""
+    """Return the work and memory of multi-latent attention (DeepSeek-V2) and the norm before it."""
     h = model.hidden
     q_rank = model.q_lora_rank or 0
     kv_rank = model.kv_lora_rank
@@ -157,10 +157,11 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, Any]:
-    """Return the fields of Work for the tensors that attention from latents keeps.
+    """Return the fields `held` and `copied` of Work: the bytes that multi-latent attention keeps.
 
     Args:
-        wide: channels of all heads' queries, keys or values in attention.
+        wide: the number of channels of all heads together, as attention pads them: the wider of
+            queries and values.
     """
     h = model.hidden
     latents = (model.q_lora_rank or 0) + model.kv_lora_rank

@@ -9,12 +9,12 @@ from megapipe.config import ModelConfig
 
 
 class Gathers(NamedTuple):
-    """Ranks that gather weights from each other in eight bits.
+    """The numbers of data-parallel ranks that gather weights from each other in eight bits.
 
     Attributes:
         dense: ranks with shards of a dense layer's weights; 1 if each has them all.
-        experts: ranks with shards of an expert's weights.
-        drops: gathered weights are freed after each run of passes.
+        experts: ranks with shards of an expert's weights; 1 if each has them all.
+        drops: gathered weights are freed each time that consecutive passes have used them.
     """
 
     dense: int = 1
@@ -27,20 +27,20 @@ NOT_GATHERED = Gathers()
 
 @dataclass(frozen=True)
 class Load:
-    """A microbatch's tokens on one rank, and the ranks that share a layer.
+    """A microbatch's tokens on one rank, and the ranks that split a layer.
 
-    The methods turn widths into FLOPs and bytes.
+    The methods turn numbers of channels into FLOPs and bytes.
 
     Attributes:
         seq: tokens of a whole sequence.
-        tokens: tokens of the microbatch that this rank and its tensor-parallel ranks have.
+        tokens: tokens of the microbatch on this context-parallel rank.
         tp: tensor-parallel ranks.
-        shared: ranks that share also the tensors between linear layers; 1 without sequence
+        shared: ranks that split the hidden states between linear layers; 1 without sequence
             parallelism.
         element: bytes of an element of an activation.
-        meets: attention goes block by block, as keys of other ranks come here.
-        ep: ranks that share the experts.
-        etp: ranks that share each expert.
+        meets: attention goes block by block, because keys arrive from context-parallel ranks.
+        ep: ranks of expert parallelism.
+        etp: ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
         gathers: ranks that gather weights in eight bits.
     """
@@ -57,12 +57,12 @@ class Load:
     gathers: Gathers = NOT_GATHERED
 
     def scores(self, channels: int, window: int | None) -> float:
-        """Return the FLOPs of one product of causal attention.
+        """Return the FLOPs of one matrix product of causal attention.
 
         Attention has two: queries with keys, and probabilities with values.
 
         Args:
-            channels: of all heads together.
+            channels: the number of channels of all heads together.
             window: tokens before itself that a token attends to; None for all.
         """
         reach = self.seq
@@ -75,13 +75,15 @@ class Load:
     def sliced(
         self, scores: float, again: float, channels: int, window: int | None
     ) -> dict[str, Any]:
-        """Return the fields of Work by which slices of a sequence differ from each other.
+        """Return the fields scores_f, scores_b and keys of Work: they make later slices dearer.
+
+        A slice is a part of a microbatch's sequences. Later slices attend to more tokens.
 
         Args:
-            scores: FLOPs of attention in forward.
-            again: backward's FLOPs of attention, as a multiple of these.
-            channels: of all keys and values together.
-            window: as in `scores`.
+            scores: FLOPs of attention's products in forward.
+            again: the FLOPs of attention's products in backward, as a multiple of `scores`.
+            channels: the number of channels of all keys and values together.
+            window: tokens before itself that a token attends to; None for all.
         """
         growing = scores
         # Within a window all tokens attend to equally many, so later slices cost no more.
@@ -94,7 +96,7 @@ class Load:
         }
 
     def saved(self, *parts: tuple[float, str]) -> dict[str, Any]:
-        """Return the fields of Work for activations that are kept until backward.
+        """Return the fields `held` and `copied` of Work: bytes of activations until backward.
 
         Args:
             parts: (bytes, names of the modules that save them, separated by spaces).
@@ -110,13 +112,13 @@ class Load:
         Args:
             between: features between linear layers, which sequence parallelism splits.
             inside: features within linear layers and heads, which tensor parallelism splits.
-            masked: features between them that have a byte of a dropout mask.
+            masked: features between linear layers that also have a dropout mask, a byte each.
         """
         outside = (self.element * between + masked) / self.shared
         return self.tokens * (outside + self.element * inside / self.tp)
 
 
 def norm_size(model: ModelConfig, size: int) -> int:
-    """Return the parameters of norms over `size` features."""
+    """Return the number of parameters of a norm over `size` features."""
     # LayerNorm has a bias in addition to its weight; RMSNorm has none.
     return size * (2 if model.normalization == "LayerNorm" else 1)

@@ -18,7 +18,7 @@ NUMBER = 8
 
 
 def mlp_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work of a layer's MLP, dense or of experts, with its norm."""
+    """Return the work and memory of a layer's MLP, dense or of experts, and the norm before it."""
     if model.no_mlp:
         return Work()
     if model.has_experts:
@@ -42,21 +42,26 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _matrices(model: ModelConfig) -> int:
-    """Return the number of matrices of hidden x width in a feed-forward layer."""
+    """Return the number of weight matrices of an MLP or expert: 3 with a gate, else 2."""
     return 3 if model.gated else 2
 
 
 def _parameters(model: ModelConfig, width: int) -> int:
-    """Return the parameters of a feed-forward layer, without a norm."""
+    """Return the number of parameters of an MLP or expert, without a norm.
+
+    Args:
+        width: the number of its inner channels.
+    """
     matrices = _matrices(model)
     bias = (matrices - 1) * width + model.hidden
     return model.hidden * width * matrices + bias * model.bias
 
 
 def _kept(model: ModelConfig) -> int:
-    """Return the number of tensors of its width that a feed-forward layer keeps for backward.
+    """Return the number of tensors [tokens, width] that an MLP keeps for backward.
 
-    They are the output of its first product, the input of its last, and some between.
+    They are the output of its first product, the input of its last, and some of the activation
+    function between them.
     """
     if model.swiglu:
         return 3
@@ -67,7 +72,7 @@ def _kept(model: ModelConfig) -> int:
 
 
 class _Rows(NamedTuple):
-    """Rows of a microbatch.
+    """The rows of a microbatch on one rank; a row is a token on its way to one of its experts.
 
     Attributes:
         here: rows that this rank's experts compute.
@@ -81,7 +86,7 @@ class _Rows(NamedTuple):
 
 
 def _experts(model: ModelConfig, load: Load) -> Work:
-    """Return the work of a layer's experts with their router and norm."""
+    """Return the work and memory of a layer's experts, their router, and the norm before them."""
     h = model.hidden
     experts = model.experts
     choices = model.moe_router_topk
@@ -122,7 +127,11 @@ def _experts(model: ModelConfig, load: Load) -> Work:
 
 
 def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
-    """Return where this many rows of all tensor-parallel ranks lie."""
+    """Return the rows that one rank computes, and how they come there.
+
+    Args:
+        accepted: rows of all tensor-parallel ranks that no expert drops.
+    """
     tokens = load.tokens / load.shared
     choices = model.moe_router_topk
     home = accepted / load.shared
@@ -140,7 +149,11 @@ def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
 
 
 def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str]]:
-    """Return (bytes, the modules that save them) of the tensors that are kept until backward."""
+    """Return what experts, router and norm keep until backward.
+
+    Returns: (bytes, names of the modules that save them, separated by spaces) for each group of
+        tensors.
+    """
     h = model.hidden
     again = model.recompute_moe
     # Rows that were exchanged are copies: then no expert keeps the norm's output.
@@ -160,7 +173,7 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
 
 
 def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
-    """Return the bytes of the router, of the tables of rows, and of the shared expert."""
+    """Return the bytes kept by router, shared expert, and the tables that say where rows go."""
     tokens = load.tokens / load.shared
     choices = tokens * model.moe_router_topk
     score = _score(model)
@@ -181,5 +194,5 @@ def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
 
 
 def _score(model: ModelConfig) -> int:
-    """Return the bytes of a router's score."""
+    """Return the bytes of one router score: 8 for float64, else 4."""
     return 8 if model.moe_router_dtype == "fp64" else 4

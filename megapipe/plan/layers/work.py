@@ -10,25 +10,26 @@ from megapipe.plan.layers.load import Load
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch through a piece of the model. Works of several pieces add up.
+    """The work and memory of one microbatch in a piece of the model.
 
-    Bytes are counted on one rank, parameters over all ranks that share the piece.
+    A piece is an embedding, a layer, a head, or a stage of these. Works of several pieces add up.
+    Bytes are counted on one rank, FLOPs and parameters over all ranks that split the piece.
 
     Attributes:
         f: forward, in FLOPs or any unit of time.
         b: gradient of the input.
         w: gradients of the weights.
         held: bytes kept from F to B.
-        kept: the part of these, and of what B adds to them, that stays until W.
-        parameters: how many.
-        unused: parameters that a token makes no use of.
-        experts: parameters that the ranks of expert parallelism share.
+        kept: bytes that stay until W: a part of `held`, with the tensors that B adds.
+        parameters: the number of parameters.
+        unused: parameters that a token does not use, as it goes to few experts.
+        experts: parameters that expert-parallel ranks split.
         scores_f: the part of `f` that is causal attention to all tokens before.
         scores_b: the same part of `b`.
         keys: bytes of keys and values.
         kept_keys: bytes of the keys and values of slices that `held` does not count.
         rounded: bytes of weights in eight bits, in addition to the parameters.
-        copied: the part of `held` that the chosen modules save.
+        copied: the part of `held` that the modules of --offload-modules save.
         lighter: bytes that gathered weights save where they are in eight bits.
     """
 
@@ -52,7 +53,7 @@ class Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
-        """Return one of this many equal shares of an embedding and a head."""
+        """Return the work of one of `shares` equal parts of an embedding and a head."""
         return Work(
             self.f / shares,
             self.b / shares,
@@ -63,7 +64,11 @@ class Work:
         )
 
     def in_fp8(self, load: Load) -> Work:
-        """Return this layer's work with weights quantised for the passes of a step."""
+        """Return this layer's work, with the bytes of weights that are quantised for a step.
+
+        Args:
+            load: has the ranks that split the layer, and the ranks that gather its weights.
+        """
         rounded = 0.0
         lighter = 0.0
         dense = (self.parameters - self.experts) / load.tp
@@ -85,5 +90,5 @@ class Work:
 
     @property
     def time(self) -> float:
-        """The time of all three passes."""
+        """The time of the three passes F, B and W, in the unit of `f`."""
         return self.f + self.b + self.w

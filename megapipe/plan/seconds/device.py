@@ -40,7 +40,7 @@ class Device:
 
     @property
     def links(self) -> str:
-        """Return the speeds of the links in words."""
+        """Return the bandwidths within and between nodes, and the latency, in words."""
         near = f"{self.inside / 1e9:g} GB/s among {self.node}"
         far = f"{self.outside / 1e9:g} GB/s beyond"
         return f"{near}, {far}, {self.latency * 1e6:g} us a message"
@@ -53,19 +53,23 @@ class Device:
         return f"products at {products}, {passes}, {self.links} ({self.source})"
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
-        """Return the seconds of collectives.
+        """Return the seconds that collectives or messages take.
 
         Args:
-            sent: bytes that each rank sends.
-            extent: devices from the first to the last rank, which may be far from each other.
-            calls: the number of collectives.
+            sent: bytes that each rank sends in all of them together.
+            extent: devices from the first to the last rank, which decides whether a node holds them.
+            calls: the number of collectives, each of which costs the latency.
         """
         if not sent:
             return 0.0
         return sent / self.speed(extent) + calls * self.latency
 
     def speed(self, extent: int) -> float:
-        """Return the bytes per second that a device sends to another, `extent` devices away."""
+        """Return the bytes per second that a device sends to another.
+
+        Args:
+            extent: devices from the first to the last rank, which decides whether a node holds them.
+        """
         return self.inside if extent <= self.node else self.outside
 
 

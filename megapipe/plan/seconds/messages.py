@@ -25,11 +25,11 @@ from megapipe.tensor_parallel.pieces import PIECES
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs in seconds with communication added.
 
-    Passes get their collectives of tensor, context and expert parallelism. Messages between stages
-    and, with sharded weights, gathers and reduce-scatters get times of their own.
+    Passes get the time of their tensor-, context- and expert-parallel collectives. Messages between
+    stages get times of their own, and so do gathers and reduce-scatters of sharded weights.
 
     Args:
-        costs: seconds of stages that only compute.
+        costs: the seconds of each stage's passes without communication.
     """
     means = (_mean_of_layer(costs.f, plan), _mean_of_layer(costs.b, plan))
     forward, backward = of_layer(means, config, device)
@@ -61,7 +61,12 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
 
 
 def _share_of(computed: tuple[float, ...], whole: tuple[float, ...]) -> float:
-    """Return the share of all stages' passes that is communication."""
+    """Return the fraction of the passes' time, over all stages, that is communication.
+
+    Args:
+        computed: seconds of each stage's pass without communication.
+        whole: the same with communication.
+    """
     total = sum(whole)
     return 1 - sum(computed) / total if total else 0.0
 
@@ -70,8 +75,8 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
     """Return (forward, backward): the seconds that a layer's pass waits for its collectives.
 
     Args:
-        means: the mean seconds of a layer's forward and backward. With --tp-comm-overlap they hide
-            communication.
+        means: the seconds that a layer computes, (forward, backward), as means over the layers.
+            With --tp-comm-overlap communication hides under this time.
     """
     model = config.model
     t = config.parallel.tensor_model_parallel_size
@@ -123,7 +128,7 @@ def _stage_extent(config: Config) -> int:
 
 
 def _message(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds of a message between two stages."""
+    """Return the seconds of a message between two stages: hidden states, or their gradient."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
     # With sequence parallelism each tensor-parallel rank sends its own part of the sequence.
@@ -138,7 +143,11 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
 
 
 def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
-    """Return the costs with the seconds to gather weights and to reduce-scatter gradients."""
+    """Return the costs with the seconds to gather a stage's weights and reduce-scatter its gradients.
+
+    Args:
+        costs: has the bytes that are gathered and reduced.
+    """
     n = config.weight_replicas
     extent = replicas(config)
 
@@ -152,14 +161,18 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
 
 
 def _per_stage(sizes: PerStage) -> tuple[float, ...]:
-    """Return the sizes of the stages as a tuple; one number is the size of a single stage."""
+    """Return sizes as a tuple with one for each stage. A single number means a single stage."""
     if isinstance(sizes, tuple):
         return sizes
     return (sizes,)
 
 
 def _mean_of_layer(times: PerStage, plan: Plan) -> float:
-    """Return the mean seconds of a layer's pass, with its part of embedding and head."""
+    """Return the mean seconds of a pass of one layer, which includes its part of embedding and head.
+
+    Args:
+        times: seconds of that pass on each stage.
+    """
     stages = plan.schedule.placement.chain
     layers = sum(plan.counts)
     if not isinstance(times, tuple):
@@ -169,7 +182,7 @@ def _mean_of_layer(times: PerStage, plan: Plan) -> float:
 
 
 def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) -> float:
-    """Return the part of a layer's collectives that its products do not hide.
+    """Return the seconds of a layer's collectives that its matrix products do not hide.
 
     With --tp-comm-overlap a product is computed in pieces, while the collective of another piece
     runs. The first or last piece has nothing to hide with.
@@ -199,7 +212,13 @@ def replicas(config: Config) -> int:
 
 
 def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -> PerStage:
-    """Return a share of the old times as a share of the new, longer times."""
+    """Return the fractions that attention has of the new times, if its own time stays the same.
+
+    Args:
+        share: attention's fraction of the old time of each stage.
+        old: seconds of each stage without communication.
+        new: the same with communication.
+    """
     if not isinstance(share, tuple):
         return share
     times = zip(share, old, new, strict=True)
@@ -207,7 +226,7 @@ def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -
 
 
 class OfRank(NamedTuple):
-    """The sizes that one tensor-parallel rank of a pipeline rank sums over data parallel.
+    """The parameters of one rank whose gradients are summed over data parallel.
 
     Attributes:
         dense: parameters outside experts.
@@ -221,10 +240,10 @@ class OfRank(NamedTuple):
 
 
 def sums(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds at the end of a step in which the slowest rank communicates.
+    """Return the seconds that the slowest rank communicates after the last pass of a step.
 
-    The rank sums gradients over data parallel, adds the second copy's of DualPipe, and gathers
-    the updated weights. With sharded weights, passes of the table sum and gather instead.
+    It sums gradients over data parallel, adds those of DualPipe's second copy, and gathers the
+    updated weights. With sharded weights nothing is counted, as passes of the table do both.
     """
     place = plan.schedule.placement
     tp = config.parallel.tensor_model_parallel_size
@@ -242,7 +261,11 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
 
 
 def sums_of(rows: Sequence[OfRank], config: Config, device: Device) -> float:
-    """Return the seconds in which the slowest of these ranks sums gradients and gathers weights."""
+    """Return the seconds in which the slowest of these ranks sums gradients and gathers weights.
+
+    Args:
+        rows: the parameters of each pipeline rank.
+    """
     par = config.parallel
     n = config.weight_replicas
     same = config.expert_replicas

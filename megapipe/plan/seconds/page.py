@@ -44,7 +44,7 @@ def digest(plan: Plan, config: Config) -> str:
 
 
 def page(plan: Plan, config: Config, device: Device) -> str:
-    """Return lines on the seconds of a step, on where they go, and on the assumed rates."""
+    """Return lines on the seconds of a step, their causes, and the assumed rates of the device."""
     found = numbers(timed(plan, config, device), device)
     size, _ = checkpoint_bytes(plan, config)
     parts = "  ".join(f"{name} {share:.1%}" for name, share in found["shares"].items())
@@ -59,7 +59,11 @@ def page(plan: Plan, config: Config, device: Device) -> str:
 
 
 def in_short(found: dict[str, Any]) -> str:
-    """Return seconds, tokens per second, MFU and bubble of `numbers` in a line."""
+    """Return seconds, tokens per second, MFU and bubble in a line.
+
+    Args:
+        found: the result of `numbers`.
+    """
     return (
         f"{found['seconds']:.4g} s, {found['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {found['mfu']:.1%}, bubble {found['bubble']:z.1%}"
@@ -69,9 +73,12 @@ def in_short(found: dict[str, Any]) -> str:
 def numbers(one: Timed, device: Device) -> dict[str, Any]:
     """Return the times of a plan's step.
 
+    Args:
+        one: a plan with the times of its step.
+        device: the device whose peak MFU is measured by.
     Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
-        `bubble` as a share of the step, and `shares`: the share of the step by cause. The shares
-        add up to 1.
+        `bubble` as a fraction of the step, and `shares`: the fraction of the step by cause. The
+        shares add up to 1.
     """
     config = one.config
     tokens = config.global_batch_size * config.batch.sequence

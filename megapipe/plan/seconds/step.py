@@ -51,7 +51,7 @@ class Timed:
 
     @property
     def layout(self) -> Layout:
-        """Return tp, cp, pp, micro batch, ep and etp."""
+        """Return (tp, cp, pp, micro batch size, ep, etp)."""
         return layout_of(self.config)
 
     @property
@@ -61,12 +61,15 @@ class Timed:
 
     @property
     def passes(self) -> float:
-        """Return the seconds of the step without the visible part of gradient sums and gathers."""
+        """Return the seconds of the step without its gradient sums and gathers after the passes."""
         return self.step - self.parts[SUMS]
 
 
 def layout_of(config: Config) -> Layout:
-    """Return tp, cp, pp, micro batch, ep and etp of a configuration."""
+    """Return (tp, cp, pp, micro batch size, ep, etp) of a configuration.
+
+    etp is the number of ranks that split each expert.
+    """
     par = config.parallel
     sizes = (
         par.tensor_model_parallel_size,
@@ -77,10 +80,11 @@ def layout_of(config: Config) -> Layout:
 
 
 def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> Timed:
-    """Return a plan with the times of its step under its own batch.
+    """Return a plan with the times of its step.
 
     Args:
-        sends: False leaves out the time of messages between stages.
+        config: has the batch, and whether anything is recomputed.
+        sends: whether messages between stages take time; False makes them free.
     """
     whole = plan.schedule
     alone = in_seconds(plan, config, device)
@@ -130,12 +134,16 @@ def _end(clock: Clock) -> float:
 
 
 def _busy(clock: Clock) -> float:
-    """Return the seconds in which ranks run passes, summed over ranks."""
+    """Return the seconds in which ranks run passes, summed over ranks.
+
+    Args:
+        clock: start and end of each pass of each rank.
+    """
     return sum(sum(ends) - sum(starts) for starts, ends in zip(clock.start, clock.end, strict=True))
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
-    """Return the seconds of a microbatch's work without recomputation."""
+    """Return the seconds that all stages together compute for a microbatch without recomputation."""
     model = replace(config.model, recompute_granularity=None)
     pieces = plan.pieces if model == config.model else pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
@@ -155,5 +163,5 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 
 
 def work_of(costs: Costs) -> float:
-    """Return the seconds of a microbatch's passes on all stages together."""
+    """Return the seconds of a microbatch's F, B and W, summed over the stages."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))

@@ -24,7 +24,7 @@ CHOICES = (1, 2, 4, 8, 16)
 
 
 def number_of(config: Config) -> int | None:
-    """Return the number of slices that the flag gives; None without the flag, or for `auto`.
+    """Return the number of slices that --pipeline-slices gives; None without the flag, or for `auto`.
 
     Raises: ConfigError if it is neither `auto` nor a number in range.
     """
@@ -40,16 +40,23 @@ def number_of(config: Config) -> int | None:
 
 
 def chosen(config: Config, count: int, *, always: bool = False) -> Config:
-    """Return the configuration with this many slices in the place of `auto`, or always."""
+    """Return the configuration with `count` slices if --pipeline-slices is `auto`.
+
+    Args:
+        always: replace any value of the flag, and not `auto` alone.
+    """
     if config.parallel.pipeline_slices != AUTO and not always:
         return config
     return config.with_fields(pipeline_slices=str(count))
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the fitting plan with the number of slices that takes least simulated time.
+    """Return the plan with the number of slices of least makespan, if --pipeline-slices is `auto`.
 
-    Raises: ConfigError or ScheduleError if there is none, as for whole microbatches.
+    Args:
+        planned: makes the plan of a configuration with a fixed number of slices.
+    Returns: None if the flag is not `auto`.
+    Raises: ConfigError or ScheduleError of the first number, if no number has a plan.
     """
     if config.parallel.pipeline_slices != AUTO:
         return None
@@ -67,7 +74,7 @@ def _best(config: Config, planned: Planner) -> Plan | None:
 
 
 def cuts_of(config: Config) -> tuple[int, ...]:
-    """Return the lengths of a microbatch's slices in tokens; none where it stays whole.
+    """Return the lengths of a microbatch's slices in tokens; empty where it is not cut.
 
     Raises: ConfigError if the sequence cannot be cut so.
     """
@@ -83,7 +90,10 @@ def cuts_of(config: Config) -> tuple[int, ...]:
 
 
 def own_slices(config: Config) -> tuple[tuple[str, int], ...]:
-    """Return the options of a schedule that is named for its slices: their number, if given."""
+    """Return (("slices", number),) for a schedule that always cuts microbatches in slices.
+
+    It is empty for other schedules, and without --pipeline-slices.
+    """
     count = number_of(config)
     if count is None or _of_slices(config) is None:
         return ()
@@ -95,7 +105,10 @@ def _of_slices(config: Config) -> Entry | None:
 
 
 def in_words(schedule: Schedule) -> str:
-    """Return the end of a table's name that gives its slices; empty for whole microbatches."""
+    """Return text to append to a schedule's name: the number and sizes of its slices.
+
+    It is empty for microbatches that are not cut.
+    """
     if not schedule.cuts:
         return ""
     most = max(schedule.cuts)
@@ -109,7 +122,10 @@ def in_words(schedule: Schedule) -> str:
 # Each table of a plan asks, and slices of equal work take a search.
 @lru_cache(maxsize=32)
 def lengths(config: Config) -> tuple[int, ...]:
-    """Return the tokens of each slice. Raises: ConfigError if the sequence cannot be cut so."""
+    """Return the tokens of each slice, by --pipeline-slices and --pipeline-slice-cuts.
+
+    Raises: ConfigError if the sequence cannot be cut so.
+    """
     par = config.parallel
     length = config.batch.seq_length or 0
     count = number_of(config) or 1
@@ -138,7 +154,7 @@ def lengths(config: Config) -> tuple[int, ...]:
 
 
 def costs_of_layers(config: Config) -> Costs:
-    """Return the work of all layers, with attention's share of each pass."""
+    """Return the FLOPs of F, B and W of all layers together, with attention's fraction of each pass."""
     length = config.batch.seq_length or 1
     # A ratio of FLOPs is the same on every rank, for any microbatch and type.
     load = Load(length, length, config.parallel.tensor_model_parallel_size, 1, 4, False)
