@@ -13,7 +13,7 @@ from megapipe.schedule import SCHEDULES
 
 
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
-    """Return a configuration for the other checks, and the problems of the batch's flags.
+    """Return (a configuration for the other checks, the problems of the batch's flags).
 
     If there are problems, its batch is one microbatch per data-parallel rank.
     """
@@ -25,7 +25,7 @@ def sound_batch(config: Config) -> tuple[Config, list[str]]:
 
 
 def batch_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of the sizes of the run, at most three, and of its evaluations."""
+    """Yield the problems of the batch sizes, at most three, and of the evaluations' batch."""
     wrong: dict[str, None] = {}
     # Reversed, so that the smallest size of each kind stays.
     smallest = {_kind(config, size): size for size in reversed(config.batch_sizes.distinct)}
@@ -55,10 +55,14 @@ def batch_problems(config: Config) -> Iterator[str]:
 
 
 def _kind(config: Config, size: int) -> tuple[int, int]:
-    """Return a key that is equal for sizes which a named schedule accepts or refuses together.
+    """Return a key that is equal for batch sizes that a schedule accepts or refuses together.
 
-    A schedule may demand a least number of microbatches, at most 2p, and a multiple of p or 2. So
-    only the smallest size of each kind is checked in a batch that grows.
+    A schedule may demand a least number of microbatches, at most 2p, and a multiple of p or 2; p
+    is the number of pipeline ranks. So a batch that grows is checked at the smallest size of each
+    kind.
+
+    Args:
+        size: the batch size in sequences.
     """
     count, rest = divmod(size, config.batch.micro_batch * config.data_parallel_size)
     twice = 2 * config.parallel.pipeline_model_parallel_size
@@ -70,7 +74,12 @@ def _kind(config: Config, size: int) -> tuple[int, int]:
 
 
 def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
-    """Yield the problems of a constant batch. whole, micro: the flags that give its sizes."""
+    """Yield the problems of a constant batch.
+
+    Args:
+        whole: the flag that gives the batch size.
+        micro: the flag that gives the size of a microbatch.
+    """
     batch = config.global_batch_size
     share = config.batch.micro_batch * config.data_parallel_size
     if batch % share:

@@ -13,7 +13,10 @@ WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def context_problems(config: Config) -> Iterator[str]:
-    """Yield sequences that do not divide, and an exchange that is unknown or does not fit."""
+    """Yield problems of context parallelism.
+
+    They are sequences that do not divide, and a --cp-comm-type that is unknown or does not fit.
+    """
     c = config.parallel.context_parallel_size
     ways = config.model.cp_comm_type
     if len(ways) != 1:
@@ -45,7 +48,7 @@ def context_problems(config: Config) -> Iterator[str]:
 
 
 def _heads(config: Config) -> Iterator[str]:
-    """Yield the problems of every layer's heads."""
+    """Yield problems of each layer's heads, which --cp-comm-type a2a divides among ranks."""
     tp = config.parallel.tensor_model_parallel_size
     c = config.parallel.context_parallel_size
     model = config.model

@@ -19,7 +19,7 @@ _INSTEAD = {
 
 
 def expert_problems(config: Config) -> Iterator[str]:
-    """Yield all problems of the experts."""
+    """Yield all problems of the flags of mixture-of-experts layers."""
     model = config.model
     upcycled = config.checkpoint.moe_use_upcycling
     if not model.has_experts:
@@ -36,7 +36,10 @@ def expert_problems(config: Config) -> Iterator[str]:
 
 
 def _mapping(config: Config) -> Iterator[str]:
-    """Yield an order of ranks that gives a rank two places in the pipeline."""
+    """Yield the problem of experts whose ranks do not fit the order of --use-tp-pp-dp-mapping.
+
+    One rank would have two places in the pipeline.
+    """
     par = config.parallel
     of_layer = par.tensor_model_parallel_size * par.context_parallel_size
     of_experts = par.etp * par.expert_model_parallel_size
@@ -56,7 +59,7 @@ def _mapping(config: Config) -> Iterator[str]:
 
 
 def _layers(model: ModelConfig) -> Iterator[str]:
-    """Yield a --moe-layer-freq that cannot be read, or does not fit the layers."""
+    """Yield the problem of a --moe-layer-freq that cannot be read, or does not fit the layers."""
     text = model.moe_layer_freq
     layers = model.num_layers
     try:
@@ -82,7 +85,11 @@ def _layers(model: ModelConfig) -> Iterator[str]:
 
 
 def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
-    """Yield problems of the number of experts per token."""
+    """Yield problems of --moe-router-topk, the number of experts of a token.
+
+    Args:
+        upcycled: the experts are made from a dense model, by --moe-use-upcycling.
+    """
     k = model.moe_router_topk
     experts = model.experts
     if k > experts:
@@ -100,7 +107,7 @@ def _choice(model: ModelConfig, upcycled: bool) -> Iterator[str]:
 
 
 def _groups(model: ModelConfig) -> Iterator[str]:
-    """Yield the first problem of groups of experts."""
+    """Yield the first problem of groups of experts, by --moe-router-num-groups and its like."""
     k = model.moe_router_topk
     experts = model.experts
     groups = model.moe_router_num_groups
@@ -146,7 +153,10 @@ def _balance(model: ModelConfig) -> Iterator[str]:
 
 
 def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield a capacity that drops every token, or leaves an expert less than one."""
+    """Yield the problem of a --moe-expert-capacity-factor that is too small.
+
+    It drops every token, or leaves an expert less than one.
+    """
     factor = model.moe_expert_capacity_factor
     if factor is None or factor < 0:
         return
@@ -167,7 +177,7 @@ def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def _split(config: Config) -> Iterator[str]:
-    """Yield problems of the split of experts over ranks."""
+    """Yield problems of the split of experts over expert- and tensor-parallel ranks."""
     model = config.model
     par = config.parallel
     world = config.world_size
@@ -232,7 +242,7 @@ def _widths(config: Config) -> Iterator[str]:
 
 
 def _upcycling(config: Config) -> Iterator[str]:
-    """Yield settings with which the model would not begin as the dense one."""
+    """Yield flags with which experts made from a dense model would not compute the same as it."""
     model = config.model
     name = "--moe-use-upcycling"
     granularity = "--moe-upcycling-granularity"
@@ -287,9 +297,13 @@ def _upcycling(config: Config) -> Iterator[str]:
 
 
 def _cut_copies(model: ModelConfig, slices: int) -> Iterator[str]:
-    """Yield groups that have some slices of an MLP's copy, but not all.
+    """Yield the problem of router groups that separate experts which must be chosen together.
 
-    The slices of a copy are the MLP only if a token chooses them together.
+    Upcycling cuts each copy of the dense MLP into experts. They equal the MLP only if a token
+    chooses all of a copy.
+
+    Args:
+        slices: the number of experts into which a copy is cut.
     """
     groups = model.moe_router_num_groups
     chosen = model.moe_router_group_topk

@@ -9,7 +9,7 @@ from megapipe.config import Config, ModelConfig
 
 
 def fp8_problems(config: Config) -> Iterator[str]:
-    """Yield the problems of a model in FP8, or of one of its layers.
+    """Yield the problems of FP8 with the widths of the model, or of one of its layers.
 
     GPUs multiply 16 numbers at a time, and with mxfp8 32.
     """
@@ -42,9 +42,12 @@ def fp8_problems(config: Config) -> Iterator[str]:
 
 
 def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Yield (flag, width, ranks that split it) of each side of a product.
+    """Yield (flag, width, ranks that split it) of each dimension of a matrix product.
 
-    The width is None where its flag was not given. at_once: the multiple that a GPU needs.
+    The width is None where its flag was not given.
+
+    Args:
+        at_once: each width must be a multiple of this number.
     """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
@@ -60,7 +63,12 @@ def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int
 
 
 def _heads(model: ModelConfig, tp: int, at_once: int) -> Iterator[tuple[str, int | None, int]]:
-    """Yield the widths of attention, as `_widths` does."""
+    """Yield (flag, width, ranks that split it) of the dimensions of attention's products.
+
+    Args:
+        tp: the number of tensor-parallel ranks.
+        at_once: each width must be a multiple of this number.
+    """
     heads = model.num_attention_heads
     if model.multi_latent_attention:
         yield "--q-lora-rank", model.q_lora_rank, 1

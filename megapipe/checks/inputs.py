@@ -35,7 +35,7 @@ def data_problems(config: Config, *, own_data: bool = False) -> Iterator[str]:
 
 
 def path_problems(config: Config) -> Iterator[str]:
-    """Yield files and folders that cannot be read or written. The tokenizer's are not checked."""
+    """Yield problems of files and folders that cannot be read or written, but the tokenizer's."""
     data = config.data
     load = config.checkpoint.load
     save = config.checkpoint.save
@@ -72,7 +72,7 @@ def _installed(package: str) -> bool:
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield a --save-retain-interval at whose steps nothing is saved."""
+    """Yield the problem of a --save-retain-interval at whose steps nothing is saved."""
     every = config.checkpoint.save_interval
     kept = config.checkpoint.save_retain_interval
     if every and kept and kept % every:
@@ -85,7 +85,7 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
 
 
 def profile_problems(config: Config) -> Iterator[str]:
-    """Yield an empty profile, and ranks that do not exist."""
+    """Yield problems of the profiler's flags: no step to profile, or ranks that do not exist."""
     log = config.log
     if not (log.profile and log.use_pytorch_profiler):
         return
@@ -117,7 +117,11 @@ def _iterations(config: Config) -> int | None:
 
 
 def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
-    """Yield settings that this machine cannot run. has_cuda: whether torch can use a GPU."""
+    """Yield settings that this machine cannot run.
+
+    Args:
+        has_cuda: whether torch can use a GPU.
+    """
     attention = config.model.attention_backend
     window = config.model.window_size
     gloo = config.parallel.distributed_backend == "gloo"
@@ -157,7 +161,10 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
 
 
 def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """Return the result of a function of another room, or None and the problems that it raises."""
+    """Return the result of a function, or the texts of the ConfigError or ScheduleError in it.
+
+    Returns: (result, []) or (None, texts).
+    """
     try:
         return question(), []
     except UserError as error:
@@ -165,5 +172,5 @@ def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def ask(question: Callable[[], object]) -> list[str]:
-    """Return the problems that a function of another room raises."""
+    """Call a function and return the texts of the error that it raises; [] for none."""
     return answer(question)[1]

@@ -18,7 +18,7 @@ _ON_A_CPU = (
 
 
 def on_cpus(config: Config) -> Config:
-    """Return the configuration that a torch without CUDA can run.
+    """Return the configuration with flags for GPUs replaced, for a torch without CUDA.
 
     Its `noop_flags` have a line about each flag that was replaced.
     """

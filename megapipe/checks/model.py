@@ -12,7 +12,7 @@ _WINDOW = re.compile(r"\(?(\d{1,9}|-1), *(0|-1)\)?")
 
 
 def variant_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield a --window-size that cannot be read."""
+    """Yield the problem of a --window-size that cannot be read."""
     if model.window_size is not None and not _WINDOW.fullmatch(model.window_size):
         yield (
             f"--window-size {model.window_size}: two numbers LEFT,RIGHT, and a causal model has "
@@ -21,7 +21,7 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def latent_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield problems of the rotation in latent attention: an odd width, or its base."""
+    """Yield problems of rotary positions in multi-latent attention: an odd width, or its base."""
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim
     # As in Megatron-LM, YaRN rotates all of these channels.
@@ -41,7 +41,11 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def offload_problems(model: ModelConfig, modules: Sequence[str]) -> Iterator[str]:
-    """Yield parts of --offload-modules that the model does not have, or that keep nothing."""
+    """Yield problems of --offload-modules: parts that the model lacks, or that keep nothing.
+
+    Args:
+        modules: the value of the flag.
+    """
     given = f"--offload-modules {' '.join(modules)}"
     of_experts = [name for name in ("expert_fc1", "moe_act") if name in modules]
     names = " and ".join(of_experts)
@@ -62,7 +66,7 @@ def offload_problems(model: ModelConfig, modules: Sequence[str]) -> Iterator[str
 
 
 def recompute_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield parts of --recompute-modules that the model does not have."""
+    """Yield the problem of --recompute-modules with parts that the model does not have."""
     modules = model.recompute_modules
     if model.recompute_granularity == "full" or not model.recompute_selective:
         return

@@ -9,9 +9,10 @@ from megapipe.config.notes import Range, Required, flag, note_of, typed
 
 
 def check_numbers(config: Config) -> tuple[Config, list[str]]:
-    """Return the problems of single values, and a configuration for the other checks.
+    """Check each flag's value by itself, without regard to the others.
 
-    In that configuration each wrong value is replaced by its default.
+    Returns: (the configuration with each wrong value at its default, the problems). The other
+        checks take that configuration.
     """
     problems = []
     sections = [name for name, part in vars(config).items() if is_dataclass(part)]
@@ -36,7 +37,7 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
 
 
 def division(value: int, by: int) -> str:
-    """Return a division with its remainder, as 30 = 4 x 7 + 2."""
+    """Return a division with its remainder as text, such as 30 = 4 x 7 + 2."""
     return f"{value} = {by} x {value // by} + {value % by}"
 
 
@@ -46,7 +47,7 @@ def divisors(value: int) -> list[int]:
 
 
 def near(value: int, multiple_of: int) -> str:
-    """Return the multiples above 0 next to a value: the one below and the one above."""
+    """Return the two multiples next to a value as text: below, if above 0, and above it."""
     low = value // multiple_of * multiple_of
     # 0 would be a remedy that the next start refuses.
     return f"{low} or {low + multiple_of}" if low else str(multiple_of)

@@ -23,7 +23,7 @@ FORWARDS = 500_000
 
 
 def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]:
-    """Yield the problems of the pipeline's flags.
+    """Yield the problems of the flags of schedule, stages and split.
 
     Args:
         microbatches: per step and data-parallel rank; None if the batch is not known.
@@ -74,7 +74,10 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
-    """Return the error for a step whose table would take minutes to make, None for others."""
+    """Return the error if a step has too many forwards, whose table would take minutes to make.
+
+    Returns None if it has few enough.
+    """
     count = forwards(config, microbatches)
     if count <= FORWARDS:
         return None
@@ -87,14 +90,26 @@ def table_problem(config: Config, microbatches: int) -> str | None:
 
 
 def _named(schedule: str, text: str) -> str:
-    """Return a sentence that begins with the flag and names the schedule once."""
+    """Return the text of a problem as a sentence that begins with --pipeline-schedule.
+
+    Args:
+        schedule: the schedule's name, which then is there once.
+        text: may begin with the name.
+    """
     if text.startswith(schedule):
         return f"--pipeline-schedule {text}"
     return f"--pipeline-schedule {schedule}: {text}"
 
 
 def _remedy(config: Config, name: str, microbatches: int | None) -> str:
-    """Return where the numbers come from that a schedule refuses, and for a file what fits it."""
+    """Return the end of an error about a number of microbatches that a schedule refuses.
+
+    It says which flags make the number, and for a schedule file which value fits the file.
+
+    Args:
+        name: the schedule's name.
+        microbatches: the number; None if it is not known, for an empty text.
+    """
     if microbatches is None:
         return ""
     pp = config.parallel.pipeline_model_parallel_size
@@ -118,7 +133,13 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
 
 
 def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """Yield problems of --vocab-parallel-pipeline: passes that a table already has, and rows."""
+    """Yield problems of --vocab-parallel-pipeline, which splits the vocabulary over pipeline ranks.
+
+    They are a table that has such passes already, and rows that do not divide.
+
+    Args:
+        name: the schedule's name.
+    """
     par = config.parallel
     model = config.model
     flag = "--vocab-parallel-pipeline"
@@ -146,7 +167,11 @@ def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterato
 
 
 def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[str]:
-    """Yield problems of multi-token prediction with the layout or with the schedule."""
+    """Yield problems of multi-token prediction with the layout or with the schedule.
+
+    Args:
+        name: the schedule's name.
+    """
     place = schedule.placement
     unfit = ask(lambda: ranks_of_depths(config, place))
     yield from unfit
@@ -173,9 +198,10 @@ def _depth_problems(config: Config, name: str, schedule: Schedule) -> Iterator[s
 
 
 def _twin_problems(name: str, place: Placement) -> Iterator[str]:
-    """Yield the first problem of copies of the model that training cannot keep equal.
+    """Yield the first problem of a schedule with two copies of the model, as in DualPipe.
 
-    The schedules of the catalogue have none; one from a file may.
+    Training keeps two copies equal if they lie on mirrored ranks. The schedules of the catalogue
+    have no problem; one from a file may.
     """
     if place.num_chains > 2:
         yield (
@@ -206,7 +232,11 @@ def _twin_problems(name: str, place: Placement) -> Iterator[str]:
 
 
 def _reschedule_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
-    """Yield problems of --reschedule-after: two copies of the model, or too short a run."""
+    """Yield problems of --reschedule-after: two copies of the model, or too short a run.
+
+    Args:
+        name: the schedule's name.
+    """
     after = config.parallel.reschedule_after
     if after is None:
         return

@@ -22,7 +22,9 @@ _ROWS = tuple(_rows())
 
 
 def refusals(config: Config, *, of_layer: bool = False) -> Iterator[str]:
-    """Yield the sentence of each note that refuses these flags, in the order of the fields.
+    """Yield an error for each combination of flags that a note of a field refuses.
+
+    Notes stand in the annotations of configuration fields.
 
     Args:
         of_layer: the model is one layer's, such as a dense layer of a model with experts. Demands
@@ -43,7 +45,7 @@ def refusals(config: Config, *, of_layer: bool = False) -> Iterator[str]:
 
 
 def _given(section: Any) -> Iterator[tuple[str, str]]:
-    """Yield the fields that differ from their defaults, each with its flag as typed."""
+    """Yield (field, its flag and value as typed) of a section's fields that are not at defaults."""
     for field in fields(section):
         value = getattr(section, field.name)
         if value != field.default:

@@ -72,7 +72,11 @@ def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Token
 
 
 def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
-    """Return the problems of the flags alone, on any machine. own_data: as in `validate`."""
+    """Return the problems of the flags alone, on any machine.
+
+    Args:
+        own_data: whether the program gives its own data sets.
+    """
     # Each wrong value is at its default from here on. One typing error then gives one line and not
     # a dozen.
     sound, problems = check_numbers(config)
@@ -97,7 +101,11 @@ def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
 
 
 def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]:
-    """Return the problems of the embedding with the tokenizer, none if it could not be read."""
+    """Return the problems of the size of the embedding for this tokenizer.
+
+    Args:
+        tokenizer: None if it could not be read; then there are none.
+    """
     sound, _ = check_numbers(config)
     # With wrong numbers at their defaults the tokenizer would be another one.
     if tokenizer is None or sound.data != config.data:
@@ -106,7 +114,11 @@ def tokenizer_problems(config: Config, tokenizer: Tokenizer | None) -> list[str]
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
-    """Yield an embedding with fewer rows than ids, or that tensor-parallel ranks cannot split."""
+    """Yield the problem of an embedding with too few rows, or with rows that do not divide.
+
+    Args:
+        vocab_size: the number of ids of the tokenizer.
+    """
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
     rows = model.padded_vocab(vocab_size)
@@ -130,7 +142,7 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Problems:
 
 
 def _model(config: Config) -> Problems:
-    """Yield widths, heads and positions that do not fit each other or the ranks."""
+    """Yield problems of widths, heads and positions that do not fit each other or the ranks."""
     m = config.model
     tp = config.parallel.tensor_model_parallel_size
     length = config.batch.seq_length
@@ -207,7 +219,10 @@ def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
 
 
 def _overrides(config: Config) -> Problems:
-    """Yield the problems of layers that differ. Of equal layers the first is named."""
+    """Yield the problems of layers that --per-layer-overrides changes.
+
+    Of equal layers the first is named.
+    """
     model = config.model
     if model.per_layer_overrides is None or model.num_layers is None:
         return
@@ -228,7 +243,10 @@ def _overrides(config: Config) -> Problems:
 
 
 def _length(config: Config) -> Problems:
-    """Yield a missing length of the run, and lengths that count in other units."""
+    """Yield problems of the length of the run: none is given, or others count in another unit.
+
+    The units are iterations and samples.
+    """
     batch = config.batch
     if batch.train_iters is None and batch.train_samples is None:
         yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
@@ -245,7 +263,10 @@ def _length(config: Config) -> Problems:
 
 
 def _layout(config: Config) -> Problems:
-    """Yield problems of world size, batch, schedule and layers; each needs the one before."""
+    """Yield problems of world size, batch, schedule and layers.
+
+    Where the world size is wrong, schedule and layers are checked with a suitable batch.
+    """
     par = config.parallel
     tp = par.tensor_model_parallel_size
     pp = par.pipeline_model_parallel_size
@@ -271,7 +292,7 @@ def _layout(config: Config) -> Problems:
 
 
 def _learning_rate(config: Config) -> Problems:
-    """Yield rates above the peak, and a curve that does not fit the run."""
+    """Yield problems of learning rates above the peak, and of a curve that does not fit the run."""
     flags = config.optimizer
     batch = config.batch
     peak = flags.lr
@@ -293,7 +314,7 @@ def _learning_rate(config: Config) -> Problems:
 
 
 def _up(value: int, to: int) -> int:
-    """Round up to a multiple of `to`."""
+    """Return the value rounded up to a multiple of `to`."""
     return -(-value // to) * to
 
 
@@ -311,7 +332,10 @@ def _widths(config: Config) -> dict[str, int]:
 
 
 def _tensor_sizes(config: Config) -> list[int]:
-    """Return the tensor-parallel sizes that fit the widths, and the processes if any does."""
+    """Return the tensor-parallel sizes that divide all widths of the model.
+
+    Only sizes that suit the number of processes are returned, if there are any.
+    """
     widths = _widths(config).values() or (1,)
     fits = divisors(gcd(config.world_size, *widths))
     pp = config.parallel.pipeline_model_parallel_size
@@ -319,7 +343,10 @@ def _tensor_sizes(config: Config) -> list[int]:
 
 
 def _layouts(config: Config) -> str:
-    """Return tensor x pipeline sizes that suit processes and model, at most six, largest first."""
+    """Return text with the tensor x pipeline sizes that suit processes and model.
+
+    They are at most six, largest first.
+    """
     world = config.world_size
     layers = config.model.num_layers or 1
     sizes = [(t, p) for t in _tensor_sizes(config) for p in divisors(gcd(world // t, layers))]

@@ -10,7 +10,7 @@ from megapipe.schedule import Schedule
 
 
 def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
-    """Yield flags that do not go with slices, each with a remedy.
+    """Yield problems of flags that do not go with microbatches cut in slices, each with a remedy.
 
     Args:
         name: the schedule's name.

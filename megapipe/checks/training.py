@@ -10,7 +10,7 @@ from megapipe.optim.rules import find_rule, rounding_problem, split_problem
 
 
 def training_problems(config: Config) -> Iterator[str]:
-    """Yield settings that have no effect or contradict each other."""
+    """Yield the problems of flags that have no effect together or contradict each other."""
     length = config.batch.seq_length
     tp = config.parallel.tensor_model_parallel_size
     if config.model.sequence_parallel and length and length % tp:

@@ -84,15 +84,18 @@ class Row:
     """The measurements of one schedule, as medians over the steps.
 
     Attributes:
-        pp: the number of ranks.
+        pp: the number of pipeline ranks.
+        schedule: its name.
         loss: the loss of the last step.
-        bubble: mean share of the passes' time in which a rank runs no pass.
+        step_ms: milliseconds of a step.
+        tokens_per_s: tokens of a step per second, of all ranks together.
+        bubble: mean fraction of the passes' time in which a rank runs no pass.
         bubble_predicted: the same, predicted from the plan's FLOPs.
-        mib: most activation that a rank's autograd graphs hold at once, each storage once.
+        mib: most MiB of activations that a rank's autograd graphs hold at once.
         mib_predicted: the same, by the plan.
         sent_mib: MiB that all ranks send in one step.
-        most: share of the time in which the rank that waits most is idle. It is the sum of the next
-            four fields.
+        most: fraction of the time in which the rank that waits most is idle. It is the sum of the
+            next four fields, which are fractions too.
         table: idle because of the table, where all stages take the same time.
         stages: idle because stages take different times.
         messages: idle while waiting for messages. Below 0, the rank waited less than the other
@@ -216,7 +219,12 @@ def _config(name: str, pp: int, flags: Flags) -> Config:
 
 
 def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
-    """Train all runs one after another, as one of their ranks. Return a row for each run."""
+    """Train all runs one after another, as one of their ranks. Return a row for each run.
+
+    Args:
+        runs: (configuration, plan) of each run.
+        steps: the number of measured steps of each run.
+    """
     # The log lines of the trainings would hide the table.
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     # Mesh and data are the same under every schedule.
@@ -229,7 +237,10 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 
 
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
-    """Train one warm-up step and `steps` measured steps. Return the row, equal on all ranks."""
+    """Train one warm-up step and `steps` measured steps.
+
+    Returns: the row of the table, which is equal on all ranks.
+    """
     training = Training(
         config, mesh, gpt_provider, forward_step, data, VOCAB, time.monotonic(), plan=plan
     )
@@ -278,7 +289,11 @@ def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps:
 
 
 def _bubble(ranks: list[list[Ran]]) -> float:
-    """Return the mean share of a step's passes in which a rank runs no pass."""
+    """Return the mean fraction of a step's passes in which a rank runs no pass.
+
+    Args:
+        ranks: the passes of each rank, with their times.
+    """
     # From the first pass of any rank to the last pass of any rank.
     span = max(row[-1].end for row in ranks) - min(row[0].begin for row in ranks)
     return 1 - sum(spent(row).busy for row in ranks) / span / len(ranks)
@@ -304,7 +319,7 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     """Return a markdown table with a line for each row.
 
     Args:
-        columns: COLUMNS, or COLUMNS and WHY.
+        columns: the title of each column by the field of Row: COLUMNS, or COLUMNS and WHY.
     """
     right_aligned = "---:|" * (len(columns) - 2)
     lines = [f"| {' | '.join(columns.values())} |", f"|---:|---|{right_aligned}"]
@@ -320,10 +335,13 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
 
 
 def draw(rows: list[Row], files: Files) -> dict[Path, bytes]:
-    """Return the files of a figure with a bar for the step of each row.
+    """Return a bar chart of the step times, as the content of each file to write.
 
     The lighter part of a bar is the time that ranks wait. A mark shows where the waiting was
     predicted to begin.
+
+    Args:
+        files: the paths and the size of the figure, by the flags.
     """
     about = (
         "The same small GPT under every schedule, ranks as processes of one machine: the time of a "

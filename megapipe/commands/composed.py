@@ -55,12 +55,12 @@ _OF_SEARCH = ("placement", "objective", "effort")
 
 @dataclass(frozen=True)
 class Composed:
-    """The table of `show`.
+    """The schedule table that `megapipe schedules show` draws.
 
     Attributes:
         recipe: the recipe that the flags ask for.
         built: the tables that were made on the way.
-        schedule: the finished table, with the passes around the step.
+        schedule: the finished table, with optimizer and gradient passes around the step.
         notes: a line for each flag whose passes the file already has.
     """
 
@@ -71,11 +71,10 @@ class Composed:
 
 
 def composed(args: argparse.Namespace) -> Composed:
-    """Build the table that the flags of `show` ask for.
+    """Build the schedule table that the flags `args` of `show` ask for.
 
     `args` is changed. Its costs get the numbers that other flags state. If --memory has a limit for
     each rank, the largest remains. A flag is cleared if the file already has its passes.
-
     Raises: ScheduleError for flags that contradict each other, and for a table that cannot be
         built. If memory is the problem, the error says how much is enough.
     """
@@ -138,10 +137,11 @@ def _check_room(table: Schedule, args: argparse.Namespace) -> None:
 
 
 def refuse_idle(args: argparse.Namespace, own: Mapping[str, object]) -> None:
-    """Refuse flags without effect: flags that `show` and `compare` share, and the command's own.
+    """Refuse flags that have no effect, or contradict each other.
 
     Args:
-        own: for the command's own flags, a sentence for each mistake, and whether it was made.
+        args: the parsed flags of `show` or `compare`.
+        own: checks of the command's own flags: {sentence of the error: whether it applies}.
     Raises: ScheduleError with the sentence of every mistake.
     """
     copies = args.copies or args.copy_ratio
@@ -177,7 +177,11 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 
 def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
-    """Return the recipe `order` with depths, vocabulary, copies, shards and step of the flags."""
+    """Return the recipe of an order of passes with the parts that flags add to it.
+
+    They are depths of prediction, split vocabulary, copies to the host, shards, and passes around
+    a step.
+    """
     offload = None
     if args.copies or args.copy_ratio:
         # --copy-ratio alone copies wherever a copy is in time. --solve chooses what fits.
@@ -202,7 +206,7 @@ def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
 
 
 def _step(args: argparse.Namespace) -> StepPasses:
-    """Return the passes around the step that --step and --post-validation ask for."""
+    """Return the passes outside forward and backward that --step and --post-validation ask for."""
     if isinstance(args.step, StepPasses):
         return args.step
     if args.step is None and not args.post_validation:
@@ -212,10 +216,7 @@ def _step(args: argparse.Namespace) -> StepPasses:
 
 
 def stated(costs: Costs, args: argparse.Namespace) -> Costs:
-    """Return the costs with the numbers of the flags that add passes.
-
-    These are --vocabulary, --shard, --step and --copy-ratio.
-    """
+    """Return the costs with the numbers of --vocabulary, --shard, --step and --copy-ratio."""
     numbers = {**(args.vocabulary or {}), **(args.shard or {})}
     # --step may name passes, and then has no numbers.
     if not isinstance(args.step, StepPasses):
@@ -230,8 +231,8 @@ def stated(costs: Costs, args: argparse.Namespace) -> Costs:
 def _only_costs(args: argparse.Namespace) -> list[str]:
     """Clear each flag whose passes the file already has. Return a line for each of these flags.
 
-    Their numbers must have been taken by `stated` before. So `show` reads the file that it has
-    written with the flags that it was written with.
+    So `show` reads the file that it has written with the flags that it was written with. The
+    numbers of these flags must have been put into the costs before, by `stated`.
     """
     notes: list[str] = []
     given = [flag for flag in _PASSES if getattr(args, flag) is not None]
@@ -248,7 +249,7 @@ def _only_costs(args: argparse.Namespace) -> list[str]:
 
 
 def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return the values of these flags, without the flags that were not given."""
+    """Return the values of the flags in `names` by name, without flags that were not given."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -305,7 +306,7 @@ def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
 
 
 def _sliced(args: argparse.Namespace) -> Recipe:
-    """Return the recipe of the order with its microbatches in slices.
+    """Return the recipe of the order, with microbatches that are cut in slices.
 
     Raises: ScheduleError for flags of a search, and for a schedule that cannot be cut.
     """
@@ -333,11 +334,9 @@ def _sliced(args: argparse.Namespace) -> Recipe:
 
 
 def _with_searches(recipe: Recipe, args: argparse.Namespace) -> Recipe:
-    """Return the recipe with the tables of further searches, if zb-auto has --pairs or --solve.
+    """Return the recipe with further searches to make, if zb-auto has --pairs or --solve.
 
-    --pairs searches for the order and its pairs together. --solve also tries the orders of the
-    catalogue. Other recipes are returned as they are.
-
+    --pairs searches for order and pairs together. --solve also tries the orders of the catalogue.
     Raises: ScheduleError for flags that narrow the choice of --solve.
     """
     if recipe.search is None or recipe.cuts:
@@ -379,10 +378,7 @@ def cutting(args: argparse.Namespace) -> Cutting:
 
 
 def _remedied(error: ScheduleError, args: argparse.Namespace) -> str:
-    """Return the text of an error, with the memory that is enough if memory was the problem.
-
-    A single problem stands on the line of its headline.
-    """
+    """Return the text of an error, and of --memory that is enough if memory was the problem."""
     text = str(error)
     problems = text.split("\n  ")
     single = len(problems) == 2

@@ -189,7 +189,13 @@ def _convert(flags: Flags) -> None:
 
 
 def _import(flags: Flags, theirs: Path, ours: Path) -> Converted:
-    """Import the model or checkpoint in the folder `theirs` into checkpoints in `ours`."""
+    """Import a model of Hugging Face or a checkpoint of Megatron-LM.
+
+    Args:
+        theirs: the folder to read.
+        ours: the folder for megapipe's checkpoints.
+    Returns: the result, for `check` and the report.
+    """
     if flags.from_megatron:
         return import_megatron(
             theirs,
@@ -208,7 +214,13 @@ def _import(flags: Flags, theirs: Path, ours: Path) -> Converted:
 
 
 def _export(flags: Flags, ours: Path, theirs: Path) -> Converted:
-    """Export the checkpoint in the folder `ours` to the new folder `theirs`."""
+    """Export a checkpoint of megapipe to Hugging Face or Megatron-LM.
+
+    Args:
+        ours: the folder of the checkpoint.
+        theirs: the new folder to write.
+    Returns: the result, for `check` and the report.
+    """
     if flags.to_huggingface:
         # Without a folder the import's config.json is taken, if the checkpoint is of an import.
         companion = None
@@ -234,7 +246,7 @@ def _export(flags: Flags, ours: Path, theirs: Path) -> Converted:
 
 
 def _dtype(flags: Flags) -> torch.dtype | None:
-    """Return the type of the weights that --dtype names; None for auto."""
+    """Return the dtype of the weights that --dtype names; None for auto."""
     if flags.dtype == "auto":
         return None
     dtype: torch.dtype = getattr(torch, flags.dtype)
@@ -242,7 +254,10 @@ def _dtype(flags: Flags) -> torch.dtype | None:
 
 
 def _sizes(flags: Flags) -> Sizes:
-    """Return the sizes and layers of the run of Megatron-LM that will load the export."""
+    """Return the parallel sizes and the layer implementation of the run that will load the export.
+
+    That run is Megatron-LM's.
+    """
     return Sizes(
         flags.target_tensor_parallel_size,
         flags.target_pipeline_parallel_size,
@@ -290,7 +305,7 @@ def check(theirs: Path, ours: Path, done: Converted) -> None:
 
 
 def _bar() -> Callable[[int, int], None]:
-    """Return a function (tensors so far, all tensors) that shows a bar on a terminal."""
+    """Return a function that shows a bar on a terminal, given (tensors so far, all tensors)."""
     progress = Progress()
     return lambda done, total: progress(done / total, f"{done}/{total} tensors")
 
@@ -336,7 +351,7 @@ def _unread(flags: Flags, direction: str) -> Iterator[str]:
     """Yield a sentence for the missing folder, and for each flag that the direction does not read.
 
     Args:
-        direction: one of _DIRECTIONS.
+        direction: one of _DIRECTIONS, such as from Hugging Face.
     """
     needed = "save" if direction in _INWARD else "load"
     if not getattr(flags, needed):

@@ -17,13 +17,13 @@ from megapipe.schedule.views.sliced import describe_keys, describe_slices, refer
 
 
 def described(built: Built, args: Namespace) -> list[str]:
-    """Return the lines that describe a table of `show`.
+    """Return the lines that describe a schedule table of `megapipe schedules show`.
 
     First come flags without effect, then slices, the search, pairs, copies and shards.
 
     Args:
         built: the table, and the tables from which it was made.
-        args: the flags of `show`, after `composed`.
+        args: the parsed flags of `show`, as `composed` has changed them.
     """
     recipe = built.recipe
     table = built.table
@@ -58,7 +58,7 @@ def described(built: Built, args: Namespace) -> list[str]:
 
 
 def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
-    """Return a line for --no-pairs and for --as-published, if given: does it change the order?"""
+    """Return lines that say whether --no-pairs and --as-published change the order, if given."""
     if recipe.search is not None:
         given = [flag for flag in ("no_pairs", "as_published") if getattr(args, flag)]
         return [f"--{flag.replace('_', '-')} has no effect on a search" for flag in given]
@@ -81,7 +81,7 @@ def _idle_lines(recipe: Recipe, args: Namespace) -> list[str]:
 
 
 def _idle_of_copies(place: Placement, args: Namespace) -> list[str]:
-    """Return a line for each flag of copies whose value changes nothing for this placement."""
+    """Return a line for each flag of copies to the host that changes nothing for this placement."""
     stages = max(len(place.stages_on(rank)) for rank in range(place.num_ranks))
     lines = []
     if args.copied_chunks is not None and args.copied_chunks >= stages:

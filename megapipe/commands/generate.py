@@ -104,11 +104,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _modules(saved: Config, name: str | None) -> list[nn.Module]:
-    """Return the modules of the whole model, not loaded yet: the model, then each depth.
+    """Return the modules of the whole model before their weights are loaded.
 
     Args:
         saved: the configuration of the training.
         name: the value of --model-provider; None for the built-in GPT.
+    Returns: the model, then each depth of multi-token prediction.
     """
     provider = find_provider(name) if name else gpt_provider
     build = stage_provider(provider)
@@ -211,7 +212,11 @@ def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
 
 
 def _idle(flags: Flags, vocab_size: int) -> Iterator[str]:
-    """Yield a sentence for each given flag that changes nothing next to the other flags."""
+    """Yield a sentence for each given flag that changes nothing next to the other flags.
+
+    Args:
+        vocab_size: the number of ids of the tokenizer.
+    """
     if flags.temperature == 0:
         names = ["top_k", "seed"]
         why = "--temperature 0 takes the likeliest token each time"

@@ -35,7 +35,10 @@ def path(text: str) -> Path:
 
 
 def schedule(text: str) -> str:
-    """Return the name of a schedule: of the catalogue, of a file, or FILE.py:NAME of a function."""
+    """Return the name of a schedule if it can be one.
+
+    A name is of the catalogue, of a file, or FILE.py:NAME of a function.
+    """
     if not is_file(text):
         try:
             entry_of(text)
@@ -63,7 +66,7 @@ def share(text: str) -> float:
 
 
 def memory(text: str) -> float | tuple[float, ...]:
-    """Return a memory limit above 0, or one for each rank if there are commas."""
+    """Return a memory limit above 0; a tuple with a limit for each rank if there are commas."""
     if "," not in text:
         return positive(text)
     return tuple(map(positive, text.split(",")))
@@ -79,7 +82,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 
 def option(text: str) -> tuple[str, int]:
-    """Return the name and the value of NAME=N, an argument of a generator of tables."""
+    """Return (name, value) of NAME=N, an argument for a schedule's function."""
     name, _, number = text.partition("=")
     if not name.isidentifier() or not number.isdecimal() or len(number) > 6:
         raise argparse.ArgumentTypeError(f"NAME=N is needed, got {text!r}")
@@ -87,7 +90,7 @@ def option(text: str) -> tuple[str, int]:
 
 
 def cuts(text: str) -> str | tuple[float, ...]:
-    """Return the name of a way to cut the sequence, or the lengths of its slices."""
+    """Return how to cut a sequence in slices: "even", "work" and so on, or the slices' lengths."""
     if text in CUTS:
         return text
     lengths = _numbers(text)
@@ -100,7 +103,10 @@ def cuts(text: str) -> str | tuple[float, ...]:
 
 
 def costs(text: str) -> Costs:
-    """Return the costs of `F,B,W[,COMM[,OVERHEAD]]`, or of a .json file."""
+    """Return the costs of `F,B,W[,COMM[,OVERHEAD]]`, or of a .json file.
+
+    F, B and W are times of passes, COMM of a message, OVERHEAD of every pass in addition.
+    """
     if text.endswith(".json"):
         # argparse shows its own type of error alone, without a traceback.
         try:
@@ -120,11 +126,12 @@ def costs(text: str) -> Costs:
 
 
 def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, float]]:
-    """Return a reader of numbers for fields of Costs.
+    """Return a function that reads numbers between commas as fields of Costs.
 
     Args:
         names: the fields, in the order of the numbers. At least the first two must be given.
         wanted: the beginning of the error: the numbers that are needed, and an example.
+    Returns: a function of the text; it returns the numbers by field.
     """
 
     def read(text: str) -> dict[str, float]:
@@ -137,7 +144,7 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
 
 
 def step_of(text: str) -> dict[str, float] | StepPasses:
-    """Return the passes around the step if `text` names them, or else their costs."""
+    """Return the passes around a step if `text` names them, else their costs by field of Costs."""
     names = text.split(",")
     known = [field.name for field in fields(StepPasses)]
     if set(names) <= set(known):

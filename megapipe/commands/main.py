@@ -55,7 +55,10 @@ def command(name: str) -> Callable[[Sequence[str]], int | None]:
 
 
 def _other(word: str) -> None:
-    """Print the help or the version. Raises: ConfigError for a word that is no command."""
+    """Print the help or the version, for the word --help or --version.
+
+    Raises: ConfigError for a word that is no command.
+    """
     if word in ("--help", "-h"):
         say(help_text(shutil.get_terminal_size().columns))
     elif word == "--version":

@@ -137,7 +137,7 @@ def _validate(flags: Flags) -> None:
 
 
 def _progress(flags: Flags, bar: Progress) -> Callable[[int, int], None]:
-    """Return a function that reports progress, given the documents and bytes so far.
+    """Return a function that reports progress, given (documents so far, bytes so far).
 
     A terminal shows `bar`. Elsewhere a line is printed every --log-interval documents.
     """

@@ -57,7 +57,13 @@ def run_ranks(
 def _rank(
     rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], given: tuple[Any, ...]
 ) -> None:
-    """Run the work on one rank, and send its result to the parent."""
+    """Run `work(*given)` on one rank, and send its result to the parent.
+
+    Args:
+        size: the number of ranks.
+        port: the port of torch.distributed's store on this machine.
+        sender: the connection to the parent.
+    """
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

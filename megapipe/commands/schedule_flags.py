@@ -107,6 +107,7 @@ def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
     """Add the flags that `show` and `compare` share: size, costs, memory, pairs and figures.
 
     Args:
+        one: the parser that gets them.
         several: the parser is `compare`'s, whose sizes and costs take several values.
     """
     many: dict[str, Any] = {}
@@ -211,7 +212,7 @@ def _slices(one: argparse.ArgumentParser) -> None:
 
 
 def _copies(one: argparse.ArgumentParser) -> None:
-    """Add the flags of activations that are copied to the host or computed again."""
+    """Add the flags of activations that are copied to the host or recomputed."""
     # Two ways to ask for copies: K gives their time here, and --copies takes it from --costs.
     one.add_argument(
         "--copy-ratio",

@@ -47,7 +47,7 @@ NONE = Recipe("")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line, without the usage."""
+    """An argument parser that reports a mistake in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -126,14 +126,18 @@ def parser() -> Parser:
 
 
 def _priced(costs: Costs, share: float | None) -> Costs:
-    """Return the costs with the communication of --comm-share, or as they are without the flag."""
+    """Return the costs with a fraction of the passes' time as communication, by --comm-share.
+
+    Args:
+        share: the value of the flag; None leaves the costs unchanged.
+    """
     if share is None:
         return costs
     return replace(costs, **dict.fromkeys(SHARES, share))
 
 
 def _attending(costs: Costs, args: argparse.Namespace, names: Sequence[str]) -> Costs:
-    """Return the costs with --attention-share, or as they are without the flag.
+    """Return the costs with attention's fraction of each pass, by --attention-share.
 
     Args:
         names: the schedules of the command. A file among them may already be cut in slices, and
@@ -214,10 +218,10 @@ def _write_table(table: Schedule, shown: Schedule, line: str, args: argparse.Nam
     """Write the files of the table that flags of `show` name; a figure is written elsewhere.
 
     Args:
-        table: one training step, for files that a run reads.
-        shown: the steps to draw.
-        line: the recipe, for the .json.
-    Returns: whether a file was printed instead.
+        table: the schedule of one training step, for files that a run reads.
+        shown: the schedule of the steps to draw.
+        line: the recipe as text, for the .json.
+    Returns: whether a file was printed to stdout instead of a drawing.
     """
     files: list[tuple[Path | None, Callable[[], str]]] = [
         (args.json, lambda: to_json(table, args.costs, line)),
@@ -236,7 +240,12 @@ def _write_table(table: Schedule, shown: Schedule, line: str, args: argparse.Nam
 
 
 def _write_figure(shown: Schedule, figure: Files, args: argparse.Namespace) -> None:
-    """Write the files of a figure, if any: the table, or with --curves the memory of each rank."""
+    """Write the files of a figure, if flags name any.
+
+    Args:
+        shown: the schedule to draw; with --curves its memory is drawn.
+        figure: the paths and the size.
+    """
     if not figure.named:
         return
     if args.curves:
@@ -341,7 +350,11 @@ def _print_points(points: Sequence[Comparison]) -> None:
 
 
 def _print_idle(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Print a line for --effort and for --comm-share if no schedule of `names` depends on it."""
+    """Print a line for --effort and for --comm-share if they are given without effect.
+
+    Args:
+        names: the schedules of the command.
+    """
     searched = any(not is_file(name) and entry_of(name).searched for name in names)
     if args.effort is not None and not searched:
         print(
@@ -377,9 +390,9 @@ def run_site(args: argparse.Namespace) -> int:
 
 
 def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
-    """Check, before the work, that the files of these flags can be written.
+    """Check, before the work, that the files of the flags in `kinds`, such as "svg", can be made.
 
-    Raises: ScheduleError for each one that cannot.
+    Raises: ScheduleError for each file that cannot.
     """
     if found := list(file_problems({f"--{kind}": getattr(args, kind) for kind in kinds})):
         raise ScheduleError(found)

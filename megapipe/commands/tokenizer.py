@@ -110,8 +110,10 @@ def lines(flags: Flags) -> Iterator[str]:
 
 
 def train(text: Sequence[str], flags: Flags) -> bytes:
-    """Return the serialised model. Equal lines and flags give equal bytes.
+    """Return the serialised SentencePiece model. Equal lines and flags give equal bytes.
 
+    Args:
+        text: the lines to train on.
     Raises: DataError if SentencePiece cannot train on these lines.
     """
     model = io.BytesIO()

@@ -49,13 +49,14 @@ class Flags(Files):
 
 @dataclass
 class _Results:
-    """The results of all pipelines, in their order.
+    """The results of all pipelines, in their order. A pipeline is the ranks of one replica.
 
     Attributes:
         text: lines of the summary.
         numbers: the rows of the summary as JSON.
         events: the events of the merged file.
-        panels: the tracks of each panel of the figure, with the placement that colours them.
+        panels: (tracks, placement) of each panel of the figure. The placement of stages on ranks
+            gives the passes their colours.
         captions: a text for each panel.
     """
 
@@ -122,7 +123,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _lines(number: int, schedule: Schedule, rows: Sequence[RankSummary]) -> list[str]:
-    """Return the lines of the summary of a pipeline: a headline, then a line for each rank."""
+    """Return the lines of the summary of a pipeline: a headline, then a line for each rank.
+
+    Args:
+        number: the number of the pipeline.
+        rows: the summary of each rank.
+    """
     lines = [
         f"pipeline {number}: {len(rows)} ranks, {schedule.num_microbatches} microbatches",
         "rank   step ms   busy ms    idle  predicted ms    idle",
@@ -160,7 +166,11 @@ def _caption(number: int, schedule: Schedule, worst: RankSummary) -> str:
 def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline) -> list[Track]:
     """Return the tracks of the step of median length, in ms from the first pass of any rank.
 
-    Below the tracks of each rank stand its tracks of the prediction.
+    A rank's measured tracks are followed by its predicted ones.
+
+    Args:
+        ranks: the traces of the pipeline's ranks.
+        predicted: the simulated step.
     """
     # A rank whose profiler stopped sooner has fewer steps.
     count = min(len(trace.steps) for trace in ranks)

@@ -28,7 +28,7 @@ _LAUNCHED = needs("check", "the launch says it")
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """Settings of --check."""
+    """Settings of --check, which reports the problems of a launch and starts nothing."""
 
     check: bool = False
     """Check everything, print the plan and what each flag does, and stop. It takes one process and
@@ -72,7 +72,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The sections that the run is made of, without how it was started."""
+        """The sections that say which run it is, without those that say how it was started."""
         return (
             self.model,
             self.parallel,
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the model. Each sees other samples."""
+        """Number of replicas of the model, each of which trains on other samples."""
         return self.world_size // self.parallel.ranks_of_a_replica
 
     @property
@@ -97,14 +97,14 @@ class Config:
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks with equal experts, whose gradients are summed, at least 1."""
+        """Number of ranks with equal experts, whose gradients are summed."""
         par = self.parallel
         copy = par.expert_model_parallel_size * par.etp * par.pipeline_model_parallel_size
         return max(self.world_size // copy, 1)
 
     @property
     def gathers_fp8(self) -> bool:
-        """Return whether weights are gathered in eight bits."""
+        """Return whether data-parallel ranks gather updated weights in eight bits."""
         model = self.model
         in_fp8 = model.fp8_format is not None and model.fp8_recipe != "mxfp8"
         sharded = self.parallel.splits_optimizer and self.weight_replicas > 1
@@ -112,7 +112,10 @@ class Config:
 
     @property
     def overlaps_tp(self) -> bool:
-        """Return whether tensor-parallel ranks multiply in pieces while others arrive."""
+        """Return whether matrix products overlap with their tensor-parallel collectives.
+
+        A product is then computed in pieces, while the collective of another piece runs.
+        """
         asked = self.model.tp_comm_overlap and self.parallel.tensor_model_parallel_size > 1
         return asked and not SHARED_SCALES.where(self)
 
@@ -127,7 +130,10 @@ class Config:
     def settled(self, model: ModelConfig) -> Config:
         """Return the configuration with this model, without flags that have no effect on it.
 
-        Layers can then be chosen by the model's flags alone.
+        So the model's flags alone decide which kinds of layers are built.
+
+        Args:
+            model: the configuration of the model, or of one of its layers.
         """
         # Without this an idle flag would act after all: on a single data-parallel rank
         # --fp8-param-gather would keep Transformer Engine's linear layers out.
@@ -136,7 +142,7 @@ class Config:
 
     @property
     def of_optimizer(self) -> dict[str, Any]:
-        """The keyword arguments of `optim.optimizer.Optimizer` that flags decide."""
+        """The keyword arguments of `optim.optimizer.Optimizer` that flags decide, by name."""
         par = self.parallel
         found: dict[str, Any] = {
             "distributed": par.splits_optimizer,
@@ -152,17 +158,17 @@ class Config:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The batch size of each step."""
+        """The batch size of each step, which may grow over the run."""
         return BatchSizes.of(self.batch, self.data_parallel_size)
 
     @property
     def global_batch_size(self) -> int:
-        """Number of sequences per step; for a batch that grows, in the end."""
+        """Number of sequences per step; for a batch that grows, the last and largest number."""
         return self.batch_sizes.last
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches per step and data-parallel rank."""
+        """Number of microbatches per step and data-parallel rank, at the last batch size."""
         assert self.batch.micro_batch_size is not None
         return self.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
 
@@ -188,14 +194,18 @@ class Config:
 
     @property
     def evaluation(self) -> Config:
-        """The configuration with the constant batch of an evaluation."""
+        """The configuration with the batch of an evaluation, which is constant."""
         # An evaluation's batch is constant, also in a run whose batch grows.
         config = self.with_batch(self.data.eval_global_batch_size or self.global_batch_size)
         size = self.data.eval_micro_batch_size or self.batch.micro_batch_size
         return config.with_fields(micro_batch_size=size)
 
     def with_fields(self, **fields: Any) -> Config:
-        """Return the configuration with these fields changed, each in its section."""
+        """Return the configuration with these fields changed, whichever section they are in.
+
+        Args:
+            fields: the new value of each field, by the field's name.
+        """
         changed = dict[str, dict[str, Any]]()
         for name, value in fields.items():
             changed.setdefault(SECTION_OF[name], {})[name] = value
@@ -203,7 +213,7 @@ class Config:
         return replace(self, **sections)
 
     def value(self, name: str) -> Any:
-        """Return the value of a field, from its section."""
+        """Return the value of a field by its name, whichever section it is in."""
         return getattr(getattr(self, SECTION_OF[name]), name)
 
 

@@ -72,7 +72,10 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The batch size of each step.
+    """The batch size of each step, in sequences.
+
+    `at` returns the size of a step. `after` and `iterations` convert between numbers of steps and
+    of samples.
 
     Attributes:
         steps: (samples consumed from which on a size holds, the size), ascending, the first at 0.
@@ -82,7 +85,13 @@ class BatchSizes:
 
     @staticmethod
     def of(batch: BatchConfig, data_parallel_size: int) -> BatchSizes:
-        """Return the sizes that the flags give. Raises: ConfigError if they give none."""
+        """Return the sizes that the flags give.
+
+        Args:
+            data_parallel_size: the number of replicas. Without --global-batch-size each of them has
+                one microbatch.
+        Raises: ConfigError if the flags give none.
+        """
         final = batch.global_batch_size
         if batch.rampup_batch_size:
             return BatchSizes(tuple(_ramp(batch.rampup_batch_size, final)))
@@ -99,20 +108,24 @@ class BatchSizes:
 
     @property
     def last(self) -> int:
-        """The size that holds in the end."""
+        """The size of the last steps of the run."""
         return self.steps[-1][1]
 
     @property
     def distinct(self) -> tuple[int, ...]:
-        """Every size once, in order."""
+        """Every size once, in the order in which they come."""
         return tuple(dict.fromkeys(size for _, size in self.steps))
 
     def at(self, consumed: int) -> int:
-        """Return the size of a step that begins after `consumed` samples."""
+        """Return the size of a step that begins after the run has consumed `consumed` samples."""
         return next(size for start, size in reversed(self.steps) if consumed >= start)
 
     def after(self, iterations: int, consumed: int = 0) -> int:
-        """Return the samples consumed after `iterations` more steps."""
+        """Return the number of samples that the run has consumed after `iterations` more steps.
+
+        Args:
+            consumed: the number before these steps.
+        """
         for stop, size in self._rest(consumed):
             # Rounded up: a step that begins before `stop` has the old size, though it ends after
             # it.
@@ -122,7 +135,12 @@ class BatchSizes:
         return consumed
 
     def iterations(self, consumed: int, until: int) -> int:
-        """Return the number of whole steps between two numbers of consumed samples."""
+        """Return the number of whole steps between two numbers of consumed samples.
+
+        Args:
+            consumed: the number at the first step.
+            until: the number that the last step must not exceed.
+        """
         count = 0
         for stop, size in self._rest(consumed):
             fit = max(0, until - consumed) // size
@@ -137,9 +155,10 @@ class BatchSizes:
         raise AssertionError("the last size has no end")
 
     def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
-        """Yield (samples at which it ends, size) of the sizes ahead; None for the last end.
+        """Yield (samples consumed at which a size ends, the size) from `consumed` samples on.
 
-        A step can pass over a whole size. That size then ends before it begins, and has no step.
+        The last size has None for its end. A step can pass over a size. That size then ends before it
+        begins, and has no step.
         """
         for (_, size), (stop, _) in pairwise(self.steps):
             if stop > consumed:
@@ -148,9 +167,15 @@ class BatchSizes:
 
 
 def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]]:
-    """Yield `BatchSizes.steps` of --rampup-batch-size, by the rule of Megatron-LM until 2025.
+    """Yield (samples consumed from which on a size holds, the size) of --rampup-batch-size.
 
-    The size grows from START by INCREMENT, in equal parts of SAMPLES, to --global-batch-size.
+    This is the rule of Megatron-LM until 2025. The size grows from START by INCREMENT, in equal
+    parts of SAMPLES, to --global-batch-size.
+
+    Args:
+        given: (START, INCREMENT, SAMPLES).
+        final: the value of --global-batch-size; None if it is not given.
+    Raises: ConfigError if the sizes do not meet --global-batch-size.
     """
     text = f"{RAMP} {' '.join(map(str, given))}"
     if len(given) != 3 or given[0] < 1 or given[1] < 1 or given[2] < 0:
@@ -182,9 +207,14 @@ def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]
 
 
 def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
-    """Yield `BatchSizes.steps` of `TOKENS:SIZE ...`.
+    """Yield (samples consumed from which on a size holds, the size) of `TOKENS:SIZE ...`.
 
     A suffix K, M, B or T counts in thousands, millions, billions or trillions.
+
+    Args:
+        text: the value of --step-batch-size-schedule.
+        seq_length: tokens per sequence; None counts sequences of one token.
+    Raises: ConfigError if the text cannot be read.
     """
     pairs = []
     for entry in text.replace(",", " ").split():

@@ -34,7 +34,14 @@ TokenizerType = Literal[
 
 
 def of_tokenizer(instead: str, *kinds: str) -> Idle:
-    """Return the note of a setting that these kinds of tokenizer read. instead: as in `needs`."""
+    """Return a note for a field that only these kinds of tokenizer read.
+
+    With another kind the flag has no effect.
+
+    Args:
+        instead: what happens instead.
+        kinds: names of --tokenizer-type.
+    """
     return Idle(lambda c: c.data.tokenizer not in kinds, f"{instead}, without {' or '.join(kinds)}")
 
 
@@ -79,7 +86,7 @@ class TokenizerConfig:
 
     @property
     def tokenizer(self) -> str:
-        """The kind of tokenizer, with one name for each kind."""
+        """The kind of tokenizer: the value of --tokenizer-type, with one name for synonyms."""
         if self.tokenizer_type is None:
             return GPT2 if self.vocab_file or self.merge_file else SENTENCEPIECE
         # Three names of Megatron-LM for one kind of file.

@@ -38,7 +38,7 @@ Overrides = Mapping[int, Mapping[str, Any]]
 
 
 def inline(model: ModelConfig) -> ModelConfig:
-    """Return the model with the text of its overrides instead of a file's name.
+    """Return the model with the text of --per-layer-overrides in place of a file's name.
 
     Raises: ConfigError if the file cannot be read.
     """
@@ -82,10 +82,13 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
 # Asked for every layer, in checks, plan and model.
 @lru_cache(maxsize=8)
 def parse_overrides(text: str, num_layers: int) -> Overrides:
-    """Return the changed fields of each layer that has any.
+    """Return the fields that --per-layer-overrides changes, by the number of the layer.
 
     Where two entries name a layer, the fields of the later one win.
 
+    Args:
+        text: the flag's value, or the content of its file.
+        num_layers: layers of the whole model.
     Raises: ConfigError with every problem.
     """
     try:
@@ -115,7 +118,10 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
 
 
 def _layers(text: str, num_layers: int) -> list[int] | None:
-    """Return the layers of "0-3,7", None if the text is no list of layers of this model."""
+    """Return the layers that a text such as "0-3,7" lists.
+
+    Returns None if it is no list of layers of this model.
+    """
     text = text.replace(" ", "")
     if not _LAYERS.fullmatch(text):
         return None
@@ -129,7 +135,7 @@ def _layers(text: str, num_layers: int) -> list[int] | None:
 
 
 def _problem(name: str, value: object) -> str | None:
-    """Return the problem with a changed field, None if there is none."""
+    """Return the error for a value of a field in --per-layer-overrides, None if it is right."""
     if name not in FIELDS:
         return f"{name} is not a field that one layer can change. There are {', '.join(FIELDS)}"
     return next(unfit(KINDS, {name: value}), None)

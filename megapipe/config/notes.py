@@ -20,7 +20,14 @@ T = TypeVar("T")
 
 
 def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
-    """Return the notes of a kind for each field of a dataclass that has any, in their order."""
+    """Return {field: its notes of one kind} for the fields of a dataclass that have any.
+
+    A note is an object in the annotation of a field, such as a Range.
+
+    Args:
+        cls: the dataclass.
+        kind: the class of the notes.
+    """
     found = dict[str, tuple[T, ...]]()
     for name, notes in _notes(cls).items():
         wanted = tuple(note for note in notes if isinstance(note, kind))
@@ -30,7 +37,10 @@ def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
 
 
 def note_of(cls: type, kind: type[T]) -> dict[str, T]:
-    """Return the note of each field, for a kind that a field has at most once."""
+    """Return {field: its note}, for a kind of note that a field has at most once.
+
+    A note is an object in the annotation of a field, such as a Range.
+    """
     # Two notes of such a kind would be a mistake in a field, and fail here.
     return {name: note for name, (note,) in notes_of(cls, kind).items()}
 
@@ -45,14 +55,14 @@ def _notes(cls: type) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Spelled:
-    """A flag whose name is not the field's name with dashes."""
+    """The note of a field whose flag is not the field's name with dashes."""
 
     flag: str
 
 
 @dataclass(frozen=True)
 class _NoFlag:
-    """A field that megapipe sets itself."""
+    """The note of a field that has no flag, as megapipe sets it itself."""
 
 
 NO_FLAG = _NoFlag()
@@ -60,20 +70,29 @@ NO_FLAG = _NoFlag()
 
 @dataclass(frozen=True)
 class Required:
-    """A flag that every run needs. example: a value that the error proposes."""
+    """The note of a field whose flag every run needs.
+
+    Attributes:
+        example: a value that the error proposes.
+    """
 
     example: str
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a flag accepts, in words and as a predicate. Infinity never fits."""
+    """The note that says which numbers a flag accepts. Infinity never fits.
+
+    Attributes:
+        words: the rule, for errors.
+        holds: returns whether a number fits.
+    """
 
     words: str
     holds: Callable[[Any], bool]
 
     def problem(self, value: float) -> str | None:
-        """Return the rule that the value breaks, None if it fits."""
+        """Return the rule that a value breaks, in words; None if it fits."""
         # NaN fails every comparison. Infinity passes some, and so is asked for separately.
         if not self.holds(value):
             return f"must be {self.words}"
@@ -81,14 +100,18 @@ class Range:
 
 
 def flag(field: str, cls: type | None = None) -> str:
-    """Return the flag of a field: the spelling that `cls` gives it, else its name with dashes."""
+    """Return the flag of a field, such as --num-layers.
+
+    Args:
+        cls: the dataclass of the field, whose note may spell the flag in another way.
+    """
     spelled = notes_of(cls, Spelled).get(field) if cls else None
     name = spelled[0].flag if spelled else field.replace("_", "-")
     return f"--{name}"
 
 
 def at_least(least: int) -> Range:
-    """Return the range of numbers from `least` on."""
+    """Return the note that accepts numbers from `least` on."""
     return Range(f"at least {least}", lambda v: v >= least)
 
 
@@ -105,7 +128,7 @@ CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
 
 
 class Resume(StrEnum):
-    """The treatment by --load of a setting that differs from the checkpoint's."""
+    """The note that says how --load treats a value that differs from the checkpoint's."""
 
     MUST = "must match"
     """Refuse it: the weights would have another meaning."""
@@ -126,10 +149,10 @@ MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume
 
 @dataclass(frozen=True)
 class Idle:
-    """A kind of run in which the flag, if given, has no effect.
+    """The note of a flag that has no effect in some runs.
 
     Attributes:
-        where: takes a Config, and returns whether it is such a run.
+        where: takes a Config, and returns whether the flag has no effect in it.
         text: what happens instead, with the condition at its end. Of several notes of a field
             the first that applies is printed.
     """
@@ -139,9 +162,13 @@ class Idle:
 
 
 def of_no_layer(where: Callable[[Any], bool], text: str) -> Idle:
-    """Return the note of a flag without effect in models where `where` holds.
+    """Return the note of a flag that has no effect in some models.
 
     --per-layer-overrides can give single layers other settings, so with it the flag counts as used.
+
+    Args:
+        where: takes a ModelConfig, and returns whether the flag has no effect in it.
+        text: what happens instead.
     """
     return Idle(
         lambda config: where(config.model) and config.model.per_layer_overrides is None,
@@ -185,11 +212,11 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
 
 @dataclass(frozen=True)
 class Refused:
-    """A kind of run in which the flag, if given, is refused.
+    """The note of a flag that is refused in some runs, if it is given.
 
     Attributes:
         text: the sentence with its remedy. The first {} is the flag as typed, the second the other.
-        where: takes a Config, and returns whether it is such a run.
+        where: takes a Config, and returns whether the flag is refused in it.
         others: fields of flags that exclude this flag, each on its own. If there are none, `where`
             decides alone.
     """
@@ -209,8 +236,9 @@ def excludes(
 
     Args:
         others: the other flags' fields, separated by spaces.
-        why: the reason; its {} are the two flags as typed. remedy: a sentence after it.
-        where: restricts the refusal to some runs.
+        why: the reason; its {} are the two flags as typed.
+        remedy: a sentence after the reason.
+        where: takes a Config, and restricts the refusal to those for which it returns True.
     """
     return Refused(f"{why}. {remedy}", where, tuple(others.split()))
 
@@ -218,8 +246,11 @@ def excludes(
 def demands(fields: str, *values: object, says: str = "", least: int | None = None) -> Refused:
     """Return the note of a flag that is refused without another flag.
 
-    The arguments have the meaning that they have in `needs`, whose note does not refuse the flag.
-    says: the whole sentence, instead of one made from the flags' names.
+    Args:
+        fields: the other flags' fields, separated by spaces. One of them is enough.
+        values: the other flag must have one of these values.
+        says: the whole sentence; empty makes one from the flags' names.
+        least: the other flag must have at least this value.
     """
     lacking = needs(fields, "{} has no effect", *values, least=least)
     # "{} has no effect, without X" is a line about a flag; in a sentence the comma goes.
@@ -244,11 +275,19 @@ def either(choices: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class ReadBy(Idle):
-    """A setting that some optimizers read. An optimizer of the user's own may read any."""
+    """The note of a field that only some optimizers read.
+
+    An optimizer of the user's own may read any field.
+    """
 
 
 def read_by(*optimizers: str, instead: str) -> ReadBy:
-    """Return the note of a setting that these optimizers read. instead: as in `needs`."""
+    """Return the note of a field that only these optimizers read.
+
+    Args:
+        optimizers: names of --optimizer.
+        instead: what happens with another optimizer.
+    """
 
     def unread(config: Any) -> bool:
         chosen = config.optimizer.optimizer

@@ -188,5 +188,5 @@ class OptimizerConfig:
 
     @property
     def warms_up(self) -> bool:
-        """Return whether the learning rate has a warm-up."""
+        """Return whether the learning rate rises in the first steps."""
         return bool(self.lr_warmup_fraction or self.lr_warmup_iters or self.lr_warmup_samples)

@@ -60,5 +60,5 @@ class PrecisionConfig:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows the overflows."""
+        """Return whether the loss scale falls after overflows and rises again."""
         return self.fp16 and self.loss_scale is None

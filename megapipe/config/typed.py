@@ -21,8 +21,8 @@ def unfit(kinds: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each value that does not have its field's type.
 
     Args:
-        kinds: the type of each field.
-        values: by name. Names without a type are left to the caller.
+        kinds: the type of each field, by name.
+        values: the values, by name. Names that are not in `kinds` are skipped.
     """
     for name, value in values.items():
         if name in kinds and not fits(value, kinds[name]):
@@ -46,7 +46,7 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value as in JSON, cut to 60 characters."""
+    """Return a value as JSON text, cut to 60 characters."""
     text = json.dumps(value, default=lambda it: type(it).__name__)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 
 class Difference(NamedTuple):
-    """A flag that differs from Megatron-LM's.
+    """A flag that has another meaning or default here than in Megatron-LM.
 
     Attributes:
         what: the property that differs.

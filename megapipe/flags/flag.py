@@ -16,11 +16,15 @@ from megapipe.config.notes import flag as named_flag
 class Flag:
     """A flag and the field that it sets.
 
+    `count_problem` and `value_problem` check values as typed, and `read` converts them.
+
     Attributes:
         name: the flag, such as --num-layers.
         owner: the dataclass that has the field.
         section: the owner's field in Config; empty for a class that is parsed by itself.
-        kind: the field's type, without None and notes.
+        field: the field's name.
+        kind: the field's type, without None and without annotations.
+        default: the field's default.
     """
 
     name: str
@@ -53,14 +57,21 @@ class Flag:
         return words[kind]
 
     def spell(self, values: Sequence[str]) -> list[str]:
-        """Return the words of a command line, with `=` where a value looks like a flag."""
+        """Return the flag and its values as words of a command line.
+
+        The form is --flag=VALUE where a value looks like a flag.
+        """
         # A value such as -1 or -inf would be taken for the next flag.
         if self.count == "one" and values[0].startswith("-"):
             return [f"{self.name}={values[0]}"]
         return [self.name, *values]
 
     def count_problem(self, values: Sequence[str]) -> str | None:
-        """Return the error for a wrong number of values, None for a right one."""
+        """Return the error for a wrong number of values, None for a right one.
+
+        Args:
+            values: as typed.
+        """
         text = " ".join(values)
         if self.count == "none":
             return f"{self.name} is a switch and takes no value, got {text}" if values else None
@@ -79,6 +90,9 @@ class Flag:
         """Return the error for values that cannot be read, None if all can.
 
         A wrong number of values is left to `count_problem`.
+
+        Args:
+            values: as typed.
         """
         # One line for one mistake: values of a wrong number are not read.
         if self.count_problem(values):
@@ -95,7 +109,12 @@ class Flag:
         return None
 
     def read(self, values: Sequence[str]) -> Any:
-        """Return the value of the field. Raises: KeyError or ValueError."""
+        """Return the value of the field.
+
+        Args:
+            values: as typed. Both `count_problem` and `value_problem` have found them right.
+        Raises: KeyError or ValueError for values that cannot be read.
+        """
         if self.count == "none":
             # A switch says the opposite of its default, as store_true and store_false do in
             # argparse.

@@ -40,11 +40,12 @@ SWITCHES = {switch: f"--pipeline-schedule {name}" for switch, name in _MEANS.ite
 
 
 def uneven(given: dict[str, list[str]], ranks: int) -> str:
-    """Replace --allow-padding-num-layers by flags of ours, and return the line about it.
+    """Replace --allow-padding-num-layers by flags of megapipe for an uneven split.
 
     Args:
-        given: our flags with their values as typed; the new ones are put here.
+        given: megapipe's flags with their values as typed; the new ones are put here.
         ranks: number of pipeline ranks.
+    Returns: a text on what stands in its place, or why nothing does.
     """
     numbers = [given.get(name, ["0"]) for name in ("--num-layers", _PER_STAGE)]
     # The fork's empty layers would have no place in a split that another flag gives.
@@ -66,14 +67,14 @@ def uneven(given: dict[str, list[str]], ranks: int) -> str:
 def chosen(
     given: Mapping[str, Sequence[str]], ranks: int, *, several: bool
 ) -> tuple[str | None, list[str]]:
-    """Return the schedule that the switches mean and a line for each problem.
-
-    The schedule is None if the switches choose none, or if there are problems.
+    """Return the schedule that switches of the zero-bubble fork of Megatron-LM mean.
 
     Args:
         given: the switches and their values as typed.
         ranks: number of pipeline ranks.
         several: whether another flag gives a rank several stages.
+    Returns: (name of the schedule, a line for each problem). The name is None if the switches
+        choose none, or if there are problems.
     """
     problems = []
     for name, values in given.items():
@@ -105,7 +106,12 @@ def chosen(
 
 
 def _by_groups(size: str, ranks: int) -> tuple[str | None, list[str]]:
-    """Return `chosen` for --interleave-group-size, where 0 stands for no groups."""
+    """Return (schedule or None, problems) for --interleave-group-size.
+
+    Args:
+        size: the value as typed; 0 stands for no groups.
+        ranks: number of pipeline ranks.
+    """
     if size == "0":
         return None, []
     least = (ranks + 1) // 2
@@ -118,5 +124,5 @@ def _by_groups(size: str, ranks: int) -> tuple[str | None, list[str]]:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a text is a natural number. int() refuses thousands of digits."""
+    """Return whether a text is a natural number of less than 20 digits, which int() can read."""
     return text.isdecimal() and len(text) < 20

@@ -18,9 +18,10 @@ _WIDEST = 120
 
 
 def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) -> str:
-    """Return the whole text, by the sections of a configuration.
+    """Return the whole text of --help, by the sections of a configuration.
 
     Args:
+        cls: the configuration class.
         flags: the flags of cls, in their order.
         program: the command that the user typed.
         width: columns of the terminal.
@@ -45,7 +46,7 @@ def help_text(cls: type, flags: Mapping[str, Flag], program: str, width: int) ->
 
 
 def values(flag: Flag) -> str:
-    """Return the words for a flag's values: TEXT, INT ... for several, {a,b} for a choice."""
+    """Return the placeholder for a flag's values: TEXT; INT ... for several; {a,b} for a choice."""
     if flag.count == "none":
         return ""
     many = " ..." if flag.count == "many" else ""
@@ -55,7 +56,7 @@ def values(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """Return the docstring under a field in one line, empty if a class has none there."""
+    """Return the string below a field in its class, in one line; empty if there is none."""
     return " ".join(_docstrings(flag.owner).get(flag.field, "").split())
 
 
@@ -76,7 +77,7 @@ def _default(flag: Flag) -> str:
 
 @cache
 def _docstrings(cls: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a class and of its bases.
+    """Return the strings below the fields of a class and of its bases, by field.
 
     Python does not keep them, so they are read from the source.
     """
@@ -112,7 +113,12 @@ def _prose(text: str, width: int) -> Iterator[str]:
 
 
 def _filled(text: str, width: int, first: str, then: str) -> Sequence[str]:
-    """Return the lines of a text. first, then: indentation of the first line and of the others."""
+    """Return the lines of a text, wrapped to `width` columns.
+
+    Args:
+        first: the indentation of the first line.
+        then: the indentation of the other lines.
+    """
     return textwrap.wrap(
         text,
         width,

@@ -17,7 +17,11 @@ T = TypeVar("T")
 
 
 def noted(kind: type[T]) -> list[tuple[Flag, T]]:
-    """Return each note of a kind with its flag."""
+    """Return (flag, note) for each note of a kind in the annotations of configuration fields.
+
+    Args:
+        kind: the class of the notes, such as Idle.
+    """
     flags = flags_of(Config).values()
     notes = {owner: notes_of(owner, kind) for owner in {flag.owner for flag in flags}}
     return [(flag, note) for flag in flags for note in notes[flag.owner].get(flag.field, ())]
@@ -29,7 +33,7 @@ IDLE = [(flag, note.where, note.text) for flag, note in noted(Idle)]
 
 
 def idle(config: Config) -> list[tuple[str, str]]:
-    """Return the flags without effect in a run, each as typed and with what happens instead."""
+    """Return (flag as typed, what happens instead) for each flag without effect in a run."""
     found: dict[str, tuple[str, str]] = {}
     for flag, text in _given(config):
         value = config.value(flag.field)
@@ -47,7 +51,10 @@ def without_idle(config: Config) -> Config:
 
 
 def _given(config: Config) -> Iterator[tuple[Flag, str]]:
-    """Yield each flag that differs from its default where a note applies, with the note's text."""
+    """Yield (flag, text) for each flag that is given and has no effect by a note of its field.
+
+    A field may have several notes.
+    """
     for flag, where, text in IDLE:
         if config.value(flag.field) != flag.default and where(config):
             yield flag, text

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Noop(NamedTuple):
-    """The values that such a flag may have, and why it sets nothing.
+    """The values that a flag of Megatron-LM may have if it is accepted and sets nothing.
 
     Attributes:
         values: the accepted values, none for a switch. `*` stands for any value, `#` for an
@@ -191,7 +191,10 @@ num-seq-splits=1: a microbatch is one piece
 
 
 def rows_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (names, sentence) of each row of a table like the one above."""
+    """Yield (names, sentence) of each row of a table in the form `NAMES: SENTENCE`.
+
+    An indented line continues its row.
+    """
     # A row goes on in lines that are indented.
     for row in re.sub(r"\n +", " ", text).splitlines():
         names, _, sentence = row.partition(": ")

@@ -62,10 +62,10 @@ Given = dict[str, list[str]]
 
 
 class _Typed(NamedTuple):
-    """The words of a command line by their meaning.
+    """The words of a command line, sorted.
 
     Attributes:
-        given: the flags of the class that is parsed.
+        given: {flag: values as typed} of the flags of the class that is parsed.
         others: (name, values) of all other flags.
         stray: an error for each value that follows no flag.
     """
@@ -128,8 +128,12 @@ def parse(cls: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
-    """Read the flags of a tool, mixed with the flags of a run. `--help` is the tool's.
+    """Return (the tool's flags, the run's configuration) from a command line that mixes both.
 
+    `--help` prints the tool's text and exits.
+
+    Args:
+        own: the dataclass of the tool's flags.
     Raises: ConfigError with the problems of both.
     """
     tool = own()
@@ -151,7 +155,11 @@ def parse_among(own: type[T], argv: Sequence[str]) -> tuple[T, Config]:
 
 
 def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a tool's flags and of all other flags, each with its values."""
+    """Return (the words of a tool's flags, the words of all other flags), with their values.
+
+    Args:
+        own: the dataclass of the tool's flags.
+    """
     names = {*flags_of(own), "--help", "-h"}
     words: dict[bool, list[str]] = {True: [], False: []}
     of_tool = False
@@ -164,9 +172,13 @@ def split_among(own: type, argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def place_of_dashes(argv: Sequence[str], example: str) -> int:
-    """Return the place of the `--` that ends a tool's own flags, or the end if help is asked for.
+    """Return the index of the `--` that ends a tool's own flags in a command line.
 
-    Raises: ConfigError with the example if there is none.
+    If help is asked for, it is the length of `argv`.
+
+    Args:
+        example: a command line to show in the error.
+    Raises: ConfigError if there is no `--`.
     """
     if "--" in argv:
         return argv.index("--")
@@ -176,7 +188,7 @@ def place_of_dashes(argv: Sequence[str], example: str) -> int:
 
 
 def to_flags(config: object) -> list[str]:
-    """Return the flags that differ from the defaults.
+    """Return the flags, with values, of all fields that differ from their defaults.
 
     `parse(type(config), to_flags(config))` equals the configuration.
     """
@@ -229,7 +241,10 @@ def _split(argv: Sequence[str], flags: Mapping[str, Flag]) -> _Typed:
 
 
 def _old_names(given: Given, others: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Move old names from `others` to the flags that they mean, and yield a line for a conflict."""
+    """Move old names of flags from `others` to the flags in `given` that they mean.
+
+    Yields: an error for each old name with a wrong value, or next to a flag that it means.
+    """
     sizes = given.get(_UNQUOTED, [])
     if len(sizes) > 1:  # Megatron-LM's script for GPT-3 175B loses the quotes
         given[_UNQUOTED] = [" ".join(sizes)]
@@ -265,9 +280,9 @@ def _schedule_switches(
     """Replace the zero-bubble fork's switches by --pipeline-schedule, and yield each problem.
 
     Args:
-        given: flags of ours; the schedule is put here.
-        others: other flags; the switches are taken out.
-        noops: lines about flags that set no field; the switches are put here.
+        given: flags of megapipe with their values; the schedule is put here.
+        others: (name, values) of other flags; the switches are taken out.
+        noops: what happens instead of each flag that sets no field; the switches are put here.
     """
     switches = {name: values for name, values in others if name in SWITCHES}
     others[:] = [(name, values) for name, values in others if name not in SWITCHES]
@@ -299,12 +314,18 @@ def _schedule_switches(
 
 
 def text_of(flags: Mapping[str, Sequence[str]]) -> str:
-    """Return flags and their values as typed."""
+    """Return flags and their values as one line, as they were typed."""
     return " ".join(word for name, values in flags.items() for word in (name, *values))
 
 
 def _other(name: str, values: list[str], ours: Iterable[str], known: Set[str]) -> str | None:
-    """Return the error for a flag that sets no field, None if it is accepted."""
+    """Return the error for a flag that sets no field, None if it is accepted without effect.
+
+    Args:
+        values: as typed.
+        ours: the flags that set a field, among which a misspelled name is looked for.
+        known: the flags of Megatron-LM and its zero-bubble fork.
+    """
     if name in known:
         return value_problem(name, values) if name in NOOP_FLAGS else refusal(name)
     like = name if name.startswith("--") else f"-{name}"

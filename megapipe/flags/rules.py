@@ -88,7 +88,10 @@ KNOWN = MEGATRON_FLAGS | set(NOOP_FLAGS) | set(_FORK_FLAGS) | set(SWITCHES) | OL
 
 
 def value_problem(name: str, values: Sequence[str]) -> str | None:
-    """Return the error for the values of a flag in NOOP_FLAGS, None if they are accepted."""
+    """Return the error for the values of a flag in NOOP_FLAGS, None if they are accepted.
+
+    A flag in NOOP_FLAGS is accepted and sets nothing.
+    """
     allowed, because = NOOP_FLAGS[name]
     wanted = 1 if allowed else 0
     several = bool(values) and MANY in allowed
@@ -106,7 +109,7 @@ def value_problem(name: str, values: Sequence[str]) -> str | None:
 
 
 def reason(name: str) -> str:
-    """Return why a flag of Megatron-LM is refused, or what to use; empty for "not yet"."""
+    """Return why a flag of Megatron-LM is refused, or what to use; empty if it is just missing."""
     bare = name.removeprefix("--")
     for patterns, why in _REASONS:
         # fnmatchcase and not fnmatch, which ignores case on some systems.
@@ -116,7 +119,7 @@ def reason(name: str) -> str:
 
 
 def refusal(name: str) -> str:
-    """Return the error for a flag in KNOWN that neither sets something nor is accepted."""
+    """Return the error for a flag that is known from Megatron-LM and not implemented."""
     if name in _FORK_FLAGS:
         why = _FORK_FLAGS[name]
         return f"{name} is a switch of {_FORK} that megapipe does not implement ({why})"

@@ -16,9 +16,9 @@ from megapipe.errors import UserError
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
-    """Run a command with the flags of the command line.
+    """Run a command with the flags of the command line, and exit with its status.
 
-    An error that the user can mend ends it in one message.
+    An error that the user can mend is printed as one message, without a traceback.
 
     Args:
         main: takes the flags, and returns the exit status or None for 0.
@@ -40,9 +40,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 
 def take_any_name() -> None:
-    """Let standard output print any file name, as standard error does.
+    """Let standard output print any file name, by escaping bytes that are not text.
 
-    Bytes that are not text are escaped.
+    Standard error does so by itself.
     """
     # The stream may be closed, be replaced by a test, or be a file that became a pipe.
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -51,7 +51,7 @@ def take_any_name() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line at once. If the reader is gone, as after `| head`, print nothing and go on."""
+    """Print a line at once. If nobody reads the output any more, as after `| head`, do nothing."""
     try:
         print(as_called(text), flush=True)
     except BrokenPipeError:
@@ -66,8 +66,8 @@ def _discard_output() -> None:
 def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
     """Print `pretrain_gpt.py: error: ...` once per machine, and exit with the error's code.
 
-    After Ctrl-C the code is 130. The message goes to standard error; under torchrun it goes into
-    the report that torchrun prints at its end, after its own trace.
+    After Ctrl-C the code is 130. The message goes to standard error. Under torchrun it goes into
+    the report of torchrun, which comes last.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if isinstance(error, KeyboardInterrupt):
@@ -91,11 +91,11 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
 
 
 def _printed_by_torchrun(text: str) -> bool:
-    """Write the message where torchrun looks for what ended a process, if there is torchrun.
+    """Write the message into the file in which torchrun looks for what ended a process.
 
     The first rank of a machine writes it, and the others leave it at that.
 
-    Returns: whether torchrun prints it.
+    Returns: whether torchrun prints the message; False if torchrun did not start this process.
     """
     # torchrun gives each rank such a file, and prints the one of the rank that failed first.
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))

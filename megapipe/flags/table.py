@@ -75,7 +75,7 @@ def table() -> str:
 
 
 def _rows(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table in Markdown."""
+    """Return the lines of a table in Markdown: the header, a rule, and the rows."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows)]
 
 
@@ -86,7 +86,11 @@ def _default(flag: Flag) -> str:
 
 
 def _difference(flag: Flag, row: Difference) -> tuple[str, ...]:
-    """Return the cells of a flag that differs from Megatron-LM's, by its row of DIFFERENCES."""
+    """Return the cells of a row of the table of flags that differ from Megatron-LM's.
+
+    Args:
+        row: the entry of the flag in DIFFERENCES.
+    """
     default = flag.default if isinstance(flag.default, tuple) else (flag.default,)
     here = {
         "default": " ".join(map(str, default)),

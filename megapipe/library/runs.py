@@ -14,10 +14,10 @@ from megapipe.training.check import report
 
 
 def with_processes(config: Config) -> Config:
-    """Return the configuration with its number of processes.
+    """Return the configuration with the number of processes in `world_size`.
 
-    It is --world-size if that is given, else `config.world_size`, but at least the number of ranks
-    of one replica of the model.
+    It is --world-size if that is given, else the launcher's number, but at least the number of
+    ranks of one replica of the model.
     """
     # A launcher would say it. Without one a plan of four stages is about four processes.
     given = config.check.world_size
@@ -27,7 +27,7 @@ def with_processes(config: Config) -> Config:
 
 
 def ready(config: Config) -> Config:
-    """Return the configuration with its number of processes and its vocabulary, checked.
+    """Return the configuration with its number of processes and padded vocabulary, checked.
 
     Raises: ConfigError with every problem.
     """
@@ -53,10 +53,11 @@ def make_plan(config: Config) -> Plan:
 
 
 def check(config: Config) -> str:
-    """Return what would run, as `megapipe check` prints it. Nothing is started.
+    """Return a text on what would run, like `megapipe check` prints it. Nothing is started.
 
     Args:
-        config: as in `make_plan`.
+        config: from `parse`, or built in Python. Its number of processes is --world-size if that
+            is given, else `config.world_size`, but at least the ranks of one replica.
     Raises: UserError with everything that a launch would refuse.
     """
     # As with --check, or the report would call --world-size a flag without effect.

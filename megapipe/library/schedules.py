@@ -126,7 +126,12 @@ def compare(
 
 @dataclass(frozen=True, repr=False)
 class Picture:
-    """A schedule under given costs, drawn: as SVG in a notebook, as text where it is printed."""
+    """A drawn schedule: shown as SVG in a notebook, and as text where it is printed.
+
+    Attributes:
+        costs: times of passes and messages.
+        memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
+    """
 
     schedule: Schedule
     costs: Costs = UNIT

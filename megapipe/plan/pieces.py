@@ -120,7 +120,7 @@ class Pieces:
 
     @cached_property
     def _depths_alone(self) -> tuple[Work, ...]:
-        """The work of each depth of prediction on its own rank; a head that all ranks split is left out."""
+        """The work of each depth of prediction on its own rank, without a head that is split."""
         if self.shares == 1:
             return self.depths
         head = self.head
@@ -184,8 +184,8 @@ class Pieces:
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
         """Return the costs of stages that run a microbatch in slices of its sequence.
 
-        Added are attention's fraction of each pass, which differs between slices, and the bytes of keys
-        and values, which later slices read.
+        Attention's fraction of each pass is added, as it differs between slices. So are the bytes
+        of keys and values, which later slices read.
 
         Args:
             costs: the costs of the stages for microbatches that are not cut.

@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
 
 class OfPlan:
-    """What an optional part, such as offloading or sharding, adds to a plan.
+    """The additions of an optional part, such as offloading or sharding, to a plan.
 
     The methods of this base class add nothing; a part's class overrides some of them.
 
@@ -53,7 +53,7 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the bytes on each rank that this part needs to run any stage, besides the state."""
+        """Return the bytes on each rank, besides the state, without which no stage can run."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
@@ -65,7 +65,7 @@ class OfPlan:
         return usual
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines for the user on what this part changes in the schedule; empty for nothing."""
+        """Return lines for the user on what this part changes in the schedule; may be empty."""
         return []
 
     def summary(self, plan: Plan) -> str:
@@ -82,14 +82,14 @@ class Plan:
     Attributes:
         counts: layers of each stage of a chain.
         pieces: the work of embedding, layers and head.
-        state: bytes of a parameter, its gradient and optimizer state that a rank keeps between steps.
+        state: bytes of a parameter, its gradient and optimizer state that a rank keeps all along.
         of_expert: the same for a parameter of an expert.
         whole: bytes of a parameter's weight and gradient without sharding.
         stored: the part of `whole` that a rank keeps between steps.
         tied: the output head uses the word embedding's weight.
         vocab_weights: elements of the word embedding.
         tp: ranks that split each parameter; expert_ranks: ranks that split the experts.
-        own: what optional parts add, by name, such as sharding, slices or CUDA graphs.
+        own: additions of optional parts, by name, such as sharding, slices or CUDA graphs.
         before: the plan that was replaced by an automatic choice: the even split, or the other
             placement of the vocabulary. None without such a choice.
         given: times of passes and messages, from --pipeline-costs; None without the flag.
@@ -164,7 +164,7 @@ class Plan:
 
     @property
     def least_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank needs to run any stage: its state and what is gathered at the least."""
+        """Bytes that each rank needs to run any stage: its state, and the least that it gathers."""
         # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():

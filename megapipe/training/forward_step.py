@@ -18,7 +18,7 @@ def get_batch(data_iterator: Iterator[Batch] | None) -> Batch | None:
 
 
 def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of token losses, the number of tokens, and values to report.
+    """Return (the sum of token losses, the number of tokens, values to report by name).
 
     Args:
         loss_mask: [b, s], the weight of each token's loss.
@@ -34,7 +34,8 @@ def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, 
 def forward_step(data_iterator: Iterator[Batch] | None, model: nn.Module) -> tuple[Tensor, Any]:
     """Run one microbatch through one stage.
 
-    Returns: (output, loss_func), as Megatron's; loss_func is None on a stage that reads no batch.
+    Returns: (output of the stage, loss function of that output), like Megatron-LM's. The function
+        is None on a stage that reads no batch.
 
     Args:
         data_iterator: yields the stage's microbatches; None if it reads none.

@@ -37,11 +37,11 @@ _TROUBLE = ("megapipe:", "ALARM", "DAMAGED", "error:", "Error", "belonged to a r
 class Launched:
     """A running command with all processes that it starts on this machine.
 
-    `hit` and `signal_all` send signals, `sees`, `trains` and `wait` wait, and `end` kills all.
+    `hit` and `signal_all` send signals, and `end` kills all. `sees`, `trains` and `wait` wait.
 
     Attributes:
         log: the file that its output is written to.
-        iterations: number and time of each iteration line.
+        iterations: (iteration, time at which it was printed) of each iteration line.
         resumed: the iteration from which it continued; 0 if it loaded no checkpoint.
         saves: complete checkpoints that it reported.
         failed_saves: saves that it reported as failed.
@@ -73,7 +73,7 @@ class Launched:
         self._reader.start()
 
     def _read(self) -> None:
-        """Copy the output to the log, and note iterations, saves and reported faults."""
+        """Copy the output to the log, line by line, and note iterations, saves and faults."""
         assert self.process.stdout is not None
         with self.log.open("w") as log:
             for line in self.process.stdout:
@@ -178,7 +178,10 @@ class Launched:
     def sees(self, what: Callable[[], bool], limit_s: float) -> bool:
         """Wait until `what()` is true, and return True.
 
-        Return False if the command ends first, or `limit_s` seconds pass.
+        Args:
+            what: a condition, which is asked again and again.
+            limit_s: seconds to wait at most.
+        Returns: False if the command ends first, or the time is over.
         """
         until = time.monotonic() + limit_s
         while time.monotonic() < until and self.process.poll() is None:
@@ -191,7 +194,10 @@ class Launched:
     def trains(self, seconds: float, until: float) -> bool:
         """Let the run train for some seconds.
 
-        Returns: False if the run ends first, or the clock reaches the time `until`.
+        Args:
+            seconds: how long.
+            until: a time of time.monotonic() at which the wait ends in any case.
+        Returns: False if the run ends first, or the clock reaches `until`.
         """
         self.sees(lambda: time.monotonic() >= until, seconds)
         return self.process.poll() is None and time.monotonic() < until
@@ -201,8 +207,10 @@ class Launched:
 class Fault:
     """A fault that was injected into a run, and its consequences.
 
+    Call `now` when it is injected, `watch` after that, and `look` until the run has recovered.
+
     Attributes:
-        kind: a name of `main.KINDS`.
+        kind: a name of `main.KINDS`, such as "kill".
         run: the launch that was broken.
         noticed_s: seconds until the run reported the fault or ended; None if it did neither.
         healed_s: seconds until the next iteration line; None before it.
@@ -226,10 +234,10 @@ class Fault:
             self.iteration, _ = self.run.iterations[-1]
 
     def watch(self, *, ends: bool) -> None:
-        """Wait until the run has reported the fault or ended.
+        """Wait until the run has reported the fault or ended, if the fault must end it.
 
         Args:
-            ends: the fault must end the run. If False, do not wait.
+            ends: whether the fault must end the run. If False, do not wait.
         """
         self.run.sees(lambda: bool(self._reported()) or not ends, 600)
         if reported := self._reported():
@@ -278,7 +286,7 @@ def _name(pid: int) -> str:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """Return the words of /proc/PID/FILE; none if the process has ended.
+    """Return the words of /proc/PID/FILE of a process; none if the process has ended.
 
     Args:
         file: environ or cmdline, whose words are separated by zero bytes.
@@ -302,12 +310,12 @@ def newest_sound(root: Path) -> Path | None:
 
 
 def difference(a: Path, b: Path) -> tuple[int, list[str]]:
-    """Compare two checkpoints of one layout bit by bit.
+    """Compare two checkpoints of one parallel layout bit by bit.
 
     Args:
         a, b: the folders of the checkpoints.
-    Returns: the number of tensors of `a`, and the names of all tensors that differ. The name of the
-        state's file is among them if the two states differ.
+    Returns: (the number of tensors of `a`, the names of all tensors that differ). If counters or
+        random states differ, the name of their file is among the names.
     """
     tensors = _tensors(a)
     others = _tensors(b)
@@ -323,7 +331,7 @@ def difference(a: Path, b: Path) -> tuple[int, list[str]]:
 
 
 def _tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return the tensors of a checkpoint, by the name of their file and their own name."""
+    """Return the tensors of a checkpoint, by (name of the file, name of the tensor)."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -344,14 +352,14 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(logs: Path, unbroken: Path, until: int) -> tuple[int, list[int]]:
-    """Compare the numbers that the broken launches printed with the unbroken run's.
+    """Compare the losses and norms that the broken launches printed with the unbroken run's.
 
     Args:
         logs: the folder with a log of each launch.
         unbroken: the log of the unbroken run.
         until: the last iteration that counts.
-    Returns: how many iterations were compared, and the iterations for which a launch printed
-        other numbers.
+    Returns: (how many iterations were compared, the iterations for which a launch printed other
+        numbers).
     """
     expected = dict(_printed(unbroken))
     # An iteration that was trained twice was printed twice, and both must be right.
@@ -362,6 +370,6 @@ def numbers(logs: Path, unbroken: Path, until: int) -> tuple[int, list[int]]:
 
 
 def _printed(log: Path) -> list[tuple[int, str]]:
-    """Return iteration and text of each iteration line, from the loss to the norms."""
+    """Return (iteration, text) of each iteration line. The text goes from the loss to the norms."""
     found = map(_ITERATION.search, log.read_text(errors="replace").splitlines())
     return [(int(match[1]), match[2]) for match in found if match]

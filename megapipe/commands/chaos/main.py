@@ -70,7 +70,8 @@ class Options:
 class Chaos:
     """A run that is broken and started again.
 
-    `run` does both until the time is over. Each kind of fault has a method of its name.
+    `run` does both until the time is over. Each kind of fault has a method of its name, such as
+    `kill`. The method returns a text on what it did; empty if there was nothing to break.
 
     Attributes:
         command: the launch line.
@@ -131,7 +132,12 @@ class Chaos:
         return Launched(with_folder(self.command, self.save), log)
 
     def break_until(self, run: Launched, until: float) -> None:
-        """Inject one fault after another, with at least one iteration between two faults."""
+        """Inject one fault after another, with at least one iteration between two faults.
+
+        Args:
+            run: the launch to break.
+            until: the time of time.monotonic() at which to stop.
+        """
         at_start = self.draw.random() < 0.1
         while run.poll() is None and time.monotonic() < until:
             # One launch in ten is hit while it imports, while its ranks meet, or while it loads.
@@ -172,7 +178,7 @@ class Chaos:
     # one if there was nothing to break.
 
     def kill(self, run: Launched) -> str:
-        """Kill a drawn rank, or the launcher, half of the time while a checkpoint is written."""
+        """Kill a drawn rank, or the launcher; half of the time while a checkpoint is written."""
         where = "in a step"
         # A folder iter_*.tmp-* exists as long as a checkpoint is being written.
         if self.draw.random() < 0.5 and run.sees(lambda: any(self.save.glob("iter_*.tmp-*")), 30):
@@ -181,11 +187,11 @@ class Chaos:
         return run.hit(self.draw, signal.SIGKILL, launcher=self.draw.random() < 0.3, where=where)
 
     def stop(self, run: Launched) -> str:
-        """Stop a drawn rank for good."""
+        """Stop a drawn rank by SIGSTOP, and never continue it."""
         return run.hit(self.draw, signal.SIGSTOP)
 
     def delay(self, run: Launched) -> str:
-        """Stop a drawn rank for at most two seconds."""
+        """Stop a drawn rank by SIGSTOP, and continue it after at most two seconds."""
         # A delay must cost nothing, so it is shorter than the usual timeouts.
         seconds = self.draw.uniform(0.1, 2.0)
         text: str = run.hit(self.draw, signal.SIGSTOP)
@@ -194,7 +200,7 @@ class Chaos:
         return text and f"{text}, {seconds:.1f} s"
 
     def disk(self, run: Launched) -> str:
-        """Let files grow to a part of a checkpoint, until the next save has failed or passed."""
+        """Act as a full disk for the next save: no file may grow beyond a part of a checkpoint."""
         sizes = [path.stat().st_size for path in self.save.glob("iter_*/*.safetensors")]
         if not sizes:
             return ""
@@ -247,7 +253,11 @@ def _cut(path: Path) -> None:
 
 
 def with_folder(command: Sequence[str], folder: Path) -> list[str]:
-    """Return the launch line with checkpoints in `folder`, and a log line for each iteration."""
+    """Return the launch line with checkpoints in `folder`, and a log line for each iteration.
+
+    Args:
+        command: the user's launch line, whose own flags for these are replaced.
+    """
     # Of a flag that is given twice, the last counts.
     return [*command, "--save", str(folder), "--load", str(folder), "--log-interval", "1"]
 

@@ -86,13 +86,16 @@ EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 class Case:
     """A training that must end normally with a falling loss, or a script.
 
+    `megapipe gpu-check` runs these cases.
+
     Attributes:
         flags: the flags of the training. {folder} is a folder in which the case may write.
-        like: the reference, a case with equal losses in the steps that both trained.
+        like: the name of the reference, a case with equal losses in the steps that both trained.
         within: largest relative difference of a loss from the reference. 0: all losses and
             gradient norms are bitwise equal.
-        memory: largest relative difference of the peak memory from the plan's prediction.
-        mfu: smallest share of the device's bf16 peak, for a device whose peak is known.
+        memory: largest relative difference of the peak memory from the plan's prediction; None
+            does not compare.
+        mfu: smallest fraction of the device's bf16 peak, for a device whose peak is known.
         script: the arguments of Python, instead of a training. The case passes with exit status 0,
             and the last line of output is its figure.
         needs: a package, or a flag of megapipe gpu-check. Without it the case is left out.

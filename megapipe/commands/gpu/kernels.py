@@ -41,10 +41,10 @@ def within(error: float, allowed: float) -> Found:
 
 
 def weight_grad(device: torch.device) -> Found:
-    """Check the weight gradient of a bf16 layer, deferred to W and added into a float32 buffer.
+    """Check the weight gradient of a bf16 layer, in a pass W of its own.
 
-    A GPU computes and adds it in float32 (`addmm(out_dtype)`). A CPU rounds the product of each of
-    the two microbatches to bf16.
+    It is added into a float32 buffer. A GPU computes and adds it in float32
+    (`addmm(out_dtype)`). A CPU rounds the product of each of the two microbatches to bf16.
     """
     draw = torch.Generator().manual_seed(1)
     layer = ColumnParallelLinear(96, 64, tp=Axis(), bias=False)
@@ -136,14 +136,19 @@ KERNELS: dict[str, Callable[[torch.device], Found]] = {
 
 
 def _results(f: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
-    """Return the output of `f`, then the gradient of each input, given the output's gradient."""
+    """Return the output of `f`, then the gradient of each input.
+
+    Args:
+        inputs: the arguments of `f`.
+        grad: the gradient of the output.
+    """
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Return the largest error, divided by the largest number of `want`."""
+    """Return the largest absolute difference, divided by the largest absolute value of `want`."""
     return float((got.detach().double().cpu() - want).abs().max() / want.abs().max())
 
 

@@ -41,7 +41,11 @@ Steps = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Flags:
-    """Check whether everything works on the GPUs of this machine, with small trainings."""
+    """Check whether everything works on the GPUs of this machine, with small trainings.
+
+    A case is one training or script. --only has patterns of their names, and the cases run one
+    after another within --minutes.
+    """
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cuda, or cpu to try the command itself with tiny sizes."""
@@ -59,13 +63,14 @@ class Flags:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of the table.
+    """The result of a case: a row of the report.
 
     Attributes:
+        case: the name of the case.
         result: pass, FAIL, or why there is no verdict.
         figure: the measured numbers, in words.
         seconds: the time that the case took.
-        steps: the iterations of a training.
+        steps: the numbers of each iteration of a training, such as its loss.
     """
 
     case: str
@@ -176,11 +181,13 @@ def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]
 def _run(
     case: Case, flags: Flags, folder: Path, limit: float, before: Mapping[str, Outcome]
 ) -> tuple[str, str, Steps]:
-    """Run a case in a process of its own. Return its result, figure and steps, as in `Outcome`.
+    """Run a case in a process of its own.
 
     Args:
+        folder: the folder for its output.
         limit: seconds after which the case fails.
         before: the outcomes of earlier cases, by name.
+    Returns: (result, figure, steps) for its `Outcome`.
     """
     place = folder / "".join(c if c.isalnum() else "-" for c in case.name)
     # Lines of an earlier call would be read as this one's steps.
@@ -210,7 +217,7 @@ def _run(
 
 
 def _step(line: str) -> dict[str, Any]:
-    """Return the numbers of a line of --metrics-file, without unknown MFU and memory."""
+    """Return the numbers of a line of --metrics-file; MFU and memory only if they are known."""
     logged = json.loads(line)
     loss = logged["losses"]["lm loss"]
     step = {name: logged[name] for name in ("iteration", "skipped", "tokens_per_second")}
@@ -227,11 +234,11 @@ def _step(line: str) -> dict[str, Any]:
 
 
 def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
-    """Return the command of a case.
+    """Return the command line of a case.
 
     Args:
         folder: replaces {folder} in the flags of the case.
-        file: the file of --metrics-file, for a training.
+        file: the value of --metrics-file, for a training.
     """
     if case.script:
         known = {"device": flags.device, "nanogpt": str(Path(flags.nanogpt or "").resolve())}
@@ -293,7 +300,7 @@ def _process(
 
 
 def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str, str]:
-    """Return the result and the figure of a training that has ended, as in `Outcome`.
+    """Return (result, figure) for the `Outcome` of a training that has ended.
 
     Args:
         steps: the numbers of its iterations.
@@ -336,7 +343,11 @@ def _result(passed: bool) -> str:
 
 
 def _median(steps: Steps, name: str) -> float | None:
-    """Return the median over the steps that have this number; None if no step has it."""
+    """Return the median of a number over the steps that have it; None if no step has.
+
+    Args:
+        name: the name of the number in --metrics-file.
+    """
     found = [step[name] for step in steps.values() if name in step]
     return statistics.median(found) if found else None
 
@@ -357,7 +368,7 @@ def speed(steps: Steps) -> str:
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
-    """Return the table of all cases."""
+    """Return the table of all cases in Markdown."""
     lines = ["| case | result | figure | seconds |", "|---|---|---|---:|"]
     for one in outcomes:
         # A bar would end the cell.

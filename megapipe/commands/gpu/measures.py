@@ -63,7 +63,7 @@ TINY = Size(64, 4, 32, 128)
 
 
 def ceilings(device: torch.device) -> Found:
-    """Measure the rates of a layer's three bf16 products and of copying, which no step exceeds."""
+    """Measure the rates that bound a step: of a layer's three bf16 products, and of copying."""
     h = 64
     rows = 128
     if device.type == "cuda":
@@ -85,7 +85,10 @@ def ceilings(device: torch.device) -> Found:
 
 
 def split(device: torch.device) -> Found:
-    """Compare B and W as two passes with both in one, for two layers in bf16: at most 3% slower."""
+    """Compare two passes B and W with one that does both, for two layers in bf16.
+
+    The check passes if two are at most 3% slower.
+    """
     size = GPU if device.type == "cuda" else TINY
     # A stage in the middle of a pipeline.
     span = LayerSpan(0, 2, embedding=False, loss=False)
@@ -125,7 +128,10 @@ def split(device: torch.device) -> Found:
 
 
 def schedules(device: torch.device) -> Found:
-    """Train two steps in bf16 under each schedule of one rank: all bitwise equal to 1F1B."""
+    """Train two steps in bf16 under each schedule that one rank can run.
+
+    The check passes if all are bitwise equal to 1F1B.
+    """
     be_deterministic()
     size = TINY
     layers = 4
@@ -145,14 +151,14 @@ def schedules(device: torch.device) -> Found:
 
 
 def _numbers(result: StepResult) -> tuple[float, float]:
-    """Return the loss and the gradient norm of a step, which are compared bit by bit."""
+    """Return (loss, gradient norm) of a step, which are compared bit by bit."""
     return result.losses["lm loss"], result.grad_norm
 
 
 def graphs(device: torch.device) -> Found:
-    """Train eight small layers without and with CUDA graphs: bitwise equal, and both times.
+    """Train eight small layers without and with CUDA graphs, and measure both times.
 
-    The graphs are captured after the first step.
+    The graphs are captured after the first step. The check passes if both are bitwise equal.
     """
     if device.type == "cpu":
         return Found("CUDA graphs need a GPU")
@@ -173,10 +179,11 @@ def graphs(device: torch.device) -> Found:
 
 
 def host(device: torch.device) -> Found:
-    """Measure how long the device waits for its host in a step: at most 2% on a GPU.
+    """Measure the fraction of a step in which the device waits for its host.
 
-    The second of four ranks runs alone, and gets its messages at once. It has one layer and neither
-    embedding nor loss, which is the least work per call. The time comes from torch's trace.
+    The check passes with at most 2% on a GPU. The second of four ranks runs alone, and gets its
+    messages at once. It has one layer and neither embedding nor loss, which is the least work per
+    call. The time comes from torch's trace.
     """
     is_cpu = device.type == "cpu"
     sizes = LARGE_LAYER
@@ -215,10 +222,10 @@ _OF_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def idle_share(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the part of the time from the first start to the last end in which nothing runs.
+    """Return the fraction of the time from the first start to the last end in which nothing runs.
 
     Args:
-        spans: start and end of each event, sorted by start.
+        spans: (start, end) of each event, sorted by start.
     """
     busy = 0.0
     until = spans[0][0]
@@ -277,7 +284,10 @@ def training(
 
     A step has four microbatches of two random sequences.
     Args:
+        schedule: a name of the catalogue.
+        layers: the number of layers.
         by: replays the passes as CUDA graphs; None launches each kernel.
+    Returns: a function without arguments; it returns the step's result, such as its loss.
     """
     model = _model(size, layers)
     microbatches = 4

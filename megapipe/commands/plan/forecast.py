@@ -32,7 +32,7 @@ class Forecast:
         costs: the times of the stages, in seconds.
         passes: seconds from the first pass to the last.
         step: seconds of a step: passes, the slowest rank's work outside passes, gradient sums.
-        bubble: mean share of `passes` in which a rank runs no pass.
+        bubble: mean fraction of `passes` in which a rank runs no pass.
     """
 
     costs: Costs
@@ -42,7 +42,7 @@ class Forecast:
 
 
 def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
-    """Return a value that is equal for two stages if their passes take equal times.
+    """Return a value to compare stages by: equal values mean passes of equal times.
 
     It has the stage's embedding and loss, its depth of prediction, and its layers.
     """
@@ -52,12 +52,14 @@ def work_of_stage(config: Config, plan: Plan, stage: int) -> object:
 
 
 def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING) -> Forecast:
-    """Return the times of the whole run, given the ranks that were rehearsed.
+    """Return the times of the whole run, from the ranks that were rehearsed.
 
-    A stage of another rank takes the time of an equal stage, or else a time by its FLOPs.
+    A rehearsal runs one rank alone. A stage of another rank takes the time of an equal stage, or
+    else a time by its FLOPs.
 
     Args:
-        shown: the rehearsed ranks, which have timed the same number of steps.
+        shown: the measurements of the rehearsed ranks, by pipeline rank. All have timed the same
+            number of steps.
         device: the speeds of links. By default communication takes no time.
     """
     place = plan.schedule.placement
@@ -102,7 +104,7 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
 
 
 def _durations(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
-    """Return a function that returns the seconds of a pass of the table."""
+    """Return a function of a pass of the table that returns its seconds."""
     # None is the part of a pass of whole microbatches, or of a whole stage.
     durations = {}
     for part in (*table.parts, None):
@@ -136,7 +138,12 @@ def _filled(config: Config, plan: Plan, costs: Costs) -> Costs:
 
 
 def numbers(plan: Plan, shown: Shown, found: Forecast) -> dict[str, Any]:
-    """Return the report as JSON: the step, costs of the stages in seconds, the rehearsed ranks."""
+    """Return the report as JSON: the step, costs of the stages in seconds, the rehearsed ranks.
+
+    Args:
+        shown: the measurements of the rehearsed ranks, by pipeline rank.
+        found: the times of the whole run.
+    """
     return {
         "schedule": plan.schedule.name,
         "passes_s": found.passes,
@@ -156,6 +163,8 @@ def report(
     """Return the report: memory and times of each rank, the largest peak, the step.
 
     Args:
+        shown: the measurements of the rehearsed ranks, by pipeline rank.
+        found: the times of the whole run.
         memory_gib: memory of a device, or None if it is not known.
     """
     place = plan.schedule.placement

@@ -15,8 +15,8 @@ from megapipe.training.pretrain import Training
 def parts_of(training: Training) -> dict[str, float]:
     """Run steps of a training and return the bytes at their peak, by purpose.
 
-    The parts are weights, gradients, optimizer, activations and head. On a GPU the part `other` is
-    the rest of the allocator's peak.
+    The keys are weights, gradients, optimizer, activations and head, which is the logits. On a GPU
+    the key `other` has the rest of the allocator's peak.
     """
     run = training.run
     device = run.mesh.device
@@ -54,7 +54,7 @@ def parts_of(training: Training) -> dict[str, float]:
 
 
 def _storages(tensors: Iterator[Tensor]) -> set[tuple[int, int]]:
-    """Return (identity, bytes) of each storage of the tensors, which may share one."""
+    """Return the set of (id of the storage, its bytes) of the tensors, which may share storages."""
     return {(x.untyped_storage()._cdata, x.untyped_storage().nbytes()) for x in tensors}
 
 
@@ -62,8 +62,8 @@ def held_in_step(training: Training, wide: int = 0) -> Held:
     """Run a step and return the bytes that its autograd graphs held.
 
     Args:
-        wide: the last dimension of logits on this rank. Tensors of that width count as the head's
-            too; 0 counts none of them.
+        wide: the size of the vocabulary on this rank. Tensors with this last dimension count as
+            logits in `Held.of_head`; 0 counts none of them.
     """
     held = Held(training.run.modules, wide)
     with torch.autograd.graph.saved_tensors_hooks(held.pack, held.unpack):
@@ -72,7 +72,9 @@ def held_in_step(training: Training, wide: int = 0) -> Held:
 
 
 class Held:
-    """The bytes that autograd graphs hold, as saved_tensors_hooks see them.
+    """Counts the bytes that autograd graphs hold, by saved_tensors_hooks.
+
+    `pack` and `unpack` are the two hooks.
 
     Attributes:
         bytes: held now, without parameters, each storage once.
@@ -92,7 +94,10 @@ class Held:
         self.of_head = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
-        """Count a tensor that a graph saves. Parameters are not counted: they live anyway."""
+        """Count a tensor that a graph saves, and return what the graph keeps instead.
+
+        Parameters are not counted, as they live anyway: they are returned unchanged.
+        """
         # Views share a storage, so the storage is counted, and not the tensor.
         storage = tensor.untyped_storage()
         if storage._cdata in self.parameters:
@@ -127,7 +132,7 @@ class Held:
 
 
 class Kept:
-    """A saved tensor, which is counted until its graph frees it."""
+    """A saved tensor, which is counted in `Held` until its graph frees it."""
 
     def __init__(self, held: Held, tensor: Tensor, key: int) -> None:
         self.held = held

@@ -201,10 +201,11 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
 
 
 def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
-    """Search for the best plans. Return the report as text, and the best plans as JSON.
+    """Search for the best plans.
 
     Args:
         argv: the user's own flags, among which the report names those to leave out.
+    Returns: (the report as text, the best plans as JSON).
     Raises: ConfigError with every problem of the flags.
     """
     device = device_of(config) or Device()
@@ -263,13 +264,18 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
 
 
 def _left_out(argv: Sequence[str], config: Config) -> list[str]:
-    """Return the flags of `argv` that the flags of a plan after them cannot undo."""
+    """Return the flags of `argv` that a user must leave out, as a plan's flags cannot undo them."""
     _, given = parse_among(Flags, [*argv, *flags_of(config)])
     return left_out(given, config)
 
 
 def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
-    """Return the plan of the user's own flags, if a layout is among them."""
+    """Return the plan of the user's own flags, for comparison. It is empty if they have no layout.
+
+    Args:
+        devices: the number of processes.
+        vocab: the size of the tokenizer.
+    """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
         return Yours()
     config = replace(own, world_size=devices)
@@ -298,7 +304,7 @@ def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
 
 
 def save_costs(costs: Costs, path: str) -> None:
-    """Write the costs of a plan's stages, and print which flags read the file."""
+    """Write the costs of a plan's stages to the .json at `path`, and print which flags read it."""
     write_complete(path, dump_costs(costs))
     readers = "--pipeline-costs of a run and --costs of megapipe schedules"
     say(f"costs of the stages: {path}, for {readers}")

@@ -32,12 +32,12 @@ _HEADER = (
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of part.
+    """A line of the table of --parts: a kind of part of the model, such as attention.
 
     Attributes:
         layers: the number of layers that have it; 0 for embedding, head and depths of prediction.
-        work: the work of all these layers for a microbatch, on one rank.
-        sent: bytes of a microbatch that a rank sends to the other ranks of its experts.
+        work: the FLOPs, bytes and parameters of all these layers for a microbatch, on one rank.
+        sent: bytes of a microbatch that a rank sends to other ranks for their experts.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Part:
 
 
 class Layer(NamedTuple):
-    """A part of a layer by itself.
+    """A part of a layer by itself, such as attention, so that its work can be counted.
 
     Attributes:
-        model: a model of one layer that has the part.
-        without: a model of one layer with all of that but the part; None if the layer has no more.
+        model: a model of one layer that has the part, and perhaps more.
+        without: a model of one layer with only that more; None if there is none.
     """
 
     name: str
@@ -60,7 +60,11 @@ class Layer(NamedTuple):
 
 
 def alone(model: ModelConfig) -> Iterator[Layer]:
-    """Yield the parts of a layer, given the configuration of that layer."""
+    """Yield the parts of a layer, such as attention and MLP, each as a model of one layer.
+
+    Args:
+        model: the configuration of that layer.
+    """
     # One layer like this one, without what only belongs to the rest of the model.
     bare = replace(
         model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None
@@ -84,7 +88,7 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
 
 
 def parts(config: Config) -> list[Part]:
-    """Return the parts of a model in the order of their first layers."""
+    """Return the lines of the table: embedding, the parts of layers, head, depths of prediction."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
     element = config.precision.element_bytes
@@ -127,7 +131,7 @@ def parts(config: Config) -> list[Part]:
 
 
 def parts_table(found: list[Part]) -> str:
-    """Return the table: a line for each part, and one for all of them."""
+    """Return the table as text: a line for each part, and one for their sum."""
     work = sum((part.work for part in found), Work())
     # "All" counts no layers: a layer has several parts.
     whole = Part("all", 0, work, sum(part.sent for part in found))
@@ -142,7 +146,11 @@ def parts_table(found: list[Part]) -> str:
 
 
 def _cells(part: Part, whole: Part) -> tuple[str, ...]:
-    """Return the line of a part. whole: the sum of all parts, for the share of the work."""
+    """Return the cells of a part's line.
+
+    Args:
+        whole: the sum of all parts, by which fractions of the work are computed.
+    """
     work = part.work
     return (
         part.name,

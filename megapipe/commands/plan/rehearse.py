@@ -128,7 +128,7 @@ def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:
 
 
 def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]:
-    """Return the configuration as the ranks of the run would complete it, and its plan.
+    """Return (configuration, plan), with the tokenizer's vocabulary and the final batch size.
 
     Args:
         problems: texts to report together with the problems of the flags.
@@ -144,20 +144,20 @@ def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]
 
 
 def _pipelines(config: Config) -> list[tuple[int, ...]]:
-    """Return the global ranks of each pipeline, in the order of the stages."""
+    """Return the global ranks of each pipeline, in the order of its pipeline ranks."""
     return Grids.of(config.parallel, config.world_size).sets("pp")
 
 
 def world_ranks(config: Config) -> list[int]:
-    """Return the global ranks of the first pipeline."""
+    """Return the global ranks of the first pipeline, in the order of its pipeline ranks."""
     return [*_pipelines(config)[0]]
 
 
 def _positions(config: Config, ranks: str | None) -> set[int] | None:
-    """Return the pipeline ranks of the global ranks that --ranks lists; None for all.
+    """Return the ranks of --ranks by their places in their pipelines; None without the flag.
 
     Args:
-        ranks: the value of --ranks, numbers between commas.
+        ranks: the value of --ranks: global ranks between commas.
     Raises: ConfigError for a word that is no rank of the run.
     """
     if ranks is None:
@@ -201,10 +201,12 @@ def rehearse(
 ) -> Shown:
     """Rehearse one pipeline rank after another, each in a process of its own.
 
+    A rehearsal runs the program of one rank alone, with noise in place of messages.
+
     Args:
         positions: the pipeline ranks that are asked for; None for all.
         steps: the number of timed steps.
-    Returns: the results, also for the ranks that have equal work.
+    Returns: the measurements by pipeline rank, also for ranks whose work equals a rehearsed one's.
     Raises: UserError if a rank cannot run.
     """
     ranks = world_ranks(config)
@@ -240,7 +242,16 @@ def rehearse(
 def _child(
     sender: Connection, config: Config, plan: Plan, rank: int, answers: Answers, steps: int
 ) -> None:
-    """Rehearse a rank in this process, and send its measurements or the text of its error."""
+    """Rehearse a rank in this child process, and send the result to the parent.
+
+    A rehearsal runs the program of one rank alone, with noise in place of messages.
+
+    Args:
+        sender: gets the measurements, or the text of an error that the user can mend.
+        rank: the global rank.
+        answers: the results of collectives before the first step, see `answers_of`.
+        steps: the number of timed steps.
+    """
     # As many threads as torchrun gives a rank. A fork does not have the threads of OpenMP that its
     # parent had, and the first operation that uses them would deadlock.
     torch.set_num_threads(int((os.environ.get("OMP_NUM_THREADS") or "1").split(",")[0]))

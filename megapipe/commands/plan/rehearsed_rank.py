@@ -44,14 +44,17 @@ Answers = Sequence[Sequence[Any]]
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The measurements of a rank.
+    """The measurements of a rank that ran alone.
+
+    `of` renames their stages for another rank, and `peak` sums `parts`.
 
     Attributes:
         stages: the stages of the rank.
-        steps: the passes of each timed step.
+        steps: the passes of each timed step, with their times.
         outside: seconds of a step outside its passes: zeroing gradients, norm, update.
         parts: bytes at the peak by purpose. On a GPU `other` is the rest of the allocator's peak.
-        copies: the copies (O and L) of each timed step; empty if the table has none.
+        copies: the copies to and from the host (O and L) of each timed step; empty if the table has
+            none.
     """
 
     stages: tuple[int, ...]
@@ -61,11 +64,11 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return passes or copies of a step with the stages of another rank of equal work.
+        """Return passes or copies with the numbers of another rank's stages.
 
         Args:
-            step: passes or copies of this rank.
-            stages: the stages of the other rank.
+            step: passes or copies of a step of this rank.
+            stages: the stages of the other rank, whose work is equal.
         """
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]
@@ -80,12 +83,12 @@ class Rehearsed:
 class Alone(Axis):
     """A mesh axis with one real rank: all collectives act as if the others had the same data.
 
-    The row counts of experts are an exception. Another rank has this rank's counts, shifted by the
-    number of experts between them, so that each rank receives as many rows as it sends. With equal
-    counts, a rank would receive up to three times the rows or none, by which experts it has.
+    The counts of rows (tokens) for each expert are an exception. Another rank has this rank's
+    counts, shifted by the number of experts between the ranks. So each rank receives as many rows
+    as it sends. With equal counts, a rank would receive up to three times the rows or none.
 
     Attributes:
-        answers: what the ranks of a pipeline tell each other; see Answers.
+        answers: results for `gather_json`, in place of the other ranks' answers; see Answers.
     """
 
     answers: Answers = ()
@@ -136,18 +139,18 @@ class Alone(Axis):
 
 
 class _World(Alone):
-    """The axis of all processes. All have equal counts, so a sum is a multiple of one count."""
+    """The axis of all processes, with one real rank. A sum is `size` times this rank's number."""
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
         return Pending(x.mul_(self.size) if op == "sum" else x)
 
 
 class _Asked(Exception):
-    """Carries the answer of a rank out of the function that asks."""
+    """Carries the value that a rank would gather, out of the function that gathers it."""
 
 
 class _Asking(Alone):
-    """An axis that raises the first answer that the rank would share."""
+    """An axis that raises `_Asked` with the first value that a rank would gather."""
 
     def gather_json(self, value: Any) -> list[Any]:
         raise _Asked(json.loads(json.dumps(value)))
@@ -156,11 +159,11 @@ class _Asking(Alone):
 def mesh_of(
     config: Config, plan: Plan, rank: int, device: torch.device, answers: Answers = ()
 ) -> ProcessMesh:
-    """Return the mesh of a rank of the run, without the other ranks.
+    """Return the mesh of one rank of the run, whose collectives need no other ranks.
 
     Args:
         rank: the global rank.
-        answers: from `answers_of`; none for a mesh on which no rank asks.
+        answers: results of gathers over the pipeline, from `answers_of`; () if nothing gathers.
     """
     # The process groups are left out, as there are no other ranks to join them.
     mesh = build_mesh(
@@ -183,18 +186,23 @@ def mesh_of(
 
 
 def answers_of(config: Config, plan: Plan, ranks: Sequence[int]) -> Answers:
-    """Return the answers that the ranks of a pipeline give each other before the first step.
+    """Return the values that the ranks of a pipeline gather from each other before the first step.
 
-    The modules that are asked are built without storage, so all ranks fit on this machine.
+    The modules that they depend on are built without storage, so all ranks fit on this machine.
 
     Args:
         ranks: the global ranks of the pipeline.
+    Returns: [gather][rank].
     """
     return [*zip(*(_answers(config, plan, rank) for rank in ranks), strict=True)]
 
 
 def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
-    """Return the answer of a rank to each question. rank: the global rank."""
+    """Return the value that a rank gives to each gather before the first step.
+
+    Args:
+        rank: the global rank.
+    """
     mesh = mesh_of(config, plan, rank, torch.device("cpu"))
     mesh = replace(mesh, pp=_Asking(**vars(mesh.pp)))
     place = plan.schedule.placement
@@ -212,7 +220,7 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 
 
 def _answer(question: Callable[[], object]) -> Any:
-    """Return what a function shares with the pipeline. The function is not run to its end."""
+    """Run a function up to its first gather over the pipeline. Return the value to be gathered."""
     try:
         question()
     except _Asked as asked:
@@ -221,7 +229,7 @@ def _answer(question: Callable[[], object]) -> Any:
 
 
 def _typed(config: Config, module: nn.Module) -> nn.Module:
-    """Return the module with the type of its weights, as models.build.stage_module makes it."""
+    """Return the module with its weights in the run's dtype, frozen if the flags say so."""
     if config.optimizer.freeze_all_layers:
         module = module.requires_grad_(False)
     if config.precision.bf16:
@@ -264,7 +272,7 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
 
     Args:
         rank: the global rank.
-        answers: from `answers_of`.
+        answers: results of gathers before the first step, from `answers_of`.
     """
     training = rank_alone(config, plan, rank, answers)
     # The first step allocates and compiles.
@@ -273,9 +281,10 @@ def rehearse_rank(config: Config, plan: Plan, rank: int, answers: Answers, steps
 
 
 def rehearsed(training: Training, timed: Sequence[tuple[list[Ran], list[Ran], float]]) -> Rehearsed:
-    """Return the measurements of a rank. Further steps are run for the memory.
+    """Return the measurements of a rank. Further steps are run to measure the memory.
 
     Args:
+        training: the rank's training, on a mesh of one real rank.
         timed: the results of `timed_step`; none to measure the memory alone.
     """
     outside = 0.0
@@ -293,7 +302,7 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
 
     Args:
         rank: the global rank.
-        answers: from `answers_of`.
+        answers: results of gathers before the first step, from `answers_of`.
     """
     mesh = mesh_of(config, plan, rank, pick_device(config.parallel), answers).activate()
     # The lines of a run's start would be printed once for each rank.
@@ -308,7 +317,7 @@ def rank_alone(config: Config, plan: Plan, rank: int, answers: Answers) -> Train
 
 
 def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
-    """Return a training on random tokens, which neither loads nor saves nor logs."""
+    """Return a training on random tokens, without checkpoints and log."""
     vocab = (config.model.padded_vocab_size or 2) - 1
     # Nothing is loaded, saved, logged or evaluated, and no worker reads ahead.
     config = replace(config, checkpoint=CheckpointConfig(), log=LogConfig())
@@ -325,7 +334,9 @@ def run_on(mesh: ProcessMesh, config: Config, plan: Plan) -> Training:
 def delivered(ops: list[Op]) -> Sequence[_There]:
     """Fill each tensor that is to be received with noise, in place of `Transport.post`.
 
-    Returns: for each operation, a message that has arrived.
+    Args:
+        ops: the sends and receives to post.
+    Returns: for each operation, a handle of a message that has arrived.
     """
     for op in ops:
         if not op.sends:
@@ -334,13 +345,13 @@ def delivered(ops: list[Op]) -> Sequence[_There]:
 
 
 class _There:
-    """A message that has arrived."""
+    """A handle of a message that has arrived, like the handles of torch.distributed."""
 
     def wait(self) -> None:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """Return True: nothing is under way."""
+        """Return True: the message has arrived."""
         return True
 
 
@@ -352,9 +363,9 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
-    """Run a step. Return its passes, its copies, and the seconds of the whole step.
+    """Run a step with the two passes of a pair one after the other, so that each has its own time.
 
-    Passes of a pair run one after the other, so that each has a time of its own.
+    Returns: (its passes with their times, its copies to and from the host, seconds of the step).
     """
     stages = training.run.stages
     schedule = stages.schedule

@@ -106,7 +106,7 @@ def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
 
 
 def _device(ranks: int) -> list[str]:
-    """Return the flag that trains on the CPU if there are GPUs, but fewer than ranks; else none."""
+    """Return the flags that train on the CPU, if there are GPUs but fewer than ranks; else []."""
     # The import takes a second.
     import torch
 

@@ -45,5 +45,5 @@ class ModelConfig(RecomputeConfig, ArchitectureConfig, MTPConfig, FP8Config, MoE
 
     @property
     def expert_ffn(self) -> int:
-        """Width of an expert, with a gate of each half."""
+        """Width of an expert: channels between its two layers. With a gate, of each half."""
         return self.moe_ffn_hidden_size or self.ffn

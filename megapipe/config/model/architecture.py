@@ -222,12 +222,12 @@ class ArchitectureConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head, without latents."""
+        """Channels of a head; multi-latent attention has sizes of its own."""
         return self.kv_channels or self.hidden // self.heads
 
     @property
     def ffn(self) -> int:
-        """Width of the MLP, with a gate of each half."""
+        """Width of the MLP: channels between its two layers. With a gate, of each half."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.swiglu:
@@ -250,19 +250,22 @@ class ArchitectureConfig:
 
     @property
     def erf_gelu(self) -> bool:
-        """Return whether the MLP has GELU in its erf form."""
+        """Return whether the MLP has the exact GELU, by erf, and not its tanh approximation."""
         # Megatron-LM computes the tanh form in its fusion of bias and GELU, which needs a bias.
         by_erf = self.no_bias_gelu_fusion or self.disable_bias_linear
         return by_erf and not (self.gated or self.squared_relu)
 
     @property
     def linear_std(self) -> float | None:
-        """Standard deviation of initial weights; None stands for Xavier's uniform distribution."""
+        """Standard deviation of initial weights of linear layers; None for Xavier's uniform."""
         return None if self.init_method_xavier_uniform else self.init_method_std
 
     @property
     def residual_std(self) -> float | None:
-        """Standard deviation for projections into the residual stream; None as `linear_std`."""
+        """Standard deviation of the linear layers that write to the residual stream.
+
+        None stands for Xavier's uniform distribution.
+        """
         if self.init_method_xavier_uniform:
             return None
         # Two projections of each layer add to the residual stream (Radford et al. 2019, section
@@ -272,7 +275,7 @@ class ArchitectureConfig:
 
     @property
     def embedding_std(self) -> float | None:
-        """Standard deviation for word and position embeddings; None as `linear_std`."""
+        """Standard deviation of word and position embeddings; None for Xavier's uniform."""
         # Megatron-LM's rule: an equal deviation means the distribution of all other weights,
         # Xavier's too.
         own = self.embedding_init_method_std
@@ -289,6 +292,10 @@ class ArchitectureConfig:
         return not self.untie_embeddings_and_output_weights
 
     def padded_vocab(self, vocab_size: int) -> int:
-        """Return the rows of the word embedding for a tokenizer with this many ids."""
+        """Return the rows of the word embedding, with padding.
+
+        Args:
+            vocab_size: the number of ids of the tokenizer.
+        """
         to = self.make_vocab_size_divisible_by
         return self.padded_vocab_size or math.ceil(vocab_size / to) * to

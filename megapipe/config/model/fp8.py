@@ -69,7 +69,12 @@ class FP8Config:
     """Number of last layers without FP8, with --first-last-layers-bf16."""
 
     def has_fp8_in(self, layer: int, layers: int) -> bool:
-        """Return whether a layer, counted from 0, multiplies in FP8. layers: how many there are."""
+        """Return whether a layer multiplies in FP8.
+
+        Args:
+            layer: its number, from 0.
+            layers: the number of layers of the model.
+        """
         if self.fp8_format is None:
             return False
         # The numbers of layers may overlap in a small model; a layer is then left out once.

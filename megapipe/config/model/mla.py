@@ -71,5 +71,5 @@ class MLAConfig:
 
     @property
     def qk_dim(self) -> int:
-        """Channels of a query or key head, rotated or not."""
+        """Channels of a query or key head: those with rotary positions and the others."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

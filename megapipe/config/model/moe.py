@@ -170,12 +170,12 @@ class MoEConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether any layer has experts; for one layer's configuration, whether it has."""
+        """Return whether the model has experts in some layer; for a layer's configuration, in it."""
         return bool(self.num_experts)
 
     @property
     def experts(self) -> int:
-        """The number of experts, of a model that has some."""
+        """The number of experts. The model must have some."""
         assert self.num_experts
         return self.num_experts
 
@@ -191,7 +191,7 @@ class MoEConfig:
 
     @property
     def group_scores(self) -> int:
-        """The number of scores that a group is chosen by, 0 where there are no groups."""
+        """The number of highest scores whose sum rates a group of experts; 0 without groups."""
         if not self.moe_router_group_topk:
             return 0
         return (
@@ -200,19 +200,19 @@ class MoEConfig:
 
     @property
     def balancing(self) -> dict[str, float]:
-        """The weight of each balancing loss above 0, by its Megatron-LM name."""
+        """The coefficient of each load-balancing loss, by Megatron-LM's name, if it is above 0."""
         # Not strict: a check reports lists of unequal length, and asks for this property meanwhile.
         kinds = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: weight for kind, weight in kinds if weight and kind.endswith("aux_loss")}
 
     @property
     def by_sinkhorn(self) -> bool:
-        """Return whether the choice of experts is itself balanced, without a loss."""
+        """Return whether Sinkhorn's algorithm balances the choice of experts, without a loss."""
         return "sinkhorn" in self.moe_router_load_balancing_type
 
     @property
     def capacity_factor(self) -> float | None:
-        """The capacity factor, None if no token is dropped."""
+        """The capacity of an expert over its even share of the tokens; None drops no token."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else factor
 
@@ -224,10 +224,10 @@ DEEPEST = 50
 
 
 def layer_frequency(text: str) -> int | list[int]:
-    """Read --moe-layer-freq: an integer, or a list with a 0 or 1 for each layer.
+    """Return the value of --moe-layer-freq: an integer, or a list with a 0 or 1 for each layer.
 
-    The list may be an expression of lists, sums and products in Python's syntax. It is never
-    executed.
+    An integer n puts experts into every n-th layer. The list may be an expression of lists, sums and
+    products in Python's syntax. It is never executed.
 
     Raises: ValueError for anything else.
     """
@@ -255,7 +255,7 @@ def layer_frequency(text: str) -> int | list[int]:
 
 
 def _sum(words: list[str]) -> int | list[int]:
-    """Take a sum of lists, or one value, from `words`."""
+    """Parse a sum of lists, or one value, at the front of `words`, and remove its words."""
     total = _product(words)
     while words and words[-1] == "+":
         words.pop()
@@ -267,7 +267,7 @@ def _sum(words: list[str]) -> int | list[int]:
 
 
 def _product(words: list[str]) -> int | list[int]:
-    """Take a list times integers, or one value, from `words`."""
+    """Parse a list times integers, or one value, at the front of `words`, and remove its words."""
     total = _value(words)
     while words and words[-1] == "*":
         words.pop()
@@ -284,7 +284,7 @@ def _product(words: list[str]) -> int | list[int]:
 
 
 def _value(words: list[str]) -> int | list[int]:
-    """Take an integer, a list of integers, or a sum in parentheses from `words`."""
+    """Parse an integer, a list of integers or parentheses at the front of `words`, and remove it."""
     word = words.pop() if words else ""
     if word == "(":
         inside = _sum(words)

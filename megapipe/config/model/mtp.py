@@ -44,11 +44,11 @@ class MTPConfig:
 
     @property
     def depths(self) -> int:
-        """The number of depths, 0 without multi-token prediction."""
+        """The number of depths of multi-token prediction: extra layers that predict further tokens."""
         return self.mtp_num_layers or 0
 
     @property
     def depth_weight(self) -> float:
-        """The weight of one depth's loss."""
+        """The factor of one depth's loss in the loss of the whole model."""
         # Megatron-LM's mean over the depths. 1 without depths, where nothing is weighed.
         return self.mtp_loss_scaling_factor / max(self.depths, 1)

@@ -82,12 +82,12 @@ class RecomputeConfig:
 
     @property
     def recompute_attention(self) -> bool:
-        """Return whether attention is recomputed, without its projections."""
+        """Return whether attention is recomputed in backward, but not its projections."""
         return self.recompute_selective and "core_attn" in self.recompute_modules
 
     @property
     def recompute_mla_up_proj(self) -> bool:
-        """Return whether heads are recomputed from their latents, with attention."""
+        """Return whether multi-latent attention is recomputed from its latents in backward."""
         return self.recompute_selective and "mla_up_proj" in self.recompute_modules
 
     @property

@@ -60,7 +60,10 @@ class ParallelConfig(OffloadConfig, ShardingConfig, PipelineConfig, RanksConfig)
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
-        """The way in which messages are posted, see pipeline_parallel.messages.transport."""
+        """How messages between stages are posted, see pipeline_parallel.messages.transport.
+
+        plain: each by itself. batched: together. ring: as a ring exchange.
+        """
         if self.use_ring_exchange_p2p:
             return "ring"
         return "batched" if self.no_overlap_p2p_communication else "plain"

@@ -39,7 +39,7 @@ def shares_grads(config: Any) -> bool:
 
 
 def _no_groups(config: Any) -> bool:
-    """Return whether the schedule has no groups of microbatches, as interleaved has."""
+    """Return whether the schedule does not run microbatches in groups, as interleaved does."""
     par = config.parallel
     # Two stands for several stages on a rank; `usual` asks for no more than that.
     chunks = 2 if par.chunks or par.pipeline_model_parallel_layout else None
@@ -174,12 +174,18 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> int | None:
-        """The flag that gives a rank several stages, as layers or as stages; None without one."""
+        """The value of the flag that gives a rank several stages; None without such a flag.
+
+        It counts layers of a stage, or stages of a rank.
+        """
         return (
             self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank
         )
 
     @property
     def cuts_at_documents(self) -> bool:
-        """Return whether slices of a microbatch end where documents end, if an end is near."""
+        """Return whether slices of a microbatch end at the nearest ends of documents.
+
+        A slice is a part of each sequence.
+        """
         return self.pipeline_slice_cuts == "documents"

@@ -46,7 +46,7 @@ class RanksConfig:
 
     @property
     def hides(self) -> bool:
-        """Return whether passes have collectives that a pass run with them can hide."""
+        """Return whether a layer has collectives, which another pass run at the same time can hide."""
         dense = self.tensor_model_parallel_size * self.context_parallel_size
         return dense * self.expert_model_parallel_size > 1
 
@@ -58,12 +58,12 @@ class RanksConfig:
 
     @property
     def ranks_of_a_replica(self) -> int:
-        """Number of ranks that see the same samples: tensor x context x pipeline."""
+        """Number of ranks that train on the same samples: tensor x context x pipeline."""
         tensor_and_context = self.tensor_model_parallel_size * self.context_parallel_size
         return tensor_and_context * self.pipeline_model_parallel_size
 
     @property
     def least_ranks(self) -> int:
-        """The smallest number of ranks that both a replica and a copy of all experts divide."""
+        """The smallest number of ranks that holds whole replicas and whole sets of experts."""
         experts = self.expert_model_parallel_size * self.etp
         return lcm(self.ranks_of_a_replica, experts * self.pipeline_model_parallel_size)

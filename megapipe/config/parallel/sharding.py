@@ -26,7 +26,7 @@ SAME = "{} and {} say the same"
 
 # An update of post-validation comes before the sums of the whole batch are known.
 def _early(other: str, why: str) -> Refused:
-    """Return the note of an update that cannot wait for the result of another flag."""
+    """Return the note that refuses --overlap-param-gather's like next to a flag whose result it needs."""
     return excludes(other, f"{{}} updates before other ranks are done, and {{}} {why}")
 
 
@@ -151,7 +151,7 @@ class ShardingConfig:
 
     @property
     def splits_by(self) -> str:
-        """The flag that shards optimizer state, empty if none does."""
+        """The flag that shards optimizer state; empty if none does."""
         for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_distributed_optimizer"):
             if getattr(self, name):
                 return flag(name)

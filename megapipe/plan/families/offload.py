@@ -113,7 +113,7 @@ class Copies(OfPlan):
         return replace(costs, o=took, l=took)
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines for the user: which activations move and why, then memory and time of each rank.
+        """Return lines for the user: which activations move, why, and memory and time of each rank.
 
         The list is empty for a table that copies and recomputes nothing.
         """

@@ -57,8 +57,8 @@ class Device:
 
         Args:
             sent: bytes that each rank sends in all of them together.
-            extent: devices from the first to the last rank, which decides whether a node holds them.
-            calls: the number of collectives, each of which costs the latency.
+            extent: devices from the first to the last rank. Beyond a node, the slower links count.
+            calls: the number of collectives, each with the latency of one.
         """
         if not sent:
             return 0.0
@@ -68,7 +68,7 @@ class Device:
         """Return the bytes per second that a device sends to another.
 
         Args:
-            extent: devices from the first to the last rank, which decides whether a node holds them.
+            extent: devices from the first to the last rank. Beyond a node, the slower links count.
         """
         return self.inside if extent <= self.node else self.outside
 

@@ -143,10 +143,10 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
 
 
 def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
-    """Return the costs with the seconds to gather a stage's weights and reduce-scatter its gradients.
+    """Return the costs with the seconds to gather weights and to reduce-scatter gradients.
 
     Args:
-        costs: has the bytes that are gathered and reduced.
+        costs: has the bytes that are gathered and reduced for each stage.
     """
     n = config.weight_replicas
     extent = replicas(config)
@@ -168,7 +168,7 @@ def _per_stage(sizes: PerStage) -> tuple[float, ...]:
 
 
 def _mean_of_layer(times: PerStage, plan: Plan) -> float:
-    """Return the mean seconds of a pass of one layer, which includes its part of embedding and head.
+    """Return the mean seconds of a pass of one layer, with its part of embedding and head.
 
     Args:
         times: seconds of that pass on each stage.
@@ -242,8 +242,8 @@ class OfRank(NamedTuple):
 def sums(plan: Plan, config: Config, device: Device) -> float:
     """Return the seconds that the slowest rank communicates after the last pass of a step.
 
-    It sums gradients over data parallel, adds those of DualPipe's second copy, and gathers the
-    updated weights. With sharded weights nothing is counted, as passes of the table do both.
+    It sums gradients over data parallel, adds the gradients of DualPipe's second copy, and gathers
+    updated weights. Passes of the table do this for sharded weights, so that nothing is counted.
     """
     place = plan.schedule.placement
     tp = config.parallel.tensor_model_parallel_size

@@ -143,7 +143,7 @@ def _busy(clock: Clock) -> float:
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
-    """Return the seconds that all stages together compute for a microbatch without recomputation."""
+    """Return the seconds of a microbatch's F, B and W on all stages, without recomputation."""
     model = replace(config.model, recompute_granularity=None)
     pieces = plan.pieces if model == config.model else pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))

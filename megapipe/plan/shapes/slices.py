@@ -24,7 +24,7 @@ CHOICES = (1, 2, 4, 8, 16)
 
 
 def number_of(config: Config) -> int | None:
-    """Return the number of slices that --pipeline-slices gives; None without the flag, or for `auto`.
+    """Return the number in --pipeline-slices; None without the flag, or for `auto`.
 
     Raises: ConfigError if it is neither `auto` nor a number in range.
     """
@@ -56,7 +56,7 @@ def _best(config: Config, planned: Planner) -> Plan | None:
     Args:
         planned: makes the plan of a configuration with a fixed number of slices.
     Returns: None if the flag is not `auto`.
-    Raises: ConfigError or ScheduleError of the first number, if no number has a plan.
+    Raises: ConfigError or ScheduleError if every number is refused: the error of the first.
     """
     if config.parallel.pipeline_slices != AUTO:
         return None
@@ -154,7 +154,7 @@ def lengths(config: Config) -> tuple[int, ...]:
 
 
 def costs_of_layers(config: Config) -> Costs:
-    """Return the FLOPs of F, B and W of all layers together, with attention's fraction of each pass."""
+    """Return the FLOPs of F, B and W of all layers, with attention's fraction of each pass."""
     length = config.batch.seq_length or 1
     # A ratio of FLOPs is the same on every rank, for any microbatch and type.
     load = Load(length, length, config.parallel.tensor_model_parallel_size, 1, 4, False)

@@ -28,18 +28,24 @@ _MOST = 100_000
 
 @dataclass(frozen=True)
 class Asked:
-    """The plans that a search looks at.
+    """The restrictions of a search by --fix, --among and --without.
+
+    An axis is a property that the search chooses, such as tp, pp or schedule.
 
     Attributes:
         among: the values of an axis that are allowed; an axis that is missing has any.
-        without: schedules and parts that are left out.
+        without: schedules and parts that are left out, such as "recompute".
     """
 
     among: Mapping[str, frozenset[str]] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
 
     def allows(self, **chosen: object) -> bool:
-        """Return whether the user asked for these values of axes."""
+        """Return whether a plan may have these values.
+
+        Args:
+            chosen: the value of each axis, by the name of the axis.
+        """
         if "sharding" in self.without and chosen.get("sharding"):
             return False
         if "pipeline" in self.without and chosen.get("pp", 1) != 1:
@@ -51,7 +57,7 @@ class Asked:
         )
 
     def allows_schedule(self, name: str) -> bool:
-        """Return whether a schedule was asked for."""
+        """Return whether a plan may have the schedule of this name."""
         return name not in self.without and self.allows(schedule=name)
 
 
@@ -59,7 +65,7 @@ ANYTHING = Asked()
 
 
 def _word(value: object) -> str:
-    """Return a value as the flags spell it."""
+    """Return a value as --among spells it: yes or no for a bool, none for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "none" if value is None else str(value)
@@ -68,11 +74,12 @@ def _word(value: object) -> str:
 def asked_of(
     fix: tuple[str, ...], among: tuple[str, ...], without: tuple[str, ...], own: Config
 ) -> Asked:
-    """Return what --fix, --among and --without ask for.
+    """Return the restrictions by --fix, --among and --without.
 
     Args:
-        fix: axes that keep the value of the user's own flags.
+        fix: axes, such as tp, that keep the value of the user's own flags.
         among: texts such as "tp=2,4" or "pp=1..8".
+        without: names of schedules and parts to leave out.
         own: the configuration of the user's flags, for --fix.
     Raises: ConfigError with every problem.
     """
@@ -113,7 +120,7 @@ def asked_of(
 
 
 def own_values(own: Config) -> dict[str, str]:
-    """Return the value of each axis in the user's own flags."""
+    """Return the value of each axis, such as tp or schedule, in the user's own flags."""
     # A run without --micro-batch-size has no layout yet; one sequence stands for it.
     whole = own.with_fields(micro_batch_size=own.batch.micro_batch_size or 1)
     found = {axis: str(x) for axis, x in zip(NUMBERS, layout_of(whole), strict=True)}
@@ -124,7 +131,7 @@ def own_values(own: Config) -> dict[str, str]:
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:
-    """Yield the values that a text lists; None for what the axis cannot have."""
+    """Yield the values that a text such as "2,4" or "1..8" lists; None for an impossible one."""
     for part in text.split(","):
         if axis in WORDS:
             yield part if part in WORDS[axis] else None

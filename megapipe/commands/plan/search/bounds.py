@@ -17,12 +17,12 @@ from megapipe.schedule import SCHEDULES
 
 
 class Least(NamedTuple):
-    """The least time of a cell.
+    """A lower bound of the time of a cell: a layout with its recomputation.
 
     Attributes:
         step: seconds of the passes of all microbatches on a rank, and of its gradient sums.
         paired: the same where passes run in pairs, which may hide all communication.
-        forward, backward, weights: seconds of one microbatch in the whole model.
+        forward, backward, weights: seconds of one microbatch's F, B and W in the whole model.
     """
 
     step: float
@@ -32,7 +32,13 @@ class Least(NamedTuple):
     weights: float
 
     def work(self, name: str) -> float:
-        """Return the least seconds of a step under a schedule, without filling the pipeline."""
+        """Return a lower bound of a step under a schedule, in seconds.
+
+        The time to fill and drain the pipeline is left out.
+
+        Args:
+            name: the schedule's name.
+        """
         if SCHEDULES[name].pairs:
             return self.paired
         return self.step
@@ -40,12 +46,18 @@ class Least(NamedTuple):
 
 @dataclass
 class Counted:
-    """The work of each model's layers, counted once for all cells that share it."""
+    """Counts the FLOPs and bytes of a model's layers, once for all cells that share them.
+
+    A cell is a layout with its recomputation.
+
+    Attributes:
+        known: the counts so far, by the settings on which they depend.
+    """
 
     known: dict[Any, Pieces] = field(default_factory=dict)
 
     def pieces(self, cell: Config) -> Pieces:
-        """Return the work of a cell's model, for the cell's pipeline ranks."""
+        """Return the work of embedding, layers and head of a cell."""
         par = cell.parallel
         key: tuple[Any, ...] = (
             cell.model.recompute_granularity,
@@ -63,7 +75,7 @@ class Counted:
         return self.known[key].on(par.pipeline_model_parallel_size)
 
     def least(self, cell: Config, device: Device) -> Least:
-        """Return the least time of a cell on a device."""
+        """Return a lower bound of the time of a cell on a device."""
         work = self.pieces(cell)
         par = cell.parallel
         ranks = par.pipeline_model_parallel_size
@@ -103,6 +115,12 @@ def fill(least: Least, ranks: int, name: str, chunks: int | None) -> float:
     """Return the seconds in which a rank waits while the pipeline fills and drains.
 
     The last rank waits for its first microbatch, the first ranks for their last gradient.
+
+    Args:
+        least: the times of one microbatch.
+        ranks: the number of pipeline ranks.
+        name: the schedule's name.
+        chunks: stages on each rank; None for the schedule's own number.
     """
     entry = SCHEDULES[name]
     if entry.copies > 1:

@@ -40,11 +40,13 @@ def cell_of(
     *,
     shards: bool = False,
 ) -> Config:
-    """Return the configuration of a cell.
+    """Return the configuration of a cell: of a layout with its recomputation, under 1F1B.
 
     Args:
         config: the user's; its layout and recomputation are replaced.
         gpus: the number of processes.
+        layout: (tp, cp, pp, micro batch size, ep, etp).
+        recompute: the value of --recompute-granularity; None for no recomputation.
         vocab: the size of the tokenizer.
         shards: shard weights and gradients over data parallel too.
     """
@@ -92,7 +94,8 @@ def cell_of(
 def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Return each (ep, etp) to try for the experts of a stage.
 
-    Experts are either split over tensor parallelism like an MLP, or whole and spread over ep ranks.
+    ep is the number of ranks of expert parallelism, and etp of ranks that split each expert.
+    Experts are either split over tensor parallelism like an MLP, or each rank has some entirely.
 
     Args:
         tp: the tensor-parallel size of the other layers.
@@ -106,15 +109,19 @@ def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def is_refused(cell: Config, vocab: int) -> bool:
-    """Return whether a run refuses the cell. vocab: the size of the tokenizer."""
+    """Return whether a run refuses the configuration of a cell.
+
+    Args:
+        vocab: the size of the tokenizer.
+    """
     # A short batch has the same problems, and a small table is checked sooner.
     return any(vocabulary_problems(cell, vocab)) or bool(flag_problems(short(cell, 1)))
 
 
 def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
-    """Return (schedule, chunks) of the catalogue that may be the best for the cell.
+    """Return (schedule, chunks) of the catalogue that may be the best for a cell.
 
-    chunks is None where the schedule leaves no choice.
+    chunks is the number of stages on each rank; None where the schedule leaves no choice.
     """
     ranks = cell.parallel.pipeline_model_parallel_size
     if cell.parallel.use_megatron_fsdp:
@@ -140,7 +147,7 @@ def schedules_of(cell: Config) -> list[tuple[str, int | None]]:
 
 
 def is_movable(cell: Config) -> bool:
-    """Return whether a search may offload or recompute activations of this schedule.
+    """Return whether a search may offload or recompute single activations under this schedule.
 
     Such a table has one copy of the model and more than one stage.
     """
@@ -151,7 +158,12 @@ def is_movable(cell: Config) -> bool:
 
 
 def under(cell: Config, name: str, chunks: int | None) -> Config:
-    """Return the cell under a schedule. chunks: None if the schedule leaves no choice."""
+    """Return the configuration of a cell under another schedule.
+
+    Args:
+        name: the schedule's name.
+        chunks: stages on each rank; None if the schedule leaves no choice.
+    """
     par = replace(
         cell.parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks
     )
@@ -159,7 +171,7 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
 
 
 def short(config: Config, turns: int) -> Config:
-    """Return the configuration with about 2p x `turns` microbatches, but not more than it has.
+    """Return the configuration with about 2p x `turns` microbatches, if it has more.
 
     p is the number of pipeline ranks. The remainder by 2p stays, as some schedules need a multiple.
     """

@@ -24,7 +24,7 @@ def as_run(config: Config, device: Device, memory: float, *, moves: bool) -> Tim
 
     Args:
         memory: bytes of a device.
-        moves: offload or recompute activations until it fits.
+        moves: offload or recompute single activations until it fits.
     Raises: ConfigError, ScheduleError if it does not fit.
     """
     limit = memory
@@ -52,19 +52,30 @@ def of_run(config: Config, device: Device) -> Timed:
 
 
 def any_order(config: Config, device: Device, memory: float) -> Timed:
-    """Return a layout's plan under zb-auto, with activations that move if it does not fit."""
+    """Return a layout's plan under zb-auto.
+
+    Single activations are offloaded or recomputed if it does not fit.
+
+    Args:
+        memory: bytes of a device.
+    Raises: ConfigError, ScheduleError if it does not fit in any way.
+    """
     return as_run(under(config, SEARCHES, None), device, memory, moves=True)
 
 
 def limited(config: Config, memory: float) -> Config:
-    """Return a configuration that knows the memory of a device."""
+    """Return the configuration with --memory-limit-gib.
+
+    Args:
+        memory: the limit in bytes.
+    """
     return config.with_fields(memory_limit_gib=memory / GIB)
 
 
 def _knows_links(config: Config, device: Device) -> Config:
-    """Return a configuration that says what gathers take.
+    """Return the configuration with the device's time of a gather, in FLOPs for each byte.
 
-    Sharded weights live as long as a run's memory allows, so the run must know both.
+    How long gathered weights live depends on memory and on this time, so a run must know both.
     """
     link = device.flops / device.speed(replicas(config))
     return config.with_fields(data_parallel_flops_per_byte=round(link))

@@ -26,6 +26,9 @@ OF_KIND = 4
 class Limits(NamedTuple):
     """The seconds that a step must not exceed to be of interest.
 
+    Plans are compared within a layout, and within a kind: whether weights are sharded, and whether
+    there is a pipeline.
+
     Attributes:
         steps: the best step of each layout, by kind.
         last: the step of the last layout that is kept of a kind, once there are enough.
@@ -35,21 +38,23 @@ class Limits(NamedTuple):
     last: dict[Kind, float]
 
     def of(self, layout: Layout, kind: Kind) -> float:
-        """Return the limit of a layout and kind."""
+        """Return the seconds that a step of this layout and kind must not exceed."""
         known = self.steps.get(kind, {}).get(layout, inf)
         return min(known, self.last.get(kind, inf))
 
 
 @dataclass
 class Search:
-    """The state of a search.
+    """The results of a search so far.
+
+    Plans have three keys: layout; kind, which says whether weights are sharded and whether there is
+    a pipeline; and whether single activations are offloaded or recomputed.
 
     Attributes:
-        sketches: the best plan by its extrapolated step. Plans of a layout and kind that move
-            single activations are kept apart from other plans.
-        best: the plans of the report, as a run makes them, by the same.
+        sketches: the plan of the best step by its key. Steps are extrapolated from short batches.
+        best: the plans of the report by their keys, as a run makes them.
         plain: the best plan that neither offloads nor recomputes single activations.
-        tight: plans that need too much memory, each after a lower bound of its step.
+        tight: plans that need too much memory as they are, to try with such moves.
         lost: the number of plans that are out, by reason.
         stopped: the user ended the search before its end.
     """
@@ -68,7 +73,7 @@ class Search:
 
     @property
     def limits(self) -> Limits:
-        """Return the seconds that a step must not exceed to be of interest."""
+        """Return the seconds that a step must not exceed to be of interest, by layout and kind."""
         steps: dict[Kind, dict[Layout, float]] = {}
         for x in self.sketches.values():
             of_kind = steps.setdefault(x.kind, {})
@@ -80,7 +85,7 @@ class Search:
         return Limits(steps, last)
 
     def note(self, candidate: Candidate, answer: Sketch | Out) -> None:
-        """Take what became of a candidate."""
+        """Store the result of a candidate: a plan that fits, or why it is out."""
         if isinstance(answer, Out):
             if answer.movable and answer.step is not None:
                 self.tight.append(candidate._replace(least=answer.step, moves=True))
@@ -94,7 +99,11 @@ class Search:
             self.lost[SLOWER] += other is not None
 
     def take(self, made: Timed | None, memory: float) -> None:
-        """Take a plan as a run makes it, if it fits in `memory` bytes."""
+        """Store a finished plan if it fits in `memory` bytes and is the best of its key.
+
+        Args:
+            made: the plan as a run makes it; None if a run cannot make it.
+        """
         if made is None or made.peak > memory:
             self.lost[OUT_OF_MEMORY] += 1
             return
@@ -118,7 +127,7 @@ def leaner(ranked: Iterable[_Ranked]) -> Iterator[_Ranked]:
     """Yield the fastest plan, and each plan that needs a tenth less memory than all faster ones.
 
     Args:
-        ranked: plans, fastest first.
+        ranked: plans with a peak in bytes, fastest first.
     """
     peak = inf
     for x in ranked:

@@ -32,18 +32,22 @@ Tell = Callable[[int, int, "float | None"], None]
 
 @dataclass
 class Learned:
-    """Expects of a plan what similar plans took, as a multiple of their work.
+    """Predicts the step of a plan from similar plans, as a multiple of its pure work.
 
-    Filling a pipeline and gathers that show depend on the schedule, the pipeline's ranks and the
-    number of microbatches. They depend little on how the layers themselves are split. So plans that
-    share these are judged one at a time, and the best ratio that was seen is expected of the next.
+    The time to fill a pipeline and gathers that are not hidden depend on the schedule, the pipeline
+    ranks and the number of microbatches. They depend little on how layers themselves are split. So
+    the smallest ratio that was seen among plans with these in common is expected of the next.
+
+    Attributes:
+        cells: the layouts with their recomputation, to which candidates refer by number.
+        ratios: the smallest ratio of step to work, by `key`.
     """
 
     cells: list[Config]
     ratios: dict[Any, float] = field(default_factory=dict)
 
     def key(self, x: Candidate) -> tuple[Any, ...]:
-        """Return what a plan shares with others."""
+        """Return the properties that a plan has in common with similar ones, as a tuple."""
         cell = self.cells[x.cell]
         ranks = cell.parallel.pipeline_model_parallel_size
         shared = (kind_of(cell), ranks, cell.num_microbatches, x.schedule, x.chunks, x.moves)
@@ -54,11 +58,15 @@ class Learned:
         return (*shared, tp, cp, ep, etp)
 
     def expected(self, x: Candidate) -> float:
-        """Return the least seconds that are expected of a step."""
+        """Return the least seconds that a step of the plan should take."""
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
     def note(self, x: Candidate, answer: Sketch | Out) -> None:
-        """Remember how long a step took."""
+        """Remember how long a step took, for similar plans.
+
+        Args:
+            answer: the plan with its step, or why it is out.
+        """
         if answer.step is not None:
             key = self.key(x)
             ratio = answer.step / x.work
@@ -67,7 +75,16 @@ class Learned:
 
 @dataclass
 class Judging:
-    """Judges candidates side by side, and says how far it is."""
+    """Judges candidates in several processes, and reports how far it is.
+
+    Attributes:
+        found: gets the results.
+        workers: the processes.
+        cells: the layouts with their recomputation, to which candidates refer by number.
+        tell: called with (plans so far, all plans, seconds of the best step or None).
+        learned: predicts steps from similar plans.
+        keys: layout and kind of each cell.
+    """
 
     found: Search
     workers: Workers
@@ -81,7 +98,10 @@ class Judging:
         self.keys = [key_of(cell) for cell in self.cells]
 
     def judge(self, candidates: list[Candidate]) -> None:
-        """Judge one candidate of each key, in the order of bounds, and then all others."""
+        """Judge one candidate of each group of similar ones, and then all others.
+
+        In both rounds the candidates with the smallest lower bounds come first.
+        """
         first: dict[Any, Candidate] = {}
         for x in sorted(candidates, key=attrgetter("least")):
             first.setdefault(self.learned.key(x), x)
@@ -91,9 +111,13 @@ class Judging:
         self._rounds(sorted(others, key=self.learned.expected), len(candidates), len(first))
 
     def _rounds(self, candidates: list[Candidate], among: int, before: int) -> None:
-        """Judge candidates some at a time, each if its step may still be of interest.
+        """Judge candidates some at a time. Leave out each one whose step cannot be of interest.
 
         The first rounds are short: once a good plan is known most others need not be looked at.
+
+        Args:
+            among: the number of all candidates, for the progress.
+            before: the number of candidates that were judged earlier.
         """
         waiting: list[Candidate] = []
         limits = self.found.limits
@@ -124,5 +148,9 @@ def _answer(screen: Screen, question: tuple[Candidate, float]) -> Sketch | Out:
 
 
 def key_of(cell: Config) -> tuple[Layout, Kind]:
-    """Return the layout and the kind of a cell, by which plans are compared."""
+    """Return (layout, kind) of a cell, by which plans are compared.
+
+    A layout is (tp, cp, pp, micro batch size, ep, etp). A kind says whether weights are sharded,
+    and whether there is a pipeline.
+    """
     return layout_of(cell), kind_of(cell)

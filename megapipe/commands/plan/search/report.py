@@ -39,11 +39,11 @@ YOURS = "yours"
 
 @dataclass(frozen=True)
 class Yours:
-    """The plan of the user's own flags.
+    """The plan of the user's own flags, to compare with the plans of a search.
 
     Attributes:
         plan: None if a run refuses the flags, or no layout is among them.
-        refused: why a run refuses them.
+        refused: why a run refuses them; empty if it does not.
     """
 
     plan: Timed | None = None
@@ -71,12 +71,13 @@ def best_of(found: Search) -> list[Timed]:
 def report(
     found: Search, memory: float, device: Device | None = None, yours: Yours | None = None
 ) -> str:
-    """Return the best plans with the flags to paste, and why the others are out.
+    """Return the text with the best plans, their flags to paste, and why the others are out.
 
     Args:
+        found: the result of the search.
         memory: bytes of a device.
-        device: the device whose peak MFU is measured by.
-        yours: the plan of the user's own flags.
+        device: the device whose peak MFU is measured by; None for an H100.
+        yours: the plan of the user's own flags; None to leave it out.
     """
     best = best_of(found)
     ended = "the search was stopped; these are the best plans until then\n" if found.stopped else ""
@@ -98,14 +99,19 @@ def report(
 
 
 def _slower(x: Timed, first: Timed) -> str:
-    """Return how much slower a plan is than the first, and the cause that adds most."""
+    """Return how much slower a plan is than the first, and which cause adds most seconds."""
     worst = max(x.parts, key=lambda name: x.parts[name] - first.parts[name])
     more = (x.parts[worst] - first.parts[worst]) / first.step
     return f"{x.step / first.step - 1:.1%} slower than the first, {worst} {more:+.1%} of its step"
 
 
 def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) -> list[str]:
-    """Return lines on the user's own plan: its numbers, its place, and why it is not the first."""
+    """Return lines on the user's own plan: its numbers, its place, and why it is not the first.
+
+    Args:
+        best: the plans of the report, fastest first.
+        memory: bytes of a device.
+    """
     x = yours.plan
     if x is None:
         return [f"{YOURS}: a run refuses these flags: {yours.refused}"] if yours.refused else []
@@ -139,7 +145,7 @@ def _summary(x: Timed, device: Device) -> str:
 
 
 def _moved(x: Timed) -> str:
-    """Return how many activations are offloaded and recomputed one by one."""
+    """Return how many activations are offloaded and recomputed, in words."""
     count = Counter(item.kind for item in x.plan.schedule.passes())
     moved = []
     if count[Kind.O]:
@@ -168,6 +174,8 @@ def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
 
     Args:
         names: two of the numbers of the list, or "yours".
+        best: the list of the report.
+        yours: the plan of the user's own flags.
     Raises: ConfigError for a name that is no plan of the list.
     """
     known: Mapping[str, Timed | None] = {
@@ -203,7 +211,7 @@ def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
 
 
 def chosen_fields(config: Config) -> dict[str, set[str]]:
-    """Return the fields that a search chooses, by section."""
+    """Return the configuration fields that a search chooses, by section such as "model"."""
     chosen = {
         "model": set(_MODEL),
         "parallel": {field.name for field in fields(config.parallel)},
@@ -215,10 +223,10 @@ def chosen_fields(config: Config) -> dict[str, set[str]]:
 
 
 def flags_of(config: Config) -> list[str]:
-    """Return the choices of the search as flags.
+    """Return the choices of the search as flags to paste.
 
     They win if they are pasted after other flags, so some are given at their defaults too. A switch
-    that is off has no flag, nor has a value of None; see left_out.
+    that is off has no flag, and neither has a value of None; see left_out.
     """
     chosen = chosen_fields(config)
     always = set(_ALWAYS)

@@ -29,14 +29,15 @@ Kind = tuple[bool, bool]
 
 
 class Candidate(NamedTuple):
-    """A plan to try.
+    """A plan to try: a cell, which is a layout with its recomputation, and a schedule.
 
     Attributes:
         least: a lower bound of its step, in seconds.
         work: the same without filling the pipeline.
-        cell: the number of its cell.
-        schedule, chunks: its schedule.
-        moves: offload or recompute activations until it fits.
+        cell: the index of its cell in the list of all cells.
+        schedule: the schedule's name.
+        chunks: stages on each rank; None for the schedule's own number.
+        moves: offload or recompute single activations until it fits.
     """
 
     least: float
@@ -48,12 +49,13 @@ class Candidate(NamedTuple):
 
 
 class Out(NamedTuple):
-    """A plan that is out.
+    """The reason why a plan does not come into the report.
 
     Attributes:
         reason: why, in words of the report.
         step: seconds that its step takes at least; None if nothing was simulated.
-        movable: it needs too much memory as it is, and its activations may move.
+        movable: it needs too much memory, but may fit if single activations are offloaded or
+            recomputed.
     """
 
     reason: str
@@ -63,7 +65,7 @@ class Out(NamedTuple):
 
 @dataclass(frozen=True)
 class Sketch:
-    """A plan that fits, by its extrapolated numbers.
+    """A plan that fits, with numbers that are extrapolated from shorter batches.
 
     Attributes:
         step: seconds of a step.
@@ -80,29 +82,31 @@ class Sketch:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return tp, cp, pp, micro batch, ep and etp."""
+        """Return (tp, cp, pp, micro batch size, ep, etp)."""
         return layout_of(self.config)
 
     @property
     def kind(self) -> Kind:
-        """Return whether the plan shards weights, and whether it has a pipeline."""
+        """Return (whether the plan shards weights, whether it has a pipeline)."""
         return kind_of(self.config)
 
 
 def kind_of(config: Config) -> Kind:
-    """Return whether a configuration shards weights, and whether it has a pipeline."""
+    """Return (whether a configuration shards weights, whether it has a pipeline)."""
     par = config.parallel
     return par.use_megatron_fsdp, par.pipeline_model_parallel_size > 1
 
 
 @dataclass
 class Screen:
-    """Judges candidates one at a time. Processes of a search have one each.
+    """Judges candidates one at a time. Each process of a search has a Screen of its own.
 
     Attributes:
         cells: layouts with their recomputation.
         memory: bytes of a device.
-        last: the cell that was judged last and its plan, as candidates of a cell follow each other.
+        counted: the work of the layers of each cell.
+        last: (index of the cell that was judged last, its plan or None). Candidates of a cell
+            follow each other, so that its plan is made once.
     """
 
     cells: list[Config]
@@ -128,7 +132,13 @@ class Screen:
             return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
 
     def _plan(self, number: int) -> Plan | None:
-        """Return the plan of a cell for few microbatches; None if its state alone is too much."""
+        """Return the plan of a cell for few microbatches.
+
+        Returns None if there is none, or if weights and optimizer state alone need too much memory.
+
+        Args:
+            number: the index of the cell.
+        """
         if self.last[0] != number:
             cell = self.cells[number]
             plan: Plan | None

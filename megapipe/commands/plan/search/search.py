@@ -59,7 +59,7 @@ def search(
     asked: Asked = ANYTHING,
     jobs: int = 1,
 ) -> Search:
-    """Search the best plans.
+    """Search all layouts, recomputation and schedules for the plans of the shortest steps.
 
     Ctrl-C ends it with the best plans so far.
 
@@ -68,8 +68,8 @@ def search(
         gpus: the number of devices.
         memory: bytes of a device.
         vocab: the size of the tokenizer.
-        tell: called now and then with how far the search is.
-        asked: what the user wants to see of all plans.
+        tell: called with (plans so far, all plans, seconds of the best step or None).
+        asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
     found = Search()
@@ -96,7 +96,14 @@ def search(
 
 
 def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:
-    """Make the best plans as a run with their flags makes them."""
+    """Replace the extrapolated plans by plans as a run makes them, for the best of them.
+
+    Args:
+        found: has the extrapolated plans, and gets the others.
+        workers: the processes that make them.
+        screen: has the device and its memory.
+        asked: the user's restrictions of the search.
+    """
     ranked = sorted(found.sketches.values(), key=attrgetter("step"))
     ranked = [x for x in ranked if x.step <= SLOWEST * ranked[0].step]
     chosen: dict[int, Sketch] = {id(x): x for x in ranked[:BEST]}
@@ -126,7 +133,7 @@ def _made(screen: Screen, x: Sketch) -> Timed | None:
 
 
 def _is_small(x: Sketch) -> bool:
-    """Return whether zb-auto can search the table of a layout in seconds."""
+    """Return whether zb-auto can search the table of a plan in seconds."""
     return x.layout[2] <= SEARCHED / x.config.num_microbatches
 
 
@@ -140,7 +147,15 @@ def _candidates(
     counted: Counted,
     asked: Asked,
 ) -> Iterator[Candidate]:
-    """Yield each plan to try, and append its cell to `cells`."""
+    """Yield each plan to try, and append its cell, a layout with recomputation, to `cells`.
+
+    Args:
+        gpus: the number of devices.
+        vocab: the size of the tokenizer.
+        found: gets the number of layouts that a run refuses.
+        counted: the work of the layers of each cell.
+        asked: the user's restrictions of the search.
+    """
     batch = config.global_batch_size
     for pp, cp, tp in product(divisors(gpus), repeat=3):
         dp = gpus // (tp * cp * pp)

@@ -26,9 +26,10 @@ CELLS = 4096
 
 
 def try_slices(found: Search, asked: str, memory: float, device: Device) -> None:
-    """Try each layout with slices, and keep the plans that are faster than without.
+    """Try each layout with microbatches cut in slices, and keep the plans that become faster.
 
-    The fastest layouts come first. A layout that does not fit with whole microbatches is left out.
+    A slice is a part of each sequence. The fastest layouts come first. A layout that does not fit
+    without slices is left out.
 
     Args:
         found: the result of a search, which gets the plans.

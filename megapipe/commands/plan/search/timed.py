@@ -27,14 +27,19 @@ from megapipe.schedule.recipe import Recipe
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return a table of the catalogue. Tests verify these tables, so the search does not."""
+    """Return a schedule of the catalogue, which is not verified, as tests verify them all.
+
+    Args:
+        name: the schedule's name.
+        chunks: stages on each rank; None for the schedule's own number.
+    """
     given = {} if chunks is None else {"chunks": chunks}
     # A run pairs passes with --overlap-moe-expert-parallel-comm alone, which no plan here has.
     return unpaired(SCHEDULES[name].generate(ranks, microbatches, **given))
 
 
 class Room(NamedTuple):
-    """The memory that a plan must fit by offloading or recomputing activations.
+    """The memory into which a plan must fit by offloading or recomputing single activations.
 
     Attributes:
         memory: bytes of a device.
@@ -56,7 +61,7 @@ def planned(
         plan: the plan of the layout under 1F1B.
         config: has the schedule.
         batch: has the number of microbatches.
-        room: offload or recompute activations that do not fit; None to leave them.
+        room: offload or recompute single activations that do not fit; None to leave them.
     Raises: ConfigError, ScheduleError if there is no such plan.
     """
     par = config.parallel
@@ -79,7 +84,7 @@ def planned(
 
 
 def _within(plan: Plan, config: Config, device: Device, room: Room) -> Plan:
-    """Return the plan with activations offloaded or recomputed until it fits `room`.
+    """Return the plan with single activations offloaded or recomputed until it fits `room`.
 
     Raises: ScheduleError if it cannot fit.
     """

@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 
 class Workers:
-    """Forks of this process that have a state and answer questions about it.
+    """Processes that are forked with a state, and answer questions about it by `ask`.
 
     With one job there is no other process: the caller's answers. Use it in a `with` statement,
     which ends the processes.
@@ -57,7 +57,7 @@ class Workers:
         """Return the answers to all questions, in their order.
 
         Args:
-            answer: a function of a module; its arguments are the state and a question.
+            answer: a function of a module, called with (state, question).
         """
         if not self._ends:
             return [answer(self._state, question) for question in questions]
