@@ -72,7 +72,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The sections that say which run it is, without those that say how it was started."""
+        """The sections that say which run it is. How it was started is left out."""
         return (
             self.model,
             self.parallel,
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the model, each of which trains on other samples."""
+        """Number of replicas of the model. Each trains on other samples."""
         return self.world_size // self.parallel.ranks_of_a_replica
 
     @property

@@ -170,7 +170,7 @@ class MoEConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the model has experts in some layer; for a layer's configuration, in it."""
+        """Return whether any layer has experts; for a layer's configuration, whether it has."""
         return bool(self.num_experts)
 
     @property
@@ -226,8 +226,8 @@ DEEPEST = 50
 def layer_frequency(text: str) -> int | list[int]:
     """Return the value of --moe-layer-freq: an integer, or a list with a 0 or 1 for each layer.
 
-    An integer n puts experts into every n-th layer. The list may be an expression of lists, sums and
-    products in Python's syntax. It is never executed.
+    An integer n puts experts into every n-th layer. The list may be an expression of lists, sums
+    and products in Python's syntax. It is never executed.
 
     Raises: ValueError for anything else.
     """
@@ -284,7 +284,7 @@ def _product(words: list[str]) -> int | list[int]:
 
 
 def _value(words: list[str]) -> int | list[int]:
-    """Parse an integer, a list of integers or parentheses at the front of `words`, and remove it."""
+    """Parse an integer, list or parentheses at the front of `words`, and remove its words."""
     word = words.pop() if words else ""
     if word == "(":
         inside = _sum(words)

@@ -60,9 +60,10 @@ class ParallelConfig(OffloadConfig, ShardingConfig, PipelineConfig, RanksConfig)
 
     @property
     def p2p_mode(self) -> Literal["plain", "batched", "ring"]:
-        """How messages between stages are posted, see pipeline_parallel.messages.transport.
+        """The way in which messages between stages are posted.
 
-        plain: each by itself. batched: together. ring: as a ring exchange.
+        plain: each by itself. batched: together. ring: as a ring exchange. See
+        pipeline_parallel.messages.transport.
         """
         if self.use_ring_exchange_p2p:
             return "ring"

@@ -46,7 +46,7 @@ class RanksConfig:
 
     @property
     def hides(self) -> bool:
-        """Return whether a layer has collectives, which another pass run at the same time can hide."""
+        """Return whether layers have collectives that a pass run at the same time can hide."""
         dense = self.tensor_model_parallel_size * self.context_parallel_size
         return dense * self.expert_model_parallel_size > 1
 

@@ -26,7 +26,12 @@ SAME = "{} and {} say the same"
 
 # An update of post-validation comes before the sums of the whole batch are known.
 def _early(other: str, why: str) -> Refused:
-    """Return the note that refuses --overlap-param-gather's like next to a flag whose result it needs."""
+    """Return the note that refuses --enable-optimizer-post-validation next to another flag.
+
+    Args:
+        other: the field of the other flag.
+        why: why an update cannot come before the end of the step with that flag.
+    """
     return excludes(other, f"{{}} updates before other ranks are done, and {{}} {why}")
 
 
