@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 
 
 class Watch(Protocol):
-    """A stopwatch for the time that a pass waits for collectives.
+    """A stopwatch for the time that a pass waits for collectives; `Pending.wait` uses it.
 
     Attributes:
         mark: returns the time now, in any form that the watch can read later.
-        waits: the marks before and after each wait.
+        waits: (mark before, mark after) of each wait.
     """
 
     mark: Callable[[], Any]
@@ -42,8 +42,9 @@ class AtWaits(threading.local):
     """The actions of a thread when it waits for a collective.
 
     Attributes:
-        give_turn: lets another pass of the rank compute first, see `shapes.pairs`.
-        watch: measures the wait.
+        give_turn: lets another pass of the rank compute first, see `shapes.pairs`; None for no
+            turn.
+        watch: measures the wait; None if nothing measures it.
     """
 
     give_turn: Callable[[], None] | None = None
@@ -72,7 +73,7 @@ class Pending:
     Attributes:
         tensor: where the collective writes; read it only after `wait`.
         work: waits for the collective; None if it is complete.
-        finish: makes the result of the tensor.
+        finish: called after the wait: `tensor` -> the result.
     """
 
     tensor: Tensor
@@ -129,7 +130,7 @@ class Axis:
     def named(self, name: str) -> Axis:
         """Return the tensor-parallel axis itself for "tp", else the experts' axis of this name.
 
-        Without axes of experts, experts are split as everything else is: "ep" has size 1, and any
+        Without axes of experts, experts are split as all other parameters: "ep" has size 1, and any
         other name gives this axis.
         """
         if name == "tp":
@@ -267,13 +268,16 @@ class Axis:
     def _exchange(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
     ) -> Started | None:
-        """Start an exchange through shared memory; None if the ranks have none."""
+        """Start an exchange through shared memory; None if the ranks have none.
+
+        Arguments and result are the same as in `SharedMemory.start`.
+        """
         if self.shared is None:
             return None
         return self.shared.start(x, read, most)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Overwrite x with the x of position `source` on the axis, and return it."""
+        """Overwrite x with the x of the rank at position `source` on the axis, and return it."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
@@ -319,7 +323,10 @@ def _fits(x: Tensor, into: Tensor) -> bool:
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
-    """Combine the tensors in this order into `out`, so that all ranks get bitwise equal results."""
+    """Combine the tensors in this order into `out`, so that all ranks get bitwise equal results.
+
+    of_two: (a, b, out=) -> their combination, such as torch.add.
+    """
     of_two(parts[0], parts[1], out=out)
     for part in parts[2:]:
         of_two(out, part, out=out)

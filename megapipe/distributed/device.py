@@ -95,8 +95,7 @@ def gpu_name(device: torch.device) -> str | None:
 def require_fp8(device: torch.device, asked: str | None) -> None:
     """Raise ConfigError if a GPU cannot multiply 8-bit numbers; a CPU emulates it in float32.
 
-    Args:
-        asked: the value of --fp8-format; None for no check.
+    asked: the value of --fp8-format; None for no check.
     """
     if asked is not None and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -163,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context for another thread, in which its work enters this thread's stream."""
+    """Return a context for another thread, in which its work goes to this thread's CUDA stream."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)
@@ -193,7 +192,7 @@ class Clock:
         self._origin = _event() if device.type == "cuda" else None
 
     def mark(self) -> Any:
-        """Return a mark for `seconds`."""
+        """Return a mark of the current place in the device's work, for `seconds`."""
         return time.perf_counter() if self._origin is None else _event()
 
     def seconds(self, mark: Any) -> float:
@@ -247,21 +246,21 @@ class CopyLane:
             return began, _event()
 
     def wait(self, begun: Any) -> None:
-        """Let the device's further work wait for started copies."""
+        """Let the device's further work wait for the copies that `begin` has returned."""
         if self._stream is None:
             begun.result()
         else:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return marks for Clock of the begin and the end of started copies, once they are over."""
+        """Return (begin, end) of started copies, as marks for Clock, once the copies are over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 
 def _copied(
     pairs: Sequence[tuple[Tensor, Tensor]], previous: Sequence[Future[Any]]
 ) -> tuple[float, float]:
-    """Copy after `previous` copies; return the times of the begin and the end in seconds."""
+    """Copy after the `previous` copies; return (begin, end) in seconds of time.perf_counter()."""
     for other in previous:
         other.result()
     began = time.perf_counter()

@@ -37,7 +37,10 @@ class Grid:
     sizes: dict[str, int]
 
     def ranks(self, *names: str) -> Tensor:
-        """Return all ranks as a tensor; the last dimensions are the named axes in this order."""
+        """Return all ranks as a tensor, whose last dimensions are the named axes in this order.
+
+        Its first dimensions are the other axes, the one with the most distant ranks first.
+        """
         # A tensor counts its last dimension fastest, `sizes` names the fastest axis first.
         slow = [*reversed(self.sizes)]
         shape = [self.sizes[name] for name in slow]
@@ -55,6 +58,8 @@ class Grid:
 @dataclass(frozen=True)
 class Grids:
     """The two grids of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
+
+    Neighbouring ranks differ along the first axis of the order.
 
     Attributes:
         dense: the axes tp, cp, dp and pp.
@@ -104,7 +109,10 @@ class Grids:
         return texts
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Return `Grid.sets` of the grid that has all named axes."""
+        """Return the sets of ranks that differ along the named axes only.
+
+        The sets are of the grid that has all of these axes.
+        """
         # Only pp is in both grids, with equal sets.
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts
         return grid.sets(*names)

@@ -20,7 +20,8 @@ Sets = Sequence[tuple[int, ...]]
 
 
 def check_backend(device: torch.device) -> None:
-    """Raise ConfigError if the existing world cannot send tensors of the device."""
+    """Raise ConfigError if the existing torch.distributed world cannot send this device's tensors.
+    """
     world = dist.distributed_c10d._get_default_group()
     needed = backend_of(device)
     # A world may have a backend for each kind of device, as cpu:gloo,cuda:nccl does.
@@ -103,7 +104,10 @@ def group_of(
     Every rank of the world must call it with all sets.
 
     Args:
-        is_link: the group is a link, see LINK_CTAS.
+        sets: disjoint sets of global ranks.
+        rank: this global rank.
+        timeout: of the group's messages and collectives.
+        is_link: the group is for one-directional messages of a pipeline, see LINK_CTAS.
     """
     world = dist.distributed_c10d._get_default_group()
     # NCCL's communicators are split off the world's in one call for all sets. In one call for each

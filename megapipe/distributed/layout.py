@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def splits(self) -> dict[int, str]:
-        """The name of the axis that splits each split dimension of `full`."""
+        """The name of the axis ("tp", "etp" or "ep") that splits each split dimension of `full`."""
         found = {}
         if self.experts:
             found[0] = "ep"
@@ -59,7 +59,7 @@ class Layout:
         return found
 
     def pieces(self, tp: Axis) -> dict[int, tuple[int, int]]:
-        """Return (i, n) for each split dimension: the local tensor is the i-th of n equal pieces.
+        """Return (i, n) by split dimension of `full`: the local tensor is piece i of n equal ones.
 
         Args:
             tp: the tensor-parallel axis, which also knows the experts' axes.
@@ -94,7 +94,10 @@ class Layout:
         return whole
 
     def is_first(self, tp: Axis) -> bool:
-        """Return whether this rank is the first one along tp, or etp, with its slice."""
+        """Return whether this rank is the first one along tp, or etp, with its slice.
+
+        It is False on a rank whose slice another rank has too, so that each slice counts once.
+        """
         # If an axis splits the parameter, no other rank along it has this slice.
         name = "etp" if self.experts else "tp"
         return self.dim is not None or tp.named(name).rank == 0
@@ -127,11 +130,14 @@ def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
-    """Return Megatron's partition_dim and partition_stride of a local tensor.
+    """Return Megatron's (partition_dim, partition_stride) of a local tensor.
 
     They are the dimension that is split, or -1, and the number of pieces of the full parameter in
     that dimension. Megatron's full parameter has as many dimensions as the local tensor; `full` may
     have more.
+
+    Args:
+        local: shape of the local tensor.
     """
     if layout.dim is None:
         return -1, 1
@@ -161,7 +167,7 @@ They are equal on all ranks of a stage.
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and tensors of a stage's parameters and of its SAVED_BUFFERS."""
+    """Yield (name, tensor) of a stage's parameters and of its SAVED_BUFFERS, for checkpoints."""
     yield from stage.named_parameters()
     for name, x in stage.named_buffers():
         if name.rpartition(".")[2] in SAVED_BUFFERS:
@@ -176,7 +182,7 @@ A run loads them where a checkpoint has them, and otherwise starts with empty on
 
 
 def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and buffers of a stage's delayed FP8 scaling, equal on all its ranks."""
+    """Yield (name, buffer) of delayed FP8 scaling's histories, equal on all ranks of a stage."""
     for name, x in stage.named_buffers():
         if name.endswith(HISTORY):
             yield name, x

@@ -107,7 +107,7 @@ class ProcessMesh:
 
     @property
     def hides(self) -> bool:
-        """Whether passes wait for collectives, so that another pass could compute meanwhile."""
+        """Whether passes wait for collectives over tp, cp or ep, which another pass could hide."""
         return max(self.tp.size, self.cp.size, self.ep.size) > 1
 
     @staticmethod
@@ -130,7 +130,10 @@ class ProcessMesh:
         return mesh
 
     def activate(self) -> ProcessMesh:
-        """Make this the current mesh and return it, for Megatron's code, which passes none on."""
+        """Make this the current mesh and return it.
+
+        Code in Megatron's shape, which passes no mesh on, then finds it by `current`.
+        """
         _current.set(self)
         return self
 
@@ -226,7 +229,7 @@ class ProcessMesh:
         return list(found)
 
     def close(self) -> None:
-        """Destroy the process groups of this mesh; in a foreign world, the world itself stays."""
+        """Destroy the process groups of this mesh; a world that the mesh did not make stays."""
         current = _current.get()
         # Copies of a mesh share its position.
         if current is not None and current.position is self.position:
@@ -255,7 +258,13 @@ def _joined(
     joint: Collection[str],
     links: int,
 ) -> ProcessMesh:
-    """Return the mesh of this process, with the groups of torch.distributed."""
+    """Return the mesh of this process, with the groups of torch.distributed.
+
+    Args:
+        timeout: of messages and collectives.
+        shares, joint: see `ProcessMesh.create`.
+        links: number of communicators for the messages of a pipeline, see `groups.links_of`.
+    """
     rank = dist.get_rank()
     device_mesh = device_mesh_of(grids, device)
 
@@ -293,9 +302,9 @@ def build_mesh(
         make_group: called with a name and disjoint sets of ranks. It returns the group of this
             rank's set, or None if no set has the rank. All ranks call it in one and the same order.
         device_mesh: see ProcessMesh.
-        shares: see `ProcessMesh.create`.
+        shares: for "ends" and "twins", the pipeline ranks that share weights.
         num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
-        joint: keys of JOINT.
+        joint: keys of JOINT, the axes over several others that get a group.
     """
     # Axes by their sets of ranks, so that equal sets share one communicator.
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}

@@ -70,7 +70,7 @@ def _joint(mesh: ProcessMesh, name: str) -> Axis:
 
 
 def _read(get: Callable[[ProcessMesh], int]) -> Callable[[], int]:
-    """Return a function that reads a number from the current mesh."""
+    """Return a function without arguments that reads a number from the current mesh."""
     return lambda: get(ProcessMesh.required())
 
 
@@ -162,7 +162,7 @@ def get_expert_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Group | None:
-    """Return the group of the ranks with equal experts."""
+    """Return the group of the ranks with equal experts, which sum the gradients of the experts."""
     _one_instance(partial_expert_data_parallel)
     return _group(lambda mesh: mesh.edp, check_initialized)
 

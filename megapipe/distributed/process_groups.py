@@ -29,7 +29,7 @@ _JOINT = {
 
 @dataclass(repr=False)
 class ProcessGroupCollection:
-    """Megatron's collection of a rank's process groups.
+    """Megatron's collection of a rank's process groups, with Megatron's names.
 
     A group is None if the rank has none, or if it was not asked for. dp_cp_ag and expt_dp_ag are
     None because parameters are gathered over dp_cp and expt_dp.

@@ -33,12 +33,13 @@ TIMEOUT_S = 1800.0
 
 @dataclass
 class _Slot:
-    """One segment of every rank.
+    """One shared-memory segment of every rank, for one exchange at a time.
 
     Attributes:
         segments: the segments as bytes, in rank order.
         busy: this rank has copied into its segment and has not read all segments yet.
-        free_from: once this exchange or a later one is over, all ranks have read the segments.
+        free_from: the number of an exchange. Once it or a later one is over, all ranks have read
+            the segments.
     """
 
     segments: tuple[Tensor, ...]
@@ -51,10 +52,10 @@ class _Peer:
     """Another rank of the group.
 
     Attributes:
-        inbox: the pipe from it.
-        outbox: the pipe to it.
+        inbox, outbox: file descriptors of the pipes from it and to it.
         heard: number of exchanges that it has started, as far as this rank has read.
-        slots: the slot of each exchange that it has started and this rank has not waited for.
+        slots: the slot of each exchange that it has started and this rank has not waited for, by
+            the exchange's number.
     """
 
     inbox: int
@@ -66,13 +67,13 @@ class _Peer:
 class SharedMemory:
     """Exchanges between the ranks of a group, which all start the same ones in the same order.
 
-    If a rank cannot have a pipe or a segment, or cannot open another rank's, no rank uses shared
-    memory from then on.
+    `start` is the only method for callers. If a rank cannot have a pipe or a segment, or cannot
+    open another rank's, no rank uses shared memory from then on.
 
     Args:
         rank: position in the group.
         gather: a collective that returns every rank's value, in rank order.
-        position: its limit_s is the timeout for another rank.
+        position: its limit_s is the timeout in seconds for another rank.
         name: name of the group for errors.
     """
 
@@ -93,7 +94,7 @@ class SharedMemory:
     def start(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
     ) -> Started | None:
-        """Show x to all ranks of the group; x may change after the call.
+        """Copy x to where all ranks of the group read it; x may change after the call.
 
         The call is collective if there is no room for a tensor of this size yet.
 
@@ -143,8 +144,10 @@ class SharedMemory:
         return Started(wait)
 
     def _hear(self, rank: int, peer: _Peer, number: int) -> int:
-        """Wait until a peer has started an exchange, and return the peer's slot for it.
+        """Wait until a peer has started an exchange, and return the index of the slot that it uses.
 
+        Args:
+            rank: the peer's position in the group. number: the exchange, counted from the first.
         Raises: DistNetworkError after the timeout, or if the peer has ended.
         """
         limit_s = self._position.limit_s or TIMEOUT_S
@@ -225,7 +228,7 @@ class SharedMemory:
         return bool(works)
 
     def _map(self, nbytes: int) -> tuple[Tensor, ...] | None:
-        """Return a new segment of every rank; None if a rank could not make or map one.
+        """Return a new segment of `nbytes` of every rank; None if a rank could not make or map one.
 
         Segments have no name in the file system and end with the processes.
         """
@@ -251,7 +254,10 @@ class SharedMemory:
         return tuple(segments) if works else None
 
     def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
-        """Return the results of `work` on every rank; None on all if the system refuses one."""
+        """Return the results of `work` on every rank; None on all ranks if it fails on any.
+
+        It fails by an OSError, when the system refuses something.
+        """
         try:
             own = [work()]
         # A Python built for an old C library has no memfd_create.
@@ -275,7 +281,10 @@ class Started:
 
 
 def _where(descriptor: int) -> list[Any]:
-    """Return a path at which another process can open a descriptor, and the file's identity."""
+    """Return [path, *identity], by which another process can open a descriptor and check it.
+
+    identity: the file's `_identity`.
+    """
     identity = _identity(f"/proc/self/fd/{descriptor}")
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *identity]
 
@@ -295,6 +304,6 @@ def _open(where: Sequence[Any], flags: int) -> int:
 
 
 def _identity(path: str) -> list[Any]:
-    """Return what identifies a file, and the running system that it is in."""
+    """Return what identifies a file and the running system, to compare between processes."""
     status = os.stat(path)
     return [status.st_dev, status.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text()]

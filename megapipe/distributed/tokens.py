@@ -32,8 +32,9 @@ class Cut:
     Attributes:
         rank: r.
         size: c.
-        piece: the slice of each sequence that is cut in this way; None for the full sequence.
-        length: length of the full sequence if `piece` is given.
+        piece: the slice of each sequence that is cut in this way, as token positions; None for the
+            full sequence.
+        length: tokens of the full sequence if `piece` is given.
     """
 
     rank: int = 0
@@ -46,11 +47,11 @@ class Cut:
         return rows * self.size if self.piece is None else self.length
 
     def spans(self, length: int, rank: int | None = None) -> Tokens:
-        """Return the tokens of this rank, or of another one.
+        """Return the positions of this rank's tokens, or of another rank's, as ranges.
 
         Args:
             length: length of the full sequence.
-            rank: the other rank.
+            rank: the other rank; None for this one.
         Raises: ConfigError if the length, or the slice's, is not a multiple of 2c.
         """
         # A slice of a sequence is divided in the same way as a full one.
@@ -68,8 +69,8 @@ class Cut:
         """Return the tokens of this rank, or of another one, from a tensor of full sequences.
 
         Args:
-            x: full sequences in dimension `dim`.
-            rank: the other rank.
+            x: a tensor with the full sequence in dimension `dim`.
+            rank: the other rank; None for this one.
         """
         # Most runs come here: no copy of the batch.
         if self.size == 1 and self.piece is None:
@@ -78,9 +79,10 @@ class Cut:
         return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Return full sequences from the tokens of every rank, in rank order.
+        """Return full sequences from the tokens of every rank; the inverse of `take`.
 
-        It is the inverse of `take` for full sequences.
+        Args:
+            parts: each rank's tokens, in rank order. dim: the dimension of the sequence.
         """
         # Rank r's second piece is the r-th from the end, so the second pieces follow in reverse.
         halves = [part.chunk(2, dim) for part in parts]
@@ -93,7 +95,7 @@ WHOLE = Cut()
 
 
 def length_problem(length: int, ranks: int) -> str:
-    """Return the message for a length that cannot be cut for this many context-parallel ranks."""
+    """Return an error text for a length that cannot be cut for `ranks` context-parallel ranks."""
     pieces = 2 * ranks
     low = length - length % pieces
     near = " or ".join(str(n) for n in (low, low + pieces) if n)
@@ -104,7 +106,7 @@ def length_problem(length: int, ranks: int) -> str:
 
 
 def ahead(x: Tensor, depth: int) -> Tensor:
-    """Shift [b, s] left by `depth` tokens and fill up with zeros, for multi-token prediction."""
+    """Shift x [b, s] left by `depth` tokens and fill up with zeros, for multi-token prediction."""
     # A depth may be longer than a sequence, which is then all zeros.
     return F.pad(x[:, depth:], (0, min(depth, x.shape[1]))) if depth else x
 
@@ -112,7 +114,10 @@ def ahead(x: Tensor, depth: int) -> Tensor:
 def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
     """Return the n-th of `of` equal parts of these tokens, in their order.
 
-    Sequence parallelism gives the n-th tensor-parallel rank this part.
+    Sequence parallelism gives this part to the n-th of `of` tensor-parallel ranks.
+
+    Args:
+        tokens: positions as runs, as `Cut.spans` returns them.
     """
     # A part may begin or end within a span, and include several spans.
     rows = sum(map(len, tokens)) // of
@@ -143,28 +148,34 @@ class Documents:
 
     @cached_property
     def _begins(self) -> tuple[tuple[int, ...], ...]:
-        """The first token of each document, by sequence."""
+        """The positions at which documents begin, in order, for each sequence."""
         return tuple(tuple(accumulate(lengths[:-1], initial=0)) for lengths in self.lengths)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """The tokens, except token 0, at which a document begins in every sequence."""
+        """The positions, except 0, at which every sequence of the microbatch begins a document.
+
+        A position counts only if all sequences begin one there.
+        """
         # All sequences of a microbatch are cut at one place, so all must have a border there.
         return tuple(sorted(set.intersection(*map(set, self._begins)) - {0}))
 
     def first_seen(self, position: int) -> int:
-        """Return the first token of the document with this token; the least over all sequences."""
+        """Return the first token of the document that contains the token at `position`.
+
+        Where the sequences have different documents, it is the earliest of all sequences.
+        """
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
 
 
 def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) -> Documents:
-    """Return the documents of sequences: each ends with its end-of-document token.
+    """Return the documents of sequences; each document ends with an end-of-document token.
 
     Args:
         tokens: [b, s] on the host.
         eod: the end-of-document id.
-        isolate: see Documents.
-        restart: see Documents.
+        isolate: attention does not cross document boundaries (--reset-attention-mask).
+        restart: positions begin at 0 in each document (--reset-position-ids).
     """
     lengths = []
     for is_end in tokens == eod:

@@ -53,13 +53,14 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 
 
 def taken(store: Store, gpu: str | None) -> dict[str, str]:
-    """Return a fact for `agree` that differs between ranks if two of them use one GPU.
+    """Return a fact for `agree` that differs between ranks if two ranks use one GPU.
 
     NCCL would fail or deadlock then.
 
     Args:
         store: shared by the ranks, for this purpose alone.
         gpu: the GPU's name, unique in the world; None for a CPU, which ranks may share.
+    Returns: the fact's value by its name; empty for a CPU.
     """
     if gpu is None:
         return {}
@@ -73,7 +74,9 @@ def taken(store: Store, gpu: str | None) -> dict[str, str]:
 def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
     """Compare facts in a world whose groups exist already.
 
-    Raises: ConfigError, the same on all ranks, as `agree` does.
+    Args:
+        world: the axis of all ranks. facts: values by the names that a user knows.
+    Raises: ConfigError, the same on all ranks, with the values of each differing fact.
     """
     everyone = world.gather_json(dict(facts))
     differing = {rank: other for rank, other in enumerate(everyone) if other != everyone[0]}
@@ -84,10 +87,10 @@ def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
 
 
 def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[str]:
-    """Return a line for each fact that differs.
+    """Return a line of text for each fact that differs, with its values.
 
     Args:
-        everyone: facts of rank 0 and of some ranks that differ from it.
+        everyone: the facts of rank 0 and of some ranks that differ from it, by rank.
         count: number of ranks that differ from rank 0.
     """
     # A dictionary instead of a set keeps the order in which ranks list their facts.
@@ -110,7 +113,10 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
 
 
 def _leave_together(store: Store, rank: int, world_size: int) -> None:
-    """Wait on rank 0 until all ranks have read the facts, or GRACE_S have passed."""
+    """Wait on rank 0, which may host the store, until all ranks have read the facts.
+
+    It waits for GRACE_S seconds at most. Other ranks return at once.
+    """
     # The store may live in rank 0's process, which must therefore end last.
     store.add("read", 1)
     until = monotonic() + GRACE_S
@@ -119,7 +125,7 @@ def _leave_together(store: Store, rank: int, world_size: int) -> None:
 
 
 def _all_here(store: Store, name: str, world_size: int) -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this with the same name, a key of the store."""
     # One counter and one key, so that each rank makes two requests however many there are.
     if store.add(f"{name} by", 1) == world_size:
         store.set(f"{name} by all", "")

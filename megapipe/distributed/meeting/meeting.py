@@ -101,11 +101,13 @@ def _meshes() -> Iterator[int]:
 
 
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait for all ranks, with three requests of each.
+    """Wait for all ranks, with three requests of each to the store.
 
     Args:
         store: shared by the ranks, without keys of an earlier call.
-    Returns: "" if all ranks have come, else a text that names the missing ones; the same on all.
+        rank: the global rank. timeout_s: seconds to wait.
+    Returns: "" if all ranks have come, else a text that names the missing ranks; equal on all
+        ranks.
     """
     store.append("here", f"{rank}@{socket.gethostname()} ")  # type: ignore[attr-defined]
     # The last rank to come answers for all, so that the number of requests per rank is constant.
@@ -142,7 +144,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _missing(here: dict[int, str], world_size: int) -> str:
-    """Return a text that names the ranks that did not come, and where the others are.
+    """Return a text that names the ranks that did not come, and the hosts of the other ranks.
 
     Args:
         here: host of each rank that has come.

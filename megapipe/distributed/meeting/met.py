@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """The ranks that have met.
+    """The ranks of a run that have met at one store and agreed on their facts.
+
+    `from_first` gives one rank's result to all of them before any group exists.
 
     Attributes:
         rank, world_size: of this process.
@@ -80,9 +82,9 @@ class Met:
         """Call `make` on rank 0, and return its result on all ranks.
 
         Args:
-            name: of the result; another one for each call.
+            name: a key of the store for the result; another one for each call.
             make: its result is pickled.
-        Raises: the error of `make` on rank 0, and a ConfigError with the same text on the others.
+        Raises: the error of `make` on rank 0, and a ConfigError with the same text on other ranks.
         """
         if self.world_size == 1:
             return make()

@@ -10,7 +10,7 @@ from typing import Any
 class Position:
     """The place of a rank's main thread in its work.
 
-    The main thread writes it, and another thread reads it without a lock.
+    The main thread writes it, and the thread that watches for deadlocks reads it without a lock.
 
     Attributes:
         step: the training iteration, in words.
@@ -36,16 +36,16 @@ class Position:
         self.comm: Any = None
 
     def begin(self, step: str) -> None:
-        """Record the start of a step, before any of its passes."""
+        """Record the start of a step, named in words, before any of its passes."""
         self.step = step
         self.plan = None
         # A rank may hang before its first pass, and is found by this place.
         self.at = ("the start", monotonic())
 
     def enter(self, call: str) -> None:
-        """Record the start of a call in which ranks wait for each other."""
+        """Record the start of a call in which ranks wait for each other; `call` is its name."""
         self.at = (call, monotonic())
 
     def leave(self) -> None:
-        """Record the end of such a call: the thread waits for no other rank."""
+        """Record the end of the call that `enter` recorded: the thread waits for no other rank."""
         self.at = None

@@ -22,7 +22,7 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
 
     Args:
         work: its result must be representable in JSON.
-    Raises: the errors of `together`.
+    Raises: the same errors as `together`, on all ranks.
     """
     first = mesh.world.rank == 0
     result = together(mesh, lambda: work() if first else None)
@@ -61,13 +61,16 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
 
 
 def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
-    """Return the files that this rank reads, if all ranks together read each file once."""
+    """Return the files that this rank reads, if all ranks together read each name once."""
     # Sorted, because ranks may list a folder in different orders.
     return sorted(names)[mesh.world.rank :: mesh.world.size]
 
 
 def room(error: BaseException, folder: Path | None) -> str:
-    """Return a note on the space left on a disk, to append to an error; "" if it is not full."""
+    """Return a note on the space left on the disk of a folder, to append to an error.
+
+    "" if the error does not say that the disk is full.
+    """
     # No space, a full quota, or a file larger than the file system allows.
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if folder is None or not full or not folder.exists():
