@@ -20,8 +20,7 @@ Sets = Sequence[tuple[int, ...]]
 
 
 def check_backend(device: torch.device) -> None:
-    """Raise ConfigError if the existing torch.distributed world cannot send this device's tensors.
-    """
+    """Raise ConfigError if the existing torch.distributed world cannot send tensors of a device."""
     world = dist.distributed_c10d._get_default_group()
     needed = backend_of(device)
     # A world may have a backend for each kind of device, as cpu:gloo,cuda:nccl does.
