@@ -52,7 +52,7 @@ class AtWaits(threading.local):
 
     @contextmanager
     def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
-        """Set both attributes for the block."""
+        """Set `give_turn` and `watch` for the block."""
         # Blocks may be nested, as when one pass runs within another one's turn.
         before = (self.give_turn, self.watch)
         self.give_turn = give_turn
@@ -323,7 +323,7 @@ def _fits(x: Tensor, into: Tensor) -> bool:
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
-    """Combine the tensors in this order into `out`, so that all ranks get bitwise equal results.
+    """Combine the tensors `parts` in this order into `out`: all ranks get bitwise equal results.
 
     of_two: (a, b, out=) -> their combination, such as torch.add.
     """

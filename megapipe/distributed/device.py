@@ -253,7 +253,8 @@ class CopyLane:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end) of started copies, as marks for Clock, once the copies are over."""
+        """Return (begin, end) of the started copies `begun`, as marks for Clock, once they are over.
+        """
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 

@@ -128,7 +128,7 @@ def get_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> Group:
-    """Return the data-parallel group, over context-parallel ranks too if asked."""
+    """Return the data-parallel group; with_context_parallel includes context-parallel ranks."""
     _one_instance(partial_data_parallel)
     return group_of(ProcessMesh.required(), _data(with_context_parallel))
 
@@ -152,7 +152,7 @@ def get_data_parallel_group_gloo(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Group | None:
-    """Return the group over tensor and data parallelism, and context parallelism if asked."""
+    """Return the group over tp and dp; with_context_parallel includes context parallelism."""
     name = "tp-dp-cp" if with_context_parallel else "tp-dp"
     return _group(lambda mesh: _joint(mesh, name), check_initialized)
 
@@ -204,7 +204,7 @@ def get_data_parallel_world_size(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return the size of the data-parallel group, with context parallelism if asked."""
+    """Return the number of data-parallel ranks; with_context_parallel multiplies it by cp."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).size
 
@@ -372,13 +372,13 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _data(with_context_parallel: bool) -> Axis:
-    """Return the data-parallel axis, over context-parallel ranks too if asked."""
+    """Return the data-parallel axis; with_context_parallel includes context-parallel ranks."""
     mesh = ProcessMesh.required()
     return mesh.dp_cp if with_context_parallel else mesh.dp
 
 
 def _one_instance(partial_data_parallel: bool) -> None:
-    """Raise ConfigError if a group of one of several optimizer instances is asked for."""
+    """Raise ConfigError for partial_data_parallel, a group of one of several optimizers."""
     if partial_data_parallel:
         raise ConfigError(
             "parallel_state: megapipe has one instance of the distributed optimizer, no partial "

@@ -118,7 +118,10 @@ def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
 
 
 def gelu_backward(x: Tensor, dy: Tensor, linear: float, cubic: float) -> Tensor:
-    """Return the gradient of `gelu`'s input, given the gradient of its output."""
+    """Return the gradient of `gelu`'s input x, given the gradient dy of its output.
+
+    linear, cubic: the coefficients, see models/gelu.py.
+    """
     dx = torch.empty_like(x)
     _run_elementwise("gelu_backward", x, dy, dx, linear, cubic, _is_bf16(x))
     return dx

@@ -113,6 +113,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def stage_module(config: Config, provider: StageProvider, span: LayerSpan, tp: Axis) -> nn.Module:
     """Return a stage ready for training: in its dtype, and frozen or compiled as the flags say.
 
+    Args:
+        provider: (config, span, tp) -> the stage. span: its layers.
     Raises: ConfigError if --compile or --offload-modules is given and the stage has layers, but
         none of them is a TransformerLayer.
     """

@@ -148,7 +148,10 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _plain_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Return torch's LayerNorm of x [..., n], or its RMSNorm if there is no bias."""
+    """Return torch's LayerNorm of x [..., n], or its RMSNorm if there is no bias.
+
+    weight: [n]. bias: [n] or None. epsilon: added to the variance, or to the mean square.
+    """
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, epsilon)
     return F.layer_norm(x, weight.shape, weight, bias, epsilon)

@@ -144,7 +144,12 @@ def _choose(config: Config, on_gpu: bool) -> tuple[Impl, str]:
 
 
 def _precision(config: Config, impl: str, on_gpu: bool) -> str:
-    """Return a text for the log on how FP8 products are computed; "" without FP8."""
+    """Return a text for the log on how FP8 products are computed; "" without FP8.
+
+    Args:
+        impl: the layers' implementation, "local" or "transformer_engine".
+        on_gpu: whether the run computes on GPUs.
+    """
     model = config.model
     if model.fp8_format is None:
         return ""

@@ -209,6 +209,7 @@ def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -
 
     Args:
         samples: number of samples consumed before the step.
+        flags: the optimizer's flags.
     """
     if flags.decoupled_lr is None:
         return None

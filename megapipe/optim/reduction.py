@@ -14,7 +14,7 @@ from megapipe.optim.ties import Ties
 
 
 def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls each of these functions in turn."""
+    """Return a function that calls each of the functions `ends` in turn."""
 
     def finish() -> None:
         for end in ends:

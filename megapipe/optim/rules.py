@@ -32,7 +32,10 @@ class Adam:
         self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place. 16-bit tensors are computed in float32 and rounded."""
+        """Update the parts in place. 16-bit tensors are computed in float32 and rounded.
+
+        steps: number of updates before this one.
+        """
         for part in parts:
             if not _is_rounded(part):
                 sweep(part, self.flags, steps)
@@ -264,7 +267,7 @@ def find_rule(flags: OptimizerConfig) -> Rule:
 def split_problem(
     flags: OptimizerConfig, rule: Rule, by: str = "--use-distributed-optimizer"
 ) -> str | None:
-    """Return the problem if ZeRO-1 would split parameters that a rule needs in full, else None.
+    """Return an error text if ZeRO-1 would split parameters that a rule needs in full, else None.
 
     Args:
         by: the flag that asks for ZeRO-1.
@@ -278,7 +281,7 @@ def split_problem(
 
 
 def rounding_problem(flags: OptimizerConfig, rule: Rule) -> str | None:
-    """Return the problem if a rule's state cannot be stored in 16 bits, else None."""
+    """Return an error text if a rule's state cannot be stored in 16 bits, else None."""
     if getattr(rule, "may_round", False):
         return None
     return (

@@ -114,7 +114,10 @@ def spans(counts: Sequence[int], placement: Placement) -> tuple[LayerSpan, ...]:
 
 
 def whole(num_layers: int, depths: int = 0) -> tuple[LayerSpan, ...]:
-    """Return the span of the model in one piece, then one for each multi-token prediction depth."""
+    """Return the span of the model in one piece, then one for each multi-token prediction depth.
+
+    num_layers: layers of the model. depths: number of multi-token prediction depths.
+    """
     model = LayerSpan(0, num_layers, True, True)
     further = [LayerSpan(num_layers + n, 1, False, False, depth=n + 1) for n in range(depths)]
     return (model, *further)

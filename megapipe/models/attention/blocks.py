@@ -198,7 +198,10 @@ class Sums(NamedTuple):
 
     @staticmethod
     def empty(q: Tensor, groups: int) -> Sums:
-        """Return the state before any key, for queries q [b, heads, s, d]."""
+        """Return the state before any key, for queries q [b, heads, s, d].
+
+        groups: the number of query groups; each has heads / groups heads.
+        """
         shape = (q.shape[0] * groups, q.shape[1] // groups, q.shape[2])
         out = torch.zeros(*shape, q.shape[3], dtype=_sums(q), device=q.device)
         return Sums(out, out.new_full((*shape, 1), float("-inf")))

@@ -200,6 +200,6 @@ def within_capacity(experts: Tensor, weights: Tensor, most: int, model: ModelCon
 
 
 def dense(experts: Tensor, num_experts: int) -> Tensor:
-    """Return the choices [T, k] as a table [T, E] of zeros and ones."""
+    """Return the choices `experts` [T, k] as a table [T, num_experts] of zeros and ones."""
     table = torch.zeros(len(experts), num_experts, dtype=torch.int64, device=experts.device)
     return table.scatter_(1, experts, 1)

@@ -40,7 +40,11 @@ def balance(
 
 
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
-    """Return the factor c of the gradient of `balance` with respect to the scores, c x counts."""
+    """Return the factor c of the gradient of `balance` with respect to the scores, c x counts.
+
+    The arguments are the same as for `balance`: tokens on all ranks, choices of a token, experts,
+    and the loss's coefficient.
+    """
     # f_i has the factor 1 / (tokens k) and P_i the factor 1 / tokens.
     return num_experts * weight / (k * tokens * tokens)
 

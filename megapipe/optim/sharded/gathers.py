@@ -53,6 +53,7 @@ class Gathers:
     def start(self, chunk: int) -> Callable[[], None]:
         """Start to gather the weights that a stage reads and this rank lacks.
 
+        chunk: the position of the stage on this rank.
         Returns: a function that waits for them.
         """
         needed = self._needed[chunk]
@@ -73,7 +74,7 @@ class Gathers:
     def drop(self, chunk: int) -> None:
         """Release the weights that a stage has read, after the last pass of a run that reads them.
 
-        Weights that another stage still reads stay.
+        Weights that another stage still reads stay. chunk: the position of the stage on this rank.
         """
         for other in self._needed[chunk]:
             self._users[other].discard(chunk)

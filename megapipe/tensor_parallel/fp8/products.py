@@ -304,8 +304,8 @@ def _on_gpu(
 ) -> Tensor:
     """Return a b^T + bias by torch's scaled product, for the arguments of `multiply`.
 
-    torch takes the left operand row by row and the right one column by column. No GPU has run this
-    yet.
+    torch takes the left operand row by row and the right one column by column. fast: allow sums in
+    fewer bits. No GPU has run this yet.
     """
     left = _whole_steps(a.values)
     right = _whole_steps(b.values)
