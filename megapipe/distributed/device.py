@@ -253,8 +253,7 @@ class CopyLane:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end) of the started copies `begun`, as marks for Clock, once they are over.
-        """
+        """Return (begin, end) of the started copies `begun`, as marks for Clock, once over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 

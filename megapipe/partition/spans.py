@@ -133,9 +133,10 @@ def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:
 
 
 def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) -> tuple[int, ...]:
-    """Return the number of layers of each stage from the embedding to the loss, equal for all.
+    """Return the number of layers of each stage from the embedding to the loss, all equal.
 
     Args:
+        num_layers: layers of the model.
         embedding, loss: count it as a layer, so that its stage gets one less.
     Raises: ConfigError if the layers do not divide.
     """
