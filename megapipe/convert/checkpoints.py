@@ -43,9 +43,9 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        folder: the folder of the checkpoint, or of the Hugging Face model.
-        config: model, data and precision of a run that loads it.
-        notes: a line about each difference in meaning between both sides.
+        folder: the folder of the new checkpoint, or of the new Hugging Face model.
+        config: flags of the model, its data and its precision, for a run that loads it.
+        notes: a line for the user about each setting that means something else on the other side.
         vocab_size: rows of the embedding without padding; for Megatron-LM's, with padding.
         steps: steps of the optimizer, None without its state.
         dtype: type of the weights that were written, to which they may have been rounded.
@@ -72,9 +72,12 @@ def import_checkpoint(
     The checkpoint suits any tensor- and pipeline-parallel size and any schedule.
 
     Args:
+        source: the Hugging Face folder.
+        target: a folder without checkpoints.
         divisible_by: the vocabulary is padded to a multiple of this.
         dtype: type of the weights. Default: bfloat16 if the source has any such tensor, else
             float32.
+        progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError with every tensor that is missing, left over or of another shape, or for
         a model that no run accepts. Nothing is written then.
@@ -137,9 +140,10 @@ def write_checkpoint(
     """Write TARGET/iter_NNNNNNN and return it. After a crash it is complete or not there.
 
     Args:
-        tensors: (name in megapipe, whole tensor in its saved shape). They are made one at a time.
-        state: the progress of the run. Default: its beginning.
-        steps: steps of the optimizer, if its state is among the tensors.
+        config: the configuration that the checkpoint records.
+        tensors: (megapipe's name, whole tensor in its saved shape). They are made one at a time.
+        state: the progress of the run, as JSON. Default: the beginning of a run.
+        steps: steps of the optimizer if its state is among the tensors; None without its state.
     """
     start = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
     state = start | dict(state or {})
@@ -177,12 +181,14 @@ def export_checkpoint(
 
     Args:
         folder: iter_NNNNNNN.
+        target: a new or empty folder.
         vocab_size: number of ids without padding. Default: from config.json, or from the tokenizer
             of the training.
         companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the one
             that an import left next to the checkpoints. Without one, config.json is made from the
             checkpoint.
         dtype: type of the weights. Default: as in the checkpoint.
+        progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError for damage, a model that no family can express, or a config.json of
         another model.
@@ -250,11 +256,11 @@ def _write_others(config: Config, companion: Path | None, target: Path) -> str |
     """Write the tokenizer and the generation settings of an export.
 
     Args:
-        config: configuration of the training, used without a companion.
-        companion: the Hugging Face folder whose files are copied.
+        config: configuration of the training, whose tokenizer is written without a companion.
+        companion: the Hugging Face folder whose files are copied; None without one.
         target: the folder of the export.
 
-    Returns: why no tokenizer is written; None if one is.
+    Returns: the reason why no tokenizer is written; None if one is.
     """
     if companion is not None:
         copy_others(companion, target)
@@ -285,13 +291,14 @@ def exportable(folder: Path, target: Path) -> Config:
 
 
 def _data(folder: Path, vocab_size: int, rows: int) -> tuple[DataConfig, list[str]]:
-    """Return the flags of a folder's tokenizer, and why other files are not used.
+    """Return (flags of a folder's tokenizer, reasons why tokenizer files are not used).
 
     Without a tokenizer that megapipe can read, the flags are the NullTokenizer's.
 
     Args:
-        vocab_size: ids of the NullTokenizer.
-        rows: rows of the embedding, at least as many as ids.
+        folder: a Hugging Face folder.
+        vocab_size: number of ids of the NullTokenizer.
+        rows: rows of the embedding; a tokenizer with more ids is not used.
     """
     notes = []
     gpt2 = DataConfig(

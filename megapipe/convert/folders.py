@@ -15,9 +15,9 @@ from megapipe.errors import CheckpointError
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy the tokenizer and generation settings: small text files, without config.json.
+    """Copy the tokenizer and the generation settings, which are small text files.
 
-    The index of the weights is left out too.
+    config.json and the index of the weights are left out.
     """
     target.mkdir(parents=True, exist_ok=True)
     # A conversion writes weights and config.json itself.
@@ -35,7 +35,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def fresh_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which replaces an empty or missing target if all goes well."""
+    """Yield a folder to write to, which replaces `target` if the block ends without an error.
+
+    `target` must be an empty folder or missing.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     # In the same parent, so that it is renamed and not copied.
     fresh = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -47,7 +50,7 @@ def fresh_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """Yield a folder, and remove it with its content if an error ends the block."""
+    """Yield `folder` back, and remove it with its content if an error ends the block."""
     try:
         yield folder
     # An interrupt of the user leaves nothing, either.
@@ -59,7 +62,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file of JSON.
 
-    Raises: CheckpointError if the file is missing or holds something else.
+    Raises: CheckpointError if the file is missing or holds anything but an object.
     """
     try:
         content = json.loads(path.read_text())

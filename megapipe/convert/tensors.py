@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 
 def counted(items: Sequence[T], progress: Progress) -> Iterator[T]:
-    """Yield each item, reporting progress before every item and once at the end."""
+    """Yield each item, calling progress(done, total) before every item and once at the end."""
     for done, item in enumerate(items):
         progress(done, len(items))
         yield item
@@ -46,14 +46,14 @@ def counted(items: Sequence[T], progress: Progress) -> Iterator[T]:
 
 
 class SavedTensors:
-    """The tensors of a folder of safetensors files.
+    """The tensors of a folder of safetensors files. `read` returns one of them.
 
     A tensor may be split over several files. It is always read as a whole.
 
     Attributes:
         folder: the folder of the files.
-        shapes: the whole shape of each tensor, by name.
-        dtypes: the type of each tensor, by name.
+        shapes: name -> whole shape of the tensor.
+        dtypes: name -> type of the tensor.
 
     Raises: CheckpointError if the folder has no such files, or one of them is damaged.
     """
@@ -99,7 +99,8 @@ class SavedTensors:
 def _listed(folder: Path) -> set[str] | None:
     """Return the names of the safetensors files that belong to the model; None if all do.
 
-    A folder of the Hugging Face hub may hold the same weights in a second form.
+    They are listed in the folder's index. A folder of the Hugging Face hub may hold the same
+    weights in a second form, which is not listed.
     """
     index = folder / INDEX
     # Without an index, loaders take the one file with this name, if it is there.
@@ -179,12 +180,12 @@ class ShardWriter:
 
 @torch.no_grad()
 def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Axis) -> None:
-    """Fill the saved tensors of stages with this rank's slices of whole tensors.
+    """Fill the parameters and other saved tensors of stages with slices of whole tensors.
 
     Args:
         stages: the modules of this rank's stages.
         read: returns the whole tensor of a name, in its saved shape.
-        tp: the tensor-parallel axis.
+        tp: the tensor-parallel axis, which says what slice this rank has.
     """
     for stage in stages:
         for name, param in saved_tensors(stage):
@@ -197,9 +198,12 @@ def load_full(stages: Sequence[nn.Module], read: Callable[[str], Tensor], tp: Ax
 
 
 def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
-    """Build the unsplit model, or a span of its layers, with parameters still to be filled.
+    """Build the model without tensor parallelism, with parameters still to be filled.
 
-    Its products are not in FP8.
+    Matrix products are not in FP8.
+
+    Args:
+        span: build only these layers, with embedding and loss if the span has them. None: all.
     """
     if span is None:
         span = LayerSpan(0, model.layers, True, True)
@@ -210,7 +214,7 @@ def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
 def is_trained(name: str) -> bool:
     """Return whether a saved tensor has a gradient and optimizer state.
 
-    The other tensors are float32 in a model of any type.
+    Saved tensors without them, such as an expert bias, are float32 in a model of any type.
     """
     return name.rpartition(".")[2] not in SAVED_BUFFERS
 
@@ -221,7 +225,7 @@ def saved_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, Layout]:
-    """Return the layout of each parameter by name, tied ones included.
+    """Return the layout of each parameter by name, tied parameters included.
 
     Args:
         span: only these layers, with the model's depths of multi-token prediction if the span has
@@ -242,6 +246,6 @@ def our_layouts(model: ModelConfig, span: LayerSpan | None = None) -> dict[str, 
 
 
 def our_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the saved shape of each parameter by name, without tied ones."""
+    """Return the saved shape of each parameter by name, without tied parameters."""
     layouts = our_layouts(model)
     return {name: layout.full for name, layout in layouts.items() if layout.tied_to is None}

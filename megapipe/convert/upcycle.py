@@ -65,7 +65,8 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
 
     Args:
         folder: iter_NNNNNNN of megapipe's own GPT.
-        config: of the run that begins. Its seed draws the routers.
+        target: the folder in which the new checkpoint's folder is made.
+        config: configuration of the run that begins. Its seed draws the routers' weights.
 
     Returns: the new checkpoint's folder.
 
@@ -85,12 +86,13 @@ def upcycle(folder: Path, target: Path, config: Config) -> Path:
 
 
 def _made(name: str, layout: Layout, read: Callable[[str], Tensor], config: Config) -> Tensor:
-    """Return a whole tensor of the model with experts.
+    """Return a whole tensor of the model with experts, made from the dense model's tensors.
 
     Args:
         name: name of the tensor.
         layout: its layout.
         read: returns the dense model's tensor of a name.
+        config: configuration of the run that begins. Its seed draws the routers' weights.
     """
     model = config.model
     slices = dense_model(config).ffn // model.expert_ffn

@@ -103,7 +103,7 @@ def config_of(args: Args, name: str) -> Config:
     """Return the model, training and data flags of a Megatron-LM run.
 
     Args:
-        args: the arguments that its checkpoint holds.
+        args: the arguments that its checkpoint holds, by name.
         name: name of the checkpoint, for errors.
     Raises: CheckpointError with every argument that is missing or has an unsupported value.
     """
@@ -136,7 +136,8 @@ def _unsupported(args: Args, position_kind: object) -> Iterator[str]:
     """Yield a sentence for each argument that is missing or means a model that megapipe lacks.
 
     Args:
-        position_kind: the kind of position embedding.
+        args: Megatron-LM's arguments by name.
+        position_kind: the kind of position embedding, such as rope, that these arguments mean.
     """
     for key in _OTHER.split():
         value = args.get(key)
@@ -150,7 +151,7 @@ def _unsupported(args: Args, position_kind: object) -> Iterator[str]:
 
 
 def _translated(args: Args) -> dict[str, Any]:
-    """Return the fields of the model that Megatron-LM has under other names or negated."""
+    """Return the fields of ModelConfig that Megatron-LM has under other names or negated."""
     epsilon = args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5))
     from_zero = args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")
     found = {
@@ -166,7 +167,10 @@ def _translated(args: Args) -> dict[str, Any]:
 
 
 def _run(args: Args) -> dict[str, Any]:
-    """Return the fields of training and data, without choices that megapipe does not have."""
+    """Return the fields of training and data from Megatron-LM's arguments.
+
+    An argument is left out if its value is a choice that megapipe does not have.
+    """
     left = set(left_out(args))
     # Megatron-LM fills in both ends of a constant decay; here they demand one that grows.
     if args.get("weight_decay_incr_style") in (None, "constant"):
@@ -182,9 +186,9 @@ def _run(args: Args) -> dict[str, Any]:
 
 
 def left_out(args: Args) -> list[str]:
-    """Return the names of training and data arguments with a choice that megapipe lacks.
+    """Return the names of training and data arguments whose value megapipe does not have.
 
-    An example is a tokenizer's type. An import drops them: no weight depends on them.
+    An example is a type of tokenizer. An import drops these arguments: no weight depends on them.
     """
     # Only fields with a list of choices can have a choice that is unknown here.
     found = []
@@ -196,9 +200,9 @@ def left_out(args: Args) -> list[str]:
 
 
 def args_of(config: Config) -> dict[str, Any]:
-    """Return the arguments with which Megatron-LM would have saved this run.
+    """Return the arguments, by name, with which Megatron-LM would have saved this run.
 
-    Megatron-LM compares them with its flags, and takes them with --use-checkpoint-args.
+    Megatron-LM compares them with its flags, or takes them instead with --use-checkpoint-args.
     """
     model = config.model
     window = None
@@ -240,7 +244,7 @@ def args_of(config: Config) -> dict[str, Any]:
 
 
 def _latents(args: Args) -> dict[str, Any]:
-    """Return the fields of latent attention, none for a model without it."""
+    """Return the fields of multi-head latent attention; none for a model without it."""
     if not args.get(_LATENT_ATTENTION):
         return {}
     return {name: args[name] for name in _LATENT_FIELDS if args.get(name) is not None}
@@ -264,7 +268,7 @@ def _taken(args: Args, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a Literal, or of an optional one; none for other types."""
+    """Return the values of a field's type if it is a Literal or an optional Literal, else ()."""
     for each in (kind, *get_args(kind)):
         if get_origin(each) is Literal:
             return get_args(each)
@@ -272,5 +276,5 @@ def _choices(kind: Any) -> tuple[Any, ...]:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text. An object that is no plain data has only the name of its type."""
+    """Return a value as text; of an object that is no plain data, only the name of its type."""
     return type(value).__name__ if isinstance(value, Named) else str(value)

@@ -33,13 +33,13 @@ _STACKED = re.compile(r"(decoder\.layers\.)(\D.+)")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a stored tensor, or a stored object, and the place of its bytes.
+    """A part of a stored tensor, or a stored object, and the place of its bytes. `read` returns it.
 
     Attributes:
-        offsets: the part's first index in each dimension of the tensor.
-        sizes: the part's shape.
+        offsets: the part's first index in each dimension of the tensor; () for an object.
+        sizes: the part's shape; () for an object.
         path: the file.
-        at: its first byte in the file.
+        at: the position of its first byte in the file.
         length: its number of bytes.
     """
 
@@ -61,16 +61,18 @@ class Chunk:
 
 
 class DistributedTensors:
-    """The tensors that the .metadata of a folder lists.
+    """The tensors that the .metadata of a checkpoint's folder lists under their keys.
 
-    `shapes` and `read` know them by megapipe's names, `box` by their keys.
+    `shapes` and `read` take megapipe's names, and `box` takes keys. `row` returns the optimizer's
+    state of a model chunk where it is stored as flat vectors.
 
     Attributes:
         folder: the folder.
-        sizes: the stored shape of each tensor, by key.
-        objects: the stored objects other than tensors, by key without the shard's number.
-        places: for each (kind, megapipe's name), the key, and the layer if layers share the key.
-            Kinds are exp_avg, exp_avg_sq, master, and "" for the model's weights.
+        sizes: key -> the stored shape of the tensor.
+        objects: key without the shard's number -> a stored object other than a tensor.
+        places: (kind, megapipe's name) -> (key, layer). The kind is exp_avg, exp_avg_sq, master for
+            float32 main parameters, or "" for weights. All layers may share a key: the layer is
+            then an index in the tensor's first dimension. Otherwise it is None.
         copies: empty, because each tensor is stored once.
 
     Raises: CheckpointError if the .metadata is missing or damaged.
@@ -91,10 +93,10 @@ class DistributedTensors:
         self.places = dict(self._places())
 
     def _list(self, metadata: Mapping[str, Any]) -> None:
-        """Fill the lists of tensors, chunks and objects.
+        """Fill `sizes`, `objects` and the chunks of each tensor.
 
         Args:
-            metadata: the fields of torch's Metadata.
+            metadata: the fields of torch's Metadata, by name.
         """
         parts: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
         for key, value in metadata["state_dict_metadata"].items():
@@ -120,7 +122,12 @@ class DistributedTensors:
                 self.objects[key.split("/shard_")[0]] = Chunk((), (), *place)
 
     def _places(self) -> Iterator[tuple[tuple[str, str], tuple[str, int | None]]]:
-        """Yield ((kind, megapipe's name), (key, layer)) for each tensor, as in `places`."""
+        """Yield the items of `places`: ((kind, megapipe's name), (key, layer)) for each tensor.
+
+        The kind is exp_avg, exp_avg_sq, master, or "" for weights. The key is the tensor's name in
+        .metadata. If all layers share a key, each layer is yielded with its index in the tensor's
+        first dimension. For any other tensor, the layer is None.
+        """
         for key, size in self.sizes.items():
             # An extra state holds Transformer Engine's FP8 scales, which a run finds anew.
             if FLAT.match(key) or "_extra_state" in key:
@@ -140,8 +147,9 @@ class DistributedTensors:
         """Return a part of a stored tensor, read from all chunks that have some of it.
 
         Args:
+            key: the tensor's name in .metadata.
             start: the part's first index in each dimension.
-            stop: the index after its last one.
+            stop: the index after its last one, in each dimension.
         Raises: CheckpointError if chunks are missing or damaged.
         """
         shape = [b - a for a, b in zip(start, stop, strict=True)]
@@ -170,7 +178,7 @@ class DistributedTensors:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The run's arguments, its iteration, and the optimizer's data other than tensors."""
+        """The data other than tensors by name: arguments, iteration, settings of the optimizer."""
         # Up to core_v0.18.2, a file of its own.
         path = self.folder / "common.pt"
         if path.exists():
@@ -180,7 +188,11 @@ class DistributedTensors:
         return dict(self.objects["common_state"].read()[0])
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each whole tensor of a kind, by megapipe's name."""
+        """Return the shape of each whole tensor of a kind, by megapipe's name.
+
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+        """
         found = {}
         for (its_kind, name), (key, layer) in self.places.items():
             if its_kind == kind:
@@ -197,6 +209,8 @@ class DistributedTensors:
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+            name: megapipe's name of the parameter.
+            layout: the parameter's layout, which gives that shape.
         """
         key, layer = self.places[kind, name]
         stop = list(self.sizes[key])
@@ -208,12 +222,15 @@ class DistributedTensors:
         return joined([self.box(key, start, stop)], layout)
 
     def row(self, group: int, number: int, orders: Sequence[Sequence[str]]) -> Row:
-        """Return the distributed optimizer's flat numbers of one model chunk.
+        """Return the distributed optimizer's state of one model chunk, stored as flat vectors.
+
+        Nothing is read yet: the returned Row has a function that reads elements of the vectors.
 
         Args:
-            group: number of the group of data-parallel ranks that share the chunk.
-            number: number of the chunk on its pipeline rank.
-            orders: possible orders of its parameters, each a list of names.
+            group: index of the group of data-parallel ranks that share the chunk.
+            number: index of the chunk on its pipeline rank, 0 without virtual stages.
+            orders: possible orders of the chunk's parameters, each a list of names. The Row keeps
+                them, and `FlatState.find` takes the order that fits the weights.
         """
         start = f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_{number}.dtype_"
         pattern = re.compile(re.escape(start) + r"[^/]*\.bucket_idx_(\d+)\.param")
@@ -240,10 +257,19 @@ class DistributedTensors:
 
 
 def _slices(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of a box, from `low` to `high`, in a tensor that begins at `origin`."""
+    """Return the index of a box in a part of a tensor.
+
+    Args:
+        low, high: the box's first index, and the index after its last one, in the whole tensor.
+        origin: the part's first index in the whole tensor.
+    """
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a torch.Size, which a pickle has as its class and one tuple."""
+    """Return the dimensions of a torch.Size that `read_pickle` has read.
+
+    Args:
+        size: a Named object whose one argument is a tuple of the dimensions.
+    """
     return tuple(map(int, size.args[0]))

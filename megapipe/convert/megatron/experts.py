@@ -27,10 +27,10 @@ _GROUPED = re.compile(r"(.*mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def of_expert(name: str) -> tuple[str, int] | None:
-    """Return the tensor of all experts that one expert's parameter is a part of, and its index.
+    """Return (tensor of all experts, expert's index) of a parameter that belongs to one expert.
 
     Args:
-        name: Megatron-LM's name of a parameter.
+        name: Megatron-LM's name of the parameter.
     Returns: megapipe's name of the tensor, and the expert's number on its rank; None if the
         parameter is not of a single expert.
     """
@@ -42,7 +42,11 @@ def of_expert(name: str) -> tuple[str, int] | None:
 
 
 def is_experts(name: str) -> bool:
-    """Return whether a tensor of megapipe has a part of each expert."""
+    """Return whether a tensor has a part of each expert of a layer.
+
+    Args:
+        name: megapipe's name of the tensor.
+    """
     # A name within a layer begins with mlp; a shared expert's begins with mlp.shared_experts.
     return ".mlp.experts." in f".{name}"
 
@@ -50,16 +54,16 @@ def is_experts(name: str) -> bool:
 def is_uniform(model: ModelConfig) -> bool:
     """Return whether all layers have experts, or none has.
 
-    Megatron-LM then saves one tensor for a parameter of all layers.
+    Megatron-LM then saves each parameter of all layers as one tensor, stacked by layer.
     """
     kinds = {model.has_experts_in(layer) for layer in range(model.layers)}
     return len(kinds) < 2
 
 
 def fields_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration's fields of experts from Megatron-LM's arguments.
+    """Return the fields of ModelConfig that describe experts, from Megatron-LM's arguments.
 
-    There are none for a model without experts, nor for arguments that are None.
+    The dict is empty for a model without experts. Arguments that are None are left out.
     """
     if not args.get("num_experts"):
         return {}

@@ -24,9 +24,10 @@ _FUSED_ADAM = "Transformer Engine's or Apex's"
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint of megapipe, opened for an export.
+    """A checkpoint of megapipe, opened for an export to Megatron-LM.
 
-    Its methods return what Megatron-LM saves next to tensors.
+    `common`, `groups` and `scheduler` return the data that Megatron-LM saves besides tensors.
+    `notes` returns a line for the user.
 
     Attributes:
         config: the configuration of the run that saved it.
@@ -52,7 +53,9 @@ class Export:
         """Return the run's arguments and progress, as Megatron-LM saves them.
 
         Args:
-            args: the run's arguments, to which its progress is added.
+            args: the run's arguments by Megatron-LM's names. Its progress is added to them.
+        Returns: a dict with the keys args, checkpoint_version, iteration and
+            num_floating_point_operations_so_far.
         """
         progress = self.content["state"]
         more = {
@@ -71,7 +74,11 @@ class Export:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the settings of the optimizer's two groups, with weight decay and without."""
+        """Return the settings of the optimizer's two param_groups.
+
+        The first has the matrices, with weight decay. The second has all else, without weight
+        decay.
+        """
         flags = self.config.optimizer
         curve = self._curve()
         group = {
@@ -92,7 +99,7 @@ class Export:
         return [group | {"wd_mult": wd, "weight_decay": wd * decay} for wd in (1.0, 0.0)]
 
     def scheduler(self) -> dict[str, Any]:
-        """Return the state of the learning-rate scheduler, whose lengths are in samples."""
+        """Return the state dict of Megatron-LM's OptimizerParamScheduler; lengths are in samples."""
         curve = self._curve()
         progress = self.content["state"]
         batch = self.config.batch

@@ -24,12 +24,14 @@ ALIGN = 64
 
 @dataclass(frozen=True)
 class Row:
-    """The optimizer's state of one model chunk of a rank, as flat numbers.
+    """The optimizer's state of one model chunk of a rank: a flat vector for each kind of state.
+
+    The kinds are exp_avg, exp_avg_sq, and master for the float32 main parameters.
 
     Attributes:
-        numel: how many numbers each kind of state has.
-        read: returns the numbers of a kind (exp_avg, exp_avg_sq or master) from start to stop.
-        orders: possible orders of the chunk's parameters, each a list of names.
+        numel: the number of elements of each vector.
+        read: (kind, start, stop) -> elements start..stop-1 of the kind's vector.
+        orders: possible orders of the chunk's parameters in a vector, each a list of names.
     """
 
     numel: int
@@ -43,15 +45,16 @@ Weight = Callable[[str], Tensor]
 
 @dataclass
 class FlatState:
-    """The optimizer's state by parameter, from the rows of all ranks.
+    """The optimizer's state by parameter, cut out of the flat vectors (`Row`) of all ranks.
 
-    Call `find` once, then `read`.
+    Call `find` once: it finds the parameters by comparing with the weights. Then call `read`.
 
     Attributes:
-        rows: for each tensor-parallel rank, the rows of all its pipeline ranks and chunks.
-        layouts: the layout of each parameter that is saved.
-        tied: the owner of the weight that a parameter repeats, by name of the parameter.
-        places: for each tensor-parallel rank, the row and the start of each parameter.
+        rows: for each tensor-parallel rank, a Row for each model chunk of all its pipeline ranks.
+        layouts: name -> layout of each parameter that is saved.
+        tied: name of a tied parameter -> name of the parameter that owns the weight.
+        places: for each tensor-parallel rank, name -> (Row, index of the parameter's first
+            element). `find` fills it.
     """
 
     rows: Sequence[Sequence[Row]]
@@ -60,9 +63,12 @@ class FlatState:
     places: list[dict[str, tuple[Row, int]]] = field(default_factory=list)
 
     def find(self, weight: Weight) -> None:
-        """Find the place of every parameter.
+        """Find where every parameter begins in the rows, and fill `places`.
 
-        Raises: CheckpointError if a row holds other numbers than the weights of the model.
+        Args:
+            weight: returns the whole weight of a name, in its saved shape.
+        Raises: CheckpointError if the main parameters of a row are not the model's weights in any
+            of the row's possible orders.
         """
         for rank, rows in enumerate(self.rows):
             places: dict[str, tuple[Row, int]] = {}
@@ -84,9 +90,9 @@ class FlatState:
         """Return a parameter's whole state, in the shape in which megapipe saves it.
 
         Args:
-            kind: exp_avg, exp_avg_sq or master.
-            name: name of the parameter.
-            layout: its layout.
+            kind: exp_avg, exp_avg_sq or master (the float32 main parameter).
+            name: megapipe's name of the parameter.
+            layout: its layout, which gives that shape and each rank's slice.
         """
         # Tensor-parallel slices have one size, and each rank's row the slice of that rank.
         numel = math.prod(layout.local(Axis(size=len(self.rows))))
@@ -99,11 +105,14 @@ class FlatState:
     def _starts(
         self, row: Row, names: Iterable[str], rank: int, weight: Weight
     ) -> dict[str, int] | None:
-        """Return the start of each parameter in a row; None if the row has another order.
+        """Return the index in a row at which each parameter begins, by the parameter's name.
+
+        None means that the row's main parameters do not stand in this order.
 
         Args:
-            names: the parameters in a possible order of the row.
+            names: the parameters in one possible order.
             rank: the tensor-parallel rank of the row.
+            weight: returns the whole weight of a name, in its saved shape.
         """
         bucket = 0
         at = 0
@@ -129,11 +138,11 @@ class FlatState:
 
 
 def _holds(row: Row, start: int, weight: Tensor) -> bool:
-    """Return whether a row's main parameters, from `start` on, round to a weight's numbers.
+    """Return whether a row's main parameters, from `start` on, round to a weight's elements.
 
     Args:
-        start: a place in the row.
-        weight: [n], in the type of the model.
+        start: an index in the row.
+        weight: [n], in the type of the model's weights.
     """
     stop = start + weight.numel()
     if stop > row.numel:

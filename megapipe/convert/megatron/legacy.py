@@ -38,21 +38,23 @@ Kinds = dict[str, dict[str, Tensor]]
 
 
 class LegacyTensors:
-    """The tensors in the files of all ranks.
+    """The tensors in the files of all ranks of a checkpoint.
 
-    `shapes` and `read` know whole tensors by megapipe's names.
+    `shapes` and `read` know whole tensors by megapipe's names. `rows` returns the state of the
+    distributed optimizer, which is stored as flat vectors. A rank is a tuple of its tensor-,
+    pipeline- and expert-parallel ranks.
 
     Attributes:
         folder: the folder of the ranks' folders.
-        paths: the file of each rank.
-        contents: the content of each file.
+        paths: rank -> its file.
+        contents: rank -> the content of its file.
         common: the first rank's content.
         tp: number of tensor-parallel ranks.
         pp: number of pipeline ranks.
         ep: number of expert-parallel ranks.
         etp: number of ranks that share an expert, 1 or `tp`.
-        chunks: the model chunks of each rank.
-        copies: names of tensors that a later stage has with other numbers than the first stage.
+        chunks: rank -> its model chunks, each a dict from megapipe's name to this rank's slice.
+        copies: names of weights that a later stage repeats with other values than the first stage.
 
     Raises: CheckpointError if a file is missing or is not of Megatron-LM's GPT.
     """
@@ -86,7 +88,10 @@ class LegacyTensors:
         self._collect()
 
     def _check_ranks(self) -> None:
-        """Raise CheckpointError if a rank's file is missing or the experts' split not supported."""
+        """Check that every rank has a file and that the split of the experts is supported.
+
+        Raises: CheckpointError if not.
+        """
         ranks = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
         missing = [rank for rank in ranks if rank not in self.paths]
         # Experts that tensor-parallel ranks do not split are spread over these ranks too. Then not
@@ -106,7 +111,13 @@ class LegacyTensors:
             )
 
     def _chunks(self, t: int, p: int, e: int) -> Iterator[Chunk]:
-        """Yield the model chunks of a rank, with layers numbered as in the whole model."""
+        """Yield each model chunk of a rank as a dict from megapipe's name to the rank's slice.
+
+        Layers are numbered as in the whole model.
+
+        Args:
+            t, p, e: the tensor-, pipeline- and expert-parallel rank.
+        """
         # All ranks of a pipeline rank have the same layers.
         models = {rank[1]: _models(content) for rank, content in self.contents.items()}
         for v, model in enumerate(_models(self.contents[t, p, e])):
@@ -121,7 +132,10 @@ class LegacyTensors:
             yield chunk
 
     def _collect(self) -> None:
-        """Gather the slices of all weights and states of all ranks; find copies that differ."""
+        """Gather the slices of weights and optimizer state of all ranks, by kind and name.
+
+        Names of repeated weights that differ between stages are added to `copies`.
+        """
         experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         seen: set[tuple[int, int]] = set()
         for rank in self.chunks:
@@ -142,7 +156,16 @@ class LegacyTensors:
             self._parts.setdefault((kind, name), []).append(ordered)
 
     def _add_dense(self, kind: str, name: str, t: int, x: Tensor) -> None:
-        """Keep tensor-parallel rank t's slice, unless an earlier stage has this tensor already."""
+        """Keep a rank's slice of a tensor without experts, or compare it with an earlier stage's.
+
+        A weight with other values than on the earlier stage is added to `copies`.
+
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for a weight.
+            name: megapipe's name of the tensor.
+            t: the tensor-parallel rank of the slice.
+            x: the slice.
+        """
         slices = self._parts.setdefault((kind, name), [])
         if len(slices) == t:
             slices.append([x])
@@ -150,7 +173,10 @@ class LegacyTensors:
             self.copies |= {name}
 
     def _tensors(self, rank: Rank) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield a rank's tensors as (kind, name, tensor); the weights' kind is ""."""
+        """Yield (kind, megapipe's name, slice) for each weight and optimizer state of a rank.
+
+        The kind is exp_avg, exp_avg_sq, master, or "" for weights.
+        """
         weights: dict[str, Tensor] = {}
         for chunk in self.chunks[rank]:
             weights |= chunk
@@ -160,9 +186,12 @@ class LegacyTensors:
                 yield kind, name, x
 
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a kind's tensors on the first tensor-parallel rank, by name.
+        """Return the shapes of the first tensor-parallel rank's slices, by megapipe's name.
 
-        An expert tensor's first dimension counts the experts. `read` checks the other ranks.
+        For experts, the first dimension counts the experts. `read` checks the other ranks.
+
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
         """
         found = {}
         for (its_kind, name), slices in self._parts.items():
@@ -173,7 +202,11 @@ class LegacyTensors:
         return found
 
     def pieces(self, name: str) -> int:
-        """Return over how many ranks a tensor is split, if it is split at all."""
+        """Return how many ranks a tensor is split over, if its layout is a split one.
+
+        Args:
+            name: megapipe's name of the tensor.
+        """
         return self.etp if is_experts(name) else self.tp
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
@@ -181,6 +214,8 @@ class LegacyTensors:
 
         Args:
             kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
+            name: megapipe's name of the parameter.
+            layout: the parameter's layout, which gives that shape.
         """
         slices = self._parts[kind, name]
         if is_experts(name):
@@ -188,9 +223,11 @@ class LegacyTensors:
         return joined([one for (one,) in slices], layout)
 
     def rows(self) -> list[list[Row]] | None:
-        """Return the distributed optimizer's rows for each tensor-parallel rank; None without it.
+        """Return the distributed optimizer's state, stored as flat vectors, or None without it.
 
-        Raises: CheckpointError if the model has experts, or the rows an unknown form.
+        Returns: for each tensor-parallel rank, a Row for each model chunk of all its pipeline
+            ranks.
+        Raises: CheckpointError if the model has experts, or if a file has an unknown form.
         """
         first = min(self.paths)
         if not (self.paths[first].parent / _STATE_FILE).exists():
@@ -208,7 +245,12 @@ class LegacyTensors:
         return found
 
     def _rows(self, t: int, p: int) -> Iterator[Row]:
-        """Yield the distributed optimizer's row of each model chunk of a rank."""
+        """Yield a Row, the distributed optimizer's flat state, for each model chunk of a rank.
+
+        Args:
+            t, p: the tensor-parallel and the pipeline rank.
+        Raises: CheckpointError if the rank's file has an unknown form.
+        """
         path = self.paths[t, p, 0].parent / _STATE_FILE
         content = read_torch(path)
         if not content.get("buckets_coalesced"):
@@ -222,7 +264,10 @@ class LegacyTensors:
             yield Row(len(state["param"]), partial(_part, state), [list(chunk)])
 
     def _state(self, rank: Rank) -> Kinds:
-        """Return the plain optimizer's state on a rank, empty without one."""
+        """Return the plain optimizer's state on a rank: kind -> megapipe's name -> tensor.
+
+        The kinds are exp_avg, exp_avg_sq and master. The dict is empty if no state was saved.
+        """
         optimizers = self.contents[rank].get("optimizer") or {}
         # With expert parallelism there are two: of dense parameters, and of experts.
         if not isinstance(optimizers, list | tuple):
@@ -242,9 +287,11 @@ class LegacyTensors:
         """Add the state of one optimizer of a rank to `found`.
 
         Args:
-            optimizer: the state dict of torch's optimizer.
-            mains: main parameters of each group, None if the weights are the main parameters.
-        Raises: CheckpointError if the numbers of a group are not its parameters'.
+            optimizer: the state dict of torch's optimizer, which numbers the parameters.
+            mains: the float32 main parameters of each group; None if the weights are float32.
+            found: kind -> megapipe's name -> tensor.
+        Raises: CheckpointError if a group has another number of parameters, or other shapes, than
+            Megatron-LM's rule for groups gives.
         """
         groups = optimizer["param_groups"]
         problem = (
@@ -272,10 +319,12 @@ class LegacyTensors:
     def _params(
         self, rank: Rank, group: Mapping[str, Any], decoupled: bool
     ) -> list[tuple[str, Tensor]]:
-        """Return the parameters of an optimizer's group, in the order of their numbers.
+        """Return (name, weight) of the parameters in an optimizer's group, in order of number.
 
         Args:
-            decoupled: whether the optimizer has a group of embedding and head.
+            rank: the rank that saved it.
+            group: one of torch's param_groups, with Megatron-LM's settings of the group.
+            decoupled: whether embedding and head have a group with a learning rate of their own.
         """
         of_decay = group.get("wd_mult", 1.0) != 0
         of_ends = bool(group.get("is_decoupled_lr"))
@@ -299,8 +348,9 @@ def rank_folder(rank: Rank, pp: int, ep: int) -> str:
     """Return the name of a rank's folder, such as mp_rank_01_000.
 
     Args:
+        rank: (tensor-parallel rank, pipeline rank, expert-parallel rank).
         pp: number of pipeline ranks. With only one, the name has no pipeline rank.
-        ep: number of expert-parallel ranks, in the same way.
+        ep: number of expert-parallel ranks. With only one, the name has no expert-parallel rank.
     """
     t, p, e = rank
     name = f"mp_rank_{t:02d}"
@@ -312,13 +362,23 @@ def rank_folder(rank: Rank, pp: int, ep: int) -> str:
 
 
 def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
-    """Return the numbers of one kind of a row's state, from start to stop."""
+    """Return elements start..stop-1 of a flat vector of the distributed optimizer's state.
+
+    Args:
+        state: the vectors of a model chunk, by Megatron-LM's names.
+        kind: exp_avg, exp_avg_sq, or master, which Megatron-LM calls param.
+    """
     key = "param" if kind == "master" else kind
     return state[key][start:stop]
 
 
 def _files(folder: Path) -> dict[Rank, Path]:
-    """Return the file of each rank by the numbers in its folder's name, 0 for absent ones."""
+    """Return the file of each rank: (tensor-, pipeline-, expert-parallel rank) -> path.
+
+    The ranks are the numbers in the names of folders. A number that a name lacks is 0.
+
+    Raises: CheckpointError if no folder has the name of a rank.
+    """
     found = {}
     for path in folder.glob("mp_rank_*"):
         if match := _RANK.fullmatch(path.name):
@@ -331,7 +391,10 @@ def _files(folder: Path) -> dict[Rank, Path]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the model chunks in a rank's file, several if it has virtual stages."""
+    """Return the state dict of each model chunk in a rank's file; without virtual stages, of one.
+
+    The list is empty if the file has no model.
+    """
     if "model" in content:
         return [content["model"]]
     count = sum(re.fullmatch(r"model\d+", key) is not None for key in content)
@@ -339,13 +402,13 @@ def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _layers(model: Mapping[str, Any]) -> int:
-    """Return the number of layers of a model chunk."""
+    """Return the number of layers in the state dict of a model chunk."""
     matches = map(_LAYER.fullmatch, model)
     return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
 def _renumbered(name: str, first: int) -> str:
-    """Return a parameter's name with `first` added to the number of its layer."""
+    """Return a parameter's name with `first` added to its layer's number; other names stay."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return name

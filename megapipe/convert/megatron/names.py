@@ -117,12 +117,14 @@ def common_name(name: str) -> str:
 
 
 def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
-    """Return the number of the layer that has a tensor, and the tensor's name within the layer.
+    """Return (layer's number, name within the layer) of a tensor.
 
-    The layer of a multi-token prediction depth counts as the last layer, whose kind it has.
+    A depth of multi-token prediction has a layer, too. It counts as the model's last layer, because
+    it is of the same kind.
 
     Args:
         name: megapipe's name of the tensor.
+        model: the configuration, which gives the number of layers.
     Returns: None for a tensor outside of layers.
     """
     match = _IN_LAYER.fullmatch(name)
@@ -134,10 +136,13 @@ def in_layer(name: str, model: ModelConfig) -> tuple[int, str] | None:
 
 
 def stage_layouts(model: ModelConfig, span: LayerSpan) -> dict[str, Layout]:
-    """Return the layout of each parameter that a pipeline stage of Megatron-LM has.
+    """Return the layout of each parameter that a pipeline stage of Megatron-LM has, by name.
 
-    A stage may have a copy of another stage's weight, whose `tied_to` names the owner: a tied head,
-    or the embedding on a stage that has depths of multi-token prediction without it.
+    A stage may have a copy of another stage's weight: a tied head, or the embedding that depths of
+    multi-token prediction read. The layout's `tied_to` then names the owner.
+
+    Args:
+        span: the stage's layers, and whether it has the embedding and the loss.
     """
     layouts = our_layouts(model, span)
     own = {name: layout for name, layout in layouts.items() if not layout.received}
@@ -159,7 +164,7 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
     Args:
         name: megapipe's name within the layer.
         sparse: whether the layer has experts.
-        latent: whether its attention is latent.
+        latent: whether the layer has multi-head latent attention.
     """
     name = name.replace("mlp.experts.", "mlp.experts.experts.")
     # Without latents these norms are of a head's queries and keys, and no linear layer has them.
@@ -176,10 +181,12 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
     """Return a parameter's name in one of Transformer Engine's layers.
 
+    There a norm is part of the linear layer that follows it, if there is just one.
+
     Args:
         name: megapipe's name within the layer.
         sparse: whether the layer has experts.
-        latent: whether its attention is latent.
+        latent: whether the layer has multi-head latent attention.
     """
     # A norm stays a module of its own if no single linear layer follows it.
     separate = {
@@ -195,7 +202,7 @@ def fused_name(name: str, sparse: bool, latent: bool) -> str:
 
 
 def _fused(name: str) -> str:
-    """Return a norm's name in the linear layer that follows it; other names stay."""
+    """Return a norm's name as a part of the linear layer that follows it; other names stay."""
     for fused, norm in _FUSED.items():
         if name.startswith(norm):
             return name.replace(norm, fused)
@@ -203,11 +210,11 @@ def _fused(name: str) -> str:
 
 
 def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Join the slices of all tensor-parallel ranks to the whole tensor.
+    """Join the slices of all tensor-parallel ranks to the whole tensor, in its saved shape.
 
     Args:
         parts: one slice for each rank, of any shape with the right number of elements.
-        layout: the parameter's layout, which says the shape in which megapipe saves it.
+        layout: the parameter's layout, which gives the saved shape and the split dimension.
     """
     local = layout.local(Axis(size=len(parts)))
     shaped = [part.reshape(local) for part in parts]
@@ -215,9 +222,10 @@ def joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the possible orders of a model chunk's parameters.
+    """Yield the orders in which Megatron-LM's modules may have a model chunk's parameters.
 
-    Megatron-LM's own layers give the first order, Transformer Engine's the other two.
+    Megatron-LM's own layers give the first order, Transformer Engine's the other two. Models with
+    latent attention have only the first.
 
     Args:
         names: megapipe's names of the parameters.
@@ -231,12 +239,12 @@ def orders(names: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _place(name: str, numbers: Mapping[str, int]) -> tuple[int, int, int, bool]:
-    """Return a key by which a model chunk's parameters are sorted in the order of its modules.
+    """Return a key that sorts a model chunk's parameters in the order of its modules.
 
     Args:
         name: megapipe's name of the parameter.
-        numbers: place of each module within a layer.
-    Returns: the part of the model, the layer, the module, and whether it is a bias.
+        numbers: name of a module within a layer -> its place there.
+    Returns: (part of the model, layer, place of the module in the layer, whether it is a bias).
     """
     module, kind = name.rsplit(".", 1)
     part = next(n for n, start in enumerate(_PARTS) if module.startswith(start))

@@ -19,9 +19,9 @@ from megapipe.errors import CheckpointError
 
 
 class Named:
-    """An object of a pickle, with the data that its class or function would have received.
+    """A stand-in for an object of a pickle, with the data that its class would have received.
 
-    The type of each object is a subclass that has the object's class name.
+    The type of each stand-in is a subclass with the name of the class, or function, in the pickle.
 
     Attributes:
         args: the arguments of the class or function.
@@ -38,12 +38,14 @@ class Named:
         self.state = state
 
     def fields(self) -> dict[str, Any]:
-        """Return the object's attributes by name, none if its state is not a dict."""
+        """Return the object's attributes by name; none if its state is not a dict."""
         return dict(self.state) if isinstance(self.state, dict) else {}
 
 
 def read_pickle(path: Path) -> Any:
-    """Return the content of a file that `pickle.dump` has written, with Named for objects.
+    """Return the content of a file that `pickle.dump` has written.
+
+    A `Named` with its data stands for each object that is no number, text or container.
 
     Raises: CheckpointError if the file is missing or damaged.
     """
@@ -63,14 +65,16 @@ def read_pickle(path: Path) -> Any:
 
 
 def read_torch(source: Path | bytes, name: str = "") -> Any:
-    """Return the content that `torch.save` has written, with Named for objects.
+    """Return the content that `torch.save` has written.
 
-    The tensors of a file stay on disk until they are used.
+    A `Named` with its data stands for each object that is no tensor, number, text or container. The
+    tensors of a file stay on disk until they are used.
 
     Args:
-        source: a file, or its bytes.
-        name: name of the bytes, for errors.
-    Raises: CheckpointError if the file is missing or damaged, or if torch refuses a name in it.
+        source: a file, or the bytes of one.
+        name: where the bytes come from, for errors; not needed for a file.
+    Raises: CheckpointError if the file is missing or damaged, or if torch's weights-only reader
+        refuses an object in it.
     """
     file: Any = str(source)
     if isinstance(source, bytes):
@@ -94,18 +98,21 @@ def read_torch(source: Path | bytes, name: str = "") -> Any:
 
 
 def _named(name: str) -> Any:
-    """Return a new class of this name, without the behaviour of the class in the file."""
+    """Return a new subclass of Named with this name, as a stand-in for a class in a pickle."""
     return type(name, (Named,), {})
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle with a Named class for every name, the same class for the same name."""
+    """An unpickler that replaces every class or function in a pickle by a subclass of Named."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._classes: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class that stands for a name in the pickle, instead of importing it."""
+        """Return the stand-in for a class or function in the pickle, which is not imported.
+
+        Equal names give the same stand-in.
+        """
         full = f"{module}.{name}"
         return self._classes.setdefault(full, _named(full))

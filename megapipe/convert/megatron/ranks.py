@@ -37,7 +37,7 @@ _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes and layers of the Megatron-LM run that loads an export.
+    """Parallel sizes and kind of layers of the Megatron-LM run that loads an export.
 
     Attributes:
         tp: tensor-parallel ranks, which split experts too.
@@ -53,7 +53,7 @@ class Sizes:
     local: bool = False
 
     def args(self) -> dict[str, Any]:
-        """Return Megatron-LM's arguments for these sizes."""
+        """Return Megatron-LM's arguments for these sizes, by name."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -115,8 +115,13 @@ def export_ranks(
     A run of the given sizes loads it with --load TARGET --ckpt-format torch.
 
     Args:
-        sizes: parallel sizes and layers of that run.
-        folder, target, optimizer, fused, progress: as in `export_megatron`.
+        folder: iter_NNNNNNN of megapipe.
+        target: a new or empty folder.
+        sizes: parallel sizes and kind of layers of that run.
+        optimizer: export the optimizer's state, if the checkpoint has it.
+        fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
+            Default: True for 16-bit weights.
+        progress: is called with (done, total) before every file and at the end.
 
     Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
         the sizes do not divide it.
@@ -149,6 +154,8 @@ class _RankFile:
     """The file of one rank; `content` returns the object that is saved in it.
 
     Args:
+        export: the checkpoint of megapipe, opened.
+        sizes: parallel sizes and kind of layers of the run that will load the file.
         t: the tensor-parallel rank.
         p: the pipeline rank.
         e: the expert-parallel rank.
@@ -230,9 +237,14 @@ class _RankFile:
         return {name: x.clone(memory_format=torch.contiguous_format) for *_, name, x in found}
 
     def _parts(self, name: str, x: Tensor) -> list[tuple[str, Tensor]]:
-        """Return Megatron-LM's names and tensors for this rank's slice of one tensor.
+        """Return (Megatron-LM's name, tensor) for each tensor that holds a slice's elements.
 
-        Gate and up become one dimension, and each expert gets a tensor.
+        The dimension of gate and up is merged with the next one. A tensor of experts becomes one
+        tensor for each expert.
+
+        Args:
+            name: megapipe's name of the parameter.
+            x: this rank's slice of it, or of the parameter's optimizer state.
         """
         of_experts = is_experts(name)
         if self.model.gated and ".linear_fc1." in name:
@@ -270,11 +282,13 @@ class _RankFile:
     def _optimizer(
         self, state: Mapping[str, Mapping[str, Tensor]], of_experts: bool | None
     ) -> dict[str, Any]:
-        """Return the state of an optimizer, which knows parameters by number alone.
+        """Return the state dict of an optimizer, in which parameters have numbers instead of names.
 
         Args:
-            state: tensors by kind and Megatron-LM's name, in module order.
-            of_experts: whether its parameters are experts; None if it has all parameters.
+            state: kind -> Megatron-LM's name -> tensor, in module order. Kinds: exp_avg,
+                exp_avg_sq, and master for 16-bit weights.
+            of_experts: True for the optimizer of the experts, False for the one of all other
+                parameters, None if one optimizer has all parameters.
         """
         names = list(state["exp_avg"])
         if of_experts is not None:

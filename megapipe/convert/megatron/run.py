@@ -92,7 +92,7 @@ def import_megatron(
 
 
 def find_folder(source: Path, step: int | None = None) -> Path:
-    """Return the folder of one checkpoint.
+    """Return the folder of one checkpoint that Megatron-LM has saved.
 
     Args:
         source: the folder in which Megatron-LM saves, or one checkpoint.
@@ -132,11 +132,14 @@ def find_folder(source: Path, step: int | None = None) -> Path:
 
 
 def _progress(common: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's iteration, its place in its data and on its curves, and its loss scale.
+    """Return the run's progress under the names that a checkpoint of megapipe has for it.
+
+    These are iteration, consumed_train_samples, consumed_valid_samples, skipped_samples (left out
+    of the learning-rate curve), and loss_scale if it is dynamic.
 
     Args:
-        common: the data that its checkpoint holds other than tensors.
-        args: its arguments.
+        common: the data of Megatron-LM's checkpoint other than tensors.
+        args: the arguments in it.
     """
     consumed = int(args.get("consumed_train_samples") or 0)
     curve = common.get("opt_param_scheduler") or {}
@@ -166,6 +169,7 @@ def _notes(config: Config, with_state: bool, name: str) -> Iterator[str]:
     """Yield lines for the user about an imported checkpoint.
 
     Args:
+        config: the configuration of the imported run.
         with_state: whether the optimizer's state was imported.
         name: name of the checkpoint.
     """

@@ -37,13 +37,14 @@ The kind is exp_avg, exp_avg_sq, master, or "" for the model's weights.
 class Source(Protocol):
     """The tensors of a checkpoint of either format, by kind and megapipe's name.
 
+    The kind is exp_avg, exp_avg_sq, master (float32 main parameters), or "" for weights. `shapes`
+    returns the shapes of all tensors of a kind, which may be one rank's slices. `pieces` returns
+    over how many ranks a tensor is split. `read` returns the whole tensor.
+
     Attributes:
         folder: the checkpoint's folder.
-        copies: names of tensors that a later stage has with other numbers than the first stage.
-        common: data other than tensors.
-
-    `shapes` returns the shapes of all tensors of a kind, which may be one rank's slices; `pieces`
-    returns the number of slices of a tensor. `read` returns the whole tensor.
+        copies: names of weights that a later stage repeats with other values than the first stage.
+        common: data other than tensors, by Megatron-LM's names.
     """
 
     folder: Path
@@ -62,20 +63,21 @@ class Source(Protocol):
 class SavedRun:
     """A checkpoint of Megatron-LM and the run that its arguments describe.
 
-    Call `check` before the weights are read. If there `has_state`, `state` checks it and returns
-    how it is read.
+    Call `check` before the weights are read. `has_state` returns whether the optimizer's state was
+    saved. If so, `state` checks it and returns the function that reads it.
 
     Args:
         folder: the folder of one checkpoint.
 
     Attributes:
         source: its tensors.
-        common: all else that it holds: arguments, iteration, and data of the optimizer.
-        args: its arguments.
-        config: the configuration that they mean.
-        layouts: the layout of each parameter that megapipe saves.
-        tied: the owner of the weight that a parameter repeats, by name of the parameter.
-        kinds: kinds of state that an import needs.
+        common: all other data in it: arguments, iteration, and settings of the optimizer.
+        args: its arguments by name.
+        config: the configuration that these arguments mean.
+        layouts: name -> layout of each parameter that megapipe saves.
+        tied: name of a tied parameter -> name of the parameter that owns the weight.
+        kinds: kinds of optimizer state that an import needs: exp_avg, exp_avg_sq, and for 16-bit
+            weights master, the float32 main parameters.
 
     Raises: CheckpointError if a file is missing or damaged, or an argument not supported.
     """
@@ -103,6 +105,8 @@ class SavedRun:
     def check(self, kind: str) -> None:
         """Check names and shapes of all tensors of a kind.
 
+        Args:
+            kind: exp_avg, exp_avg_sq, master, or "" for the model's weights.
         Raises: CheckpointError with every tensor that is missing, left over or of another shape.
         """
         needed = {}
@@ -116,7 +120,7 @@ class SavedRun:
         check_names(where, needed, there, _forms)
 
     def has_state(self) -> bool:
-        """Return whether the optimizer's state was saved, in any form."""
+        """Return whether the optimizer's state was saved, by parameter or as flat vectors."""
         if self.source.shapes("exp_avg"):
             return True
         # Tensors decide; without them, the arguments may say that none was saved.
@@ -124,9 +128,10 @@ class SavedRun:
         return bool(named and not self.args.get("no_save_optim"))
 
     def state(self) -> tuple[Read, int]:
-        """Check the optimizer's state, and return a function that reads it.
+        """Check the optimizer's state, and return (read, steps of the optimizer).
 
-        Returns: a function that reads weights and state, and the number of the optimizer's steps.
+        `read` takes kind, megapipe's name and layout, and returns the whole weight or state in its
+        saved shape.
 
         Raises: CheckpointError if the state is damaged, or its form or optimizer not supported.
         """
@@ -165,18 +170,29 @@ class SavedRun:
         return read, steps.pop()
 
     def _refused(self, reason: str) -> CheckpointError:
-        """Return the error of a state that cannot be read, with the remedy."""
+        """Return the error for a state that cannot be read; it advises to convert weights alone.
+
+        Args:
+            reason: the text of the error after the folder's name.
+        """
         return CheckpointError(f"{self.source.folder}{reason}{_WEIGHTS_ALONE}")
 
     def _objects(self) -> list[str]:
-        """Return the keys of the distributed optimizer's objects, none in the format `torch`."""
+        """Return the keys of stored objects, other than tensors, of a `torch_dist` optimizer.
+
+        There are none in the format `torch`.
+        """
         objects = getattr(self.source, "objects", {})
         return [key for key in objects if key.startswith("optimizer.")]
 
     def _rows(self, source: DistributedTensors) -> list[list[Row]] | None:
-        """Return the distributed optimizer's rows for each tensor-parallel rank; None without it.
+        """Return the distributed optimizer's state if it is stored as flat vectors, else None.
 
-        Raises: CheckpointError if the rows are of experts, or of a layout that is not supported.
+        Args:
+            source: the tensors of the checkpoint.
+        Returns: for each tensor-parallel rank, a Row for each model chunk of all its pipeline
+            ranks.
+        Raises: CheckpointError if the model has experts or a pipeline layout that is not supported.
         """
         if not any(FLAT.match(key) for key in source.sizes):
             return None
@@ -218,10 +234,10 @@ class SavedRun:
 
 
 def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes in which Megatron-LM may have a tensor of megapipe.
+    """Return the shapes in which Megatron-LM may save a tensor that megapipe saves as `shape`.
 
-    Gate and up are two dimensions of megapipe's, and one of Megatron-LM's: any two neighbouring
-    dimensions may be one.
+    These are `shape` itself, and `shape` with one pair of neighbouring dimensions merged. Gate and
+    up of an MLP, for example, are [2, f, h] in megapipe and [2f, h] in Megatron-LM.
     """
     found = [shape]
     for n in range(len(shape) - 1):
@@ -230,7 +246,11 @@ def _forms(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _steps(held: Any) -> Iterator[Any]:
-    """Yield every value that is called a step, at any depth of dicts and lists."""
+    """Yield every value under a key "step" or "common_step", at any depth of dicts and lists.
+
+    Args:
+        held: data of optimizers. The values are their numbers of steps.
+    """
     # torch's Adam counts for each parameter, fused ones for a group, and `torch_dist` has one
     # common_step for all.
     if isinstance(held, dict):

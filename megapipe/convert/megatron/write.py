@@ -90,7 +90,11 @@ _FORM = {
 class Writer:
     """Writes a distributed checkpoint of torch, in one process.
 
-    Call `add` and `add_object`, and then `close`, without which it cannot be read.
+    Call `add` for each part of a tensor, `add_object` for other data, and then `close`. Without
+    `close`, the checkpoint cannot be read.
+
+    Args:
+        folder: where its files are written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,13 +107,13 @@ class Writer:
     def add(
         self, keys: Sequence[str], part: Tensor, offsets: Sequence[int], size: Sequence[int]
     ) -> None:
-        """Write a part of a tensor once, for each of the keys.
+        """Write a part of a tensor once, and list the tensor under each of the keys.
 
         Args:
-            keys: all keys of the tensor.
+            keys: the keys under which a loader finds the tensor.
             part: the part.
-            offsets: its first index in each dimension of the tensor.
-            size: the tensor's shape.
+            offsets: the part's first index in each dimension of the tensor.
+            size: the tensor's whole shape.
         """
         # A copy: torch.save would write all of the tensor that a part is a view of.
         info = self._write(part.clone(memory_format=torch.contiguous_format))
@@ -135,7 +139,10 @@ class Writer:
             pickle.dump(metadata, file)
 
     def _write(self, value: Any) -> _StorageInfo:
-        """Append a value to the current file and return its place."""
+        """Append a value to the current file, and return the file's name, position and bytes.
+
+        A new file is begun if the current one has become large.
+        """
         if self._file.tell() > _FILE_BYTES:
             self._file.close()
             self._files += 1
@@ -162,14 +169,14 @@ def export_megatron(
     Megatron-LM loads it with --load TARGET --ckpt-format torch_dist.
 
     Args:
-        folder: iter_NNNNNNN.
+        folder: iter_NNNNNNN of megapipe.
         target: a new or empty folder.
         optimizer: export the optimizer's state, if the checkpoint has it.
         fused: whether the state is for Transformer Engine's or Apex's Adam instead of torch's.
             Default: True for 16-bit weights.
         ep: expert-parallel ranks of the run that loads it. With several, experts have an optimizer
             of their own.
-        progress: is called before every tensor and at the end.
+        progress: is called with (done, total) before every tensor and at the end.
 
     Raises: CheckpointError if the checkpoint is damaged, Megatron-LM cannot express the model, or
         `ep` does not divide its experts.
@@ -217,8 +224,10 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
     """Write one of megapipe's tensors under all keys by which Megatron-LM looks for it.
 
     Args:
+        writer: writes the checkpoint.
         name: megapipe's name of a weight, or of a tensor of the optimizer's state.
         tensor: the whole tensor.
+        model: the configuration of the model.
         with_state: whether the optimizer's state is exported.
     """
     kinds: tuple[str, ...] = ()
@@ -255,7 +264,10 @@ def _add(writer: Writer, name: str, tensor: Tensor, model: ModelConfig, with_sta
 
 
 def _extras(model: ModelConfig) -> Iterator[str]:
-    """Yield the _extra_state keys that Megatron-LM's modules look for, empty without FP8."""
+    """Yield the _extra_state keys that Megatron-LM's modules look for.
+
+    Transformer Engine keeps its FP8 scales there. Without FP8 they are empty.
+    """
     for layer in range(model.layers):
         if is_uniform(model):
             yield from _layer_extras(model, layer, "decoder.layers.", (layer, model.layers))
@@ -276,9 +288,10 @@ def _layer_extras(
     """Yield the _extra_state keys of one layer's modules.
 
     Args:
-        layer: its number, which decides its kind.
-        start: start of the keys.
-        part: the layer's number and the number of layers, if layers share keys.
+        layer: its number, which decides whether it has experts.
+        start: the start of the keys.
+        part: (layer's number, number of layers) if all layers share their keys. These numbers then
+            distinguish the layers. None if each layer has keys of its own.
     """
     sparse = model.has_experts_in(layer)
     modules = [*_EXTRA]
@@ -300,7 +313,9 @@ def _layer_extras(
 
 
 def _state(export: Export, separate: bool) -> dict[str, Any]:
-    """Return the data of optimizer and scheduler without moments; {} if no state is exported.
+    """Return the data of optimizer and scheduler other than tensors of parameters.
+
+    The keys are optimizer and opt_param_scheduler; there are none if no state is exported.
 
     Args:
         separate: whether experts have an optimizer of their own.
@@ -317,11 +332,12 @@ def _state(export: Export, separate: bool) -> dict[str, Any]:
 
 
 def _optimizer(export: Export, steps: dict[str, Tensor], of_experts: bool) -> dict[str, Any]:
-    """Return the data of one optimizer other than the state of its parameters.
+    """Return the data of one optimizer other than the tensors of its parameters.
 
     Args:
-        steps: the number of steps, as torch's Adam needs it; empty for a fused Adam.
-        of_experts: whether it is an optimizer of experts alone.
+        export: the opened checkpoint.
+        steps: {"common_step": number of steps} for torch's Adam; empty for a fused Adam.
+        of_experts: whether the optimizer has experts alone.
     """
     groups = export.groups()
     for group in groups:
