@@ -36,8 +36,12 @@ _ALL_TOKENS: dict[str, Any] = {
 
 
 def check_theirs(table: Sequence[Tensors], saved: SavedTensors, model: ModelConfig) -> None:
-    """Check that every tensor of theirs is used once, and has the shape that `split` gives it.
+    """Check that every tensor of a Hugging Face folder is used once and has the expected shape.
 
+    Args:
+        table: a rule for every tensor of megapipe. The rule's `split` gives the expected shapes.
+        saved: the tensors of the Hugging Face folder.
+        model: the configuration that its config.json means.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
     used = {key for rule in table for key in rule.theirs}
@@ -70,9 +74,10 @@ _HEADS = {f"{table.names['output_layer'].names[0]}.weight" for table in FAMILIES
 
 
 def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
-    """Check that a checkpoint has all tensors of its model, and no other.
+    """Check that a checkpoint of megapipe has all tensors of its model, and no other.
 
     Args:
+        saved: the tensors of the checkpoint.
         name: of the checkpoint, for the error.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
@@ -92,8 +97,10 @@ def check_names(
 
     Args:
         name: of the checkpoint, for the error.
-        needed, there: name -> shape, of the model and of the checkpoint.
-        forms: the shapes that a tensor of a needed shape may have.
+        needed: name -> shape, for each tensor of the model.
+        there: name -> shape, for each tensor of the checkpoint.
+        forms: needed shape -> the shapes that the tensor may have in the checkpoint. Default: only
+            the needed shape itself.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
     missing = [key for key in needed if key not in there]
@@ -109,7 +116,10 @@ def check_names(
 
 
 def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
-    """Yield a note for each copy of embedding or head in a depth that differs from it."""
+    """Yield a note for each copy of embedding or head that differs from its original.
+
+    Depths of multi-token prediction have such copies in a Hugging Face folder.
+    """
     for copy, its in copies(model).items():
         if copy not in saved.shapes:
             continue
@@ -118,7 +128,13 @@ def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
 
 
 def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> Iterator[str]:
-    """Yield notes on settings that have another meaning on the two sides, or in Megatron-LM."""
+    """Yield notes for the user on settings that mean something else on the other side.
+
+    Args:
+        content: the config.json.
+        model: the configuration of megapipe for it.
+        vocab_size: number of ids without padding.
+    """
     if not model.gated and not model.squared_relu:
         name = content.get("activation_function", content.get("hidden_act"))
         form = "tanh form of GELU"
@@ -188,14 +204,18 @@ def compare_logits(
     vocab_size: int,
     dtype: torch.dtype | None = None,
 ) -> tuple[float, float] | None:
-    """Compare both models on the same random tokens in float32. Both are in memory as a whole.
+    """Compare a Hugging Face model with megapipe's on the same random tokens in float32.
+
+    The two models are in memory as a whole.
 
     Args:
-        theirs, ours: folders.
-        dtype: of the weights that were written. Both models' are rounded to it, so that rounding
-            is no difference.
-    Returns: the largest difference of a logit, and the largest logit. None without the
-        transformers library.
+        theirs: the Hugging Face folder.
+        ours: the folder of megapipe's checkpoint, iter_NNNNNNN.
+        model: the configuration of megapipe's model.
+        vocab_size: number of ids without padding; further logits of megapipe's are left out.
+        dtype: type of the weights that were written. The weights of the two models are rounded to
+            it, so that rounding is no difference. None to round nothing.
+    Returns: (largest difference of a logit, largest logit); None without the transformers library.
     Raises: CheckpointError for a folder that transformers cannot load.
     """
     if importlib.util.find_spec("transformers") is None:
@@ -218,7 +238,11 @@ def compare_logits(
 
 
 def _config(folder: Path) -> Any:
-    """Return transformers' configuration of a folder, also of a family that it has no name for."""
+    """Return transformers' configuration of a folder.
+
+    transformers has no model_type for some families. Their config.json is read under the model_type
+    with the same computation.
+    """
     from transformers import AutoConfig
 
     content = json.loads((folder / "config.json").read_text())
@@ -230,7 +254,7 @@ def _config(folder: Path) -> Any:
 
 @torch.no_grad()
 def _rounded(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return the model in float32, with its weights rounded to a type."""
+    """Return the model in float32, its weights rounded to a type first; None to round nothing."""
     model = model.float().eval()
     # Buffers stay: an expert's bias is float32 in every file.
     for weight in model.parameters() if dtype is not None else ():

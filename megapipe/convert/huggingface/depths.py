@@ -21,7 +21,10 @@ _COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 
 
 class Depths(Meaning):
-    """The number of depths. It is written only: the tensors say what there is."""
+    """The meaning of a key with the number of depths of multi-token prediction.
+
+    It is only written. An import counts the depths among the folder's tensors instead.
+    """
 
     def keys(self, key: str) -> Fields:
         return {key: 0}
@@ -31,14 +34,19 @@ class Depths(Meaning):
 
 
 def depths_in(names: Collection[str], layers: int) -> int:
-    """Return the number of depths among a folder's tensors, after the model's layers."""
+    """Return the number of depths of multi-token prediction among a folder's tensors.
+
+    Args:
+        names: names of the tensors.
+        layers: number of the model's layers; the depths are numbered after them.
+    """
     # Each depth has one such tensor, so there are fewer depths than names.
     numbers = range(len(names) + 1)
     return next(n for n in numbers if f"model.layers.{layers + n}.eh_proj.weight" not in names)
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
-    """Return the tensors that depths have as copies: their name -> the name of the original."""
+    """Return the tensors that depths repeat in a Hugging Face folder: name -> original's name."""
     found: dict[str, str] = {}
     for n in range(model.layers, model.layers + model.depths):
         for copy, original in _COPIES.items():

@@ -16,10 +16,13 @@ _SPARSE = "sparse"
 
 
 def settled(fields: Fields) -> Fields:
-    """Return fields in which the experts' ones suit each other.
+    """Return fields of ModelConfig, with the fields of experts made consistent.
+
+    A model without any layer of experts gets no such fields.
 
     Args:
-        fields: moe_layer_freq, if given, is a list with a 1 for each layer that has experts.
+        fields: fields as the keys of a config.json give them. moe_layer_freq, if given, is a list
+            with a 1 for each layer with experts and a 0 for each other one.
     """
     # A model without any layer of experts is dense: its flags of experts would have no effect.
     sparse = fields.get("moe_layer_freq")
@@ -43,7 +46,11 @@ def _sparse(model: ModelConfig) -> list[bool]:
 
 @dataclass(frozen=True)
 class DenseFirst(Meaning):
-    """The number of dense layers before the first layer with experts."""
+    """The meaning of a key with the number of dense layers before the first one with experts.
+
+    Attributes:
+        default: the value of a missing key in the family's class; NEEDED if it has none.
+    """
 
     default: Any = NEEDED
 
@@ -61,11 +68,11 @@ class DenseFirst(Meaning):
 
 @dataclass(frozen=True)
 class MlpTypes(Meaning):
-    """A list of "dense" and "sparse", one for each layer.
+    """The meaning of a key with a list of "dense" and "sparse", one for each layer.
 
     Attributes:
-        dense: the key for the number of dense layers at the beginning, which is read where the
-            list is missing. Default: there is no such key, and one layer is dense.
+        dense: another key, the number of dense layers at the beginning, read where the list is
+            missing. None: there is no such key, and without the list one layer is dense.
     """
 
     dense: str | None = None
@@ -91,7 +98,10 @@ class MlpTypes(Meaning):
 
 
 class SparseStep(Meaning):
-    """Qwen's rule: every n-th layer has experts, but for those in mlp_only_layers."""
+    """The meaning of Qwen's key with a step n: every n-th layer has experts.
+
+    Layers in mlp_only_layers have none.
+    """
 
     def keys(self, key: str) -> Fields:
         return {key: 1, "mlp_only_layers": None}
@@ -112,7 +122,13 @@ class SparseStep(Meaning):
 
 @dataclass(frozen=True)
 class SharedExperts(Meaning):
-    """The number of shared experts, each as wide as another expert. Null and 0: none."""
+    """The meaning of a key with the number of shared experts; null and 0 are none.
+
+    Each is as wide as one of the other experts.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+    """
 
     default: int | None
 
@@ -129,7 +145,13 @@ class SharedExperts(Meaning):
 
 @dataclass(frozen=True)
 class Renormalised(Meaning):
-    """Whether the weights of a token's experts are divided by their sum; only true goes."""
+    """The meaning of a key that divides the weights of a token's experts by their sum.
+
+    Only the value true can be converted.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+    """
 
     default: bool = True
 
@@ -150,7 +172,10 @@ class Renormalised(Meaning):
 
 
 class Chosen(Same):
-    """The number of a token's experts, whose weights are always divided by their sum."""
+    """The meaning of a key with the number of experts of a token.
+
+    The family always divides the weights of these experts by their sum, so that 1 is refused.
+    """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         if content[key] == 1:
@@ -160,12 +185,17 @@ class Chosen(Same):
 
 @dataclass(frozen=True)
 class ExpertGroups(Meaning):
-    """Groups of experts: n_group, and the number that a token may use, topk_group.
+    """The meaning of n_group, the number of groups of experts, and of two more keys.
+
+    topk_group is the number of groups whose experts a token may use. topk_method may turn groups
+    off.
 
     Attributes:
-        counted: the number of best experts whose scores add up to a group's score.
-        groups, chosen: of the family's class.
-        method: a value of topk_method without which there are no groups. Default: there are.
+        counted: a group's score is the sum of the scores of this number of its best experts.
+        groups: the value of a missing n_group in the family's class.
+        chosen: the value of a missing topk_group there.
+        method: the value of topk_method with which there are groups. None: the family has no such
+            key and always has groups.
     """
 
     counted: int

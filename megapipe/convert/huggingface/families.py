@@ -24,7 +24,9 @@ Json = Mapping[str, Any]
 def from_huggingface(content: Json) -> ModelConfig:
     """Return the architecture that a config.json describes; the vocabulary is not padded.
 
-    Raises: CheckpointError naming every key whose value we cannot express.
+    Args:
+        content: the config.json.
+    Raises: CheckpointError naming every key whose value megapipe cannot express.
     """
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -53,6 +55,9 @@ def from_huggingface(content: Json) -> ModelConfig:
 def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Return a config.json for this model, of the first family that can express it.
 
+    Args:
+        model: megapipe's configuration.
+        vocab_size: number of ids without padding.
     Raises: CheckpointError with the differences to the family that comes nearest.
     """
     if unsaid := _unsaid(model):
@@ -81,10 +86,12 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
-    """Return a text for each setting in which a config.json means another model than this.
+    """Return a text for each setting in which a config.json means another model than `model`.
 
     Args:
-        name: of what the config.json belongs to, for the texts.
+        model: megapipe's configuration.
+        content: the config.json.
+        name: the owner of the config.json, such as a family or a folder, for the texts.
     """
     try:
         there = from_huggingface(content)
@@ -98,7 +105,7 @@ def differing(model: ModelConfig, content: Json, name: str) -> list[str]:
 
 
 def _unsaid(model: ModelConfig) -> list[str]:
-    """Return settings of a training that change a layer's result, and that no config.json has."""
+    """Return texts on settings that change a layer's result and have no key in any config.json."""
     if not (model.has_experts and model.by_sinkhorn):
         return []
     return [

@@ -44,19 +44,23 @@ IGNORED = frozenset(_IGNORED.split())
 
 @dataclass(frozen=True)
 class Family:
-    """The table of one model_type.
+    """The table of one model_type of Hugging Face.
+
+    `read` turns a config.json into fields of ModelConfig, and `write` does the inverse. `filled`
+    and `unknown` prepare and check a config.json for `read`. `but` makes the table of a similar
+    family.
 
     Attributes:
         architecture: the class of transformers, as config.json names it.
-        what: what distinguishes the family, for `megapipe convert --list`.
-        keys: key of config.json -> meaning. A meaning may read further keys.
+        what: how the family differs from others, for `megapipe convert --list`.
+        keys: key of config.json -> its Meaning. A Meaning may read further keys.
         always: fields of ModelConfig that all models of the family have. A key may set them, too.
-        names: our module or tensor -> their names and an operation.
-        layer: what precedes their names within a layer.
+        names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
+        layer: what precedes Hugging Face's names within a layer.
         published: numbers of layers after which transformers expects multi-token prediction.
         computed_as: the model_type under which transformers computes it, if it has no own one.
         aliases: another name of a key -> the key, as transformers reads them.
-        defaults: each key that the table knows, with the default of the family's class.
+        defaults: each key that the table knows -> the value of a missing key in the family's class.
     """
 
     architecture: str
@@ -85,11 +89,13 @@ class Family:
         names: Mapping[str, Layout | None] | None = None,
         **changes: Any,
     ) -> Family:
-        """Return a family that begins from this one, its kin.
+        """Return the table of another family that differs from this one as the arguments say.
 
         Args:
-            keys, always, names: added to this family's, or replacing them; None removes one.
-            changes: of the other attributes.
+            architecture, what: the attributes of the new table.
+            keys, always, names: entries that are added to this table's or replace them. An entry of
+                None removes one.
+            changes: new values of the other attributes.
         """
         merged: dict[str, Any] = {}
         # The order of the kin's keys stays, so that files of one kind look the same.
@@ -100,18 +106,18 @@ class Family:
 
     @property
     def is_sparse(self) -> bool:
-        """Return whether its models may have experts."""
+        """Return whether the family's models may have experts."""
         return "num_experts_per_tok" in self.defaults
 
     @property
     def has_depths(self) -> bool:
-        """Return whether its tables have names for multi-token prediction."""
+        """Return whether the table has names for depths of multi-token prediction."""
         # `depths.depths_in` and `depths.copies` ask for them under this name.
         return "eh_proj" in self.names and self.layer == "model.layers.{n}."
 
     @property
     def is_latent(self) -> bool:
-        """Return whether its models have latent attention."""
+        """Return whether the family's models have multi-head latent attention."""
         return "kv_lora_rank" in self.defaults
 
     def filled(self, content: Json) -> Fields:
@@ -125,7 +131,10 @@ class Family:
         return filled
 
     def unknown(self, content: Json) -> Iterator[str]:
-        """Yield a text for each key that the table does not know. Null says nothing, and passes."""
+        """Yield a text for each key of a config.json that the table does not know.
+
+        A key with the value null passes.
+        """
         # A key that changes the model and is not read makes it another model, without any error.
         for key, value in content.items():
             known = key in self.defaults or key in self.aliases or key in IGNORED

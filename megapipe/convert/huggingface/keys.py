@@ -33,23 +33,30 @@ _PROPERTIES = {
 
 
 def value_of(model: ModelConfig, field: str) -> Any:
-    """Return the value of a field, or the one that the model derives for it."""
+    """Return the value of a field of ModelConfig; of a derived one, the value in use.
+
+    Derived fields are None in ModelConfig unless they are set.
+    """
     return getattr(model, _PROPERTIES.get(field, field))
 
 
 class Meaning:
-    """The meaning of a key, and of the keys that belong to it.
+    """The meaning of a key of config.json, and of the keys that belong to it.
 
     `keys` says which keys it reads. `read` gives fields of ModelConfig for a config.json, `write`
-    the keys for a model. `write_last` is for keys whose value follows from other keys.
+    the keys for a model. `write_last` is for keys whose value follows from other keys. In each
+    method, `key` is the name under which the family's table has this meaning.
     """
 
     def keys(self, key: str) -> Fields:
-        """Return each key that is read, with the default of the family's class in transformers."""
+        """Return each key that is read -> the value of a missing key in transformers' class.
+
+        That value is NEEDED if the key must be given.
+        """
         raise NotImplementedError
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        """Return the fields that the keys mean.
+        """Return the fields of ModelConfig that the keys mean, by name.
 
         Args:
             key: the key's name.
@@ -59,23 +66,24 @@ class Meaning:
         return {}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        """Return the keys of a config.json of this model."""
+        """Return the keys, with their values, of a config.json of this model."""
         return {}
 
     def write_last(self, key: str, content: Json) -> Fields:
-        """Return the keys that follow from the other keys in `content`."""
+        """Return the keys whose values follow from the other keys in `content`."""
         return {}
 
 
 @dataclass(frozen=True)
 class Same(Meaning):
-    """A key with the value of one field, or of several fields.
+    """The meaning of a key with the value of one field of ModelConfig, or of several fields.
 
     Attributes:
-        fields: names of fields, with spaces between. The first one is written.
-        default: of the family's class.
-        null: the value that null stands for, given the whole config.json. Default: null itself.
-        unset: the value that stands for a field of None.
+        fields: names of fields, with spaces between. All are read, and the first one is written.
+        default: the value of a missing key in the family's class; NEEDED if it has none.
+        null: returns the value that null stands for, given the whole config.json. Default: null is
+            None.
+        unset: the key's value where the field is None.
         only: the values that can be converted. Default: all.
     """
 
@@ -107,7 +115,12 @@ class Same(Meaning):
 
 @dataclass(frozen=True)
 class Not(Meaning):
-    """A key that is true where a field is false."""
+    """The meaning of a key that is true where a field of ModelConfig is false.
+
+    Attributes:
+        field: name of the field.
+        default: the value of a missing key in the family's class.
+    """
 
     field: str
     default: bool
@@ -124,12 +137,12 @@ class Not(Meaning):
 
 @dataclass(frozen=True)
 class Choice(Meaning):
-    """A key whose values have names of their own.
+    """The meaning of a key that has other names for the values of a field.
 
     Attributes:
-        field: of ModelConfig.
-        values: their value -> the field's. The first of several equal ones is written.
-        default: of the family's class.
+        field: name of the field of ModelConfig.
+        values: the key's value -> the field's. The first of several equal ones is written.
+        default: the value of a missing key in the family's class.
     """
 
     field: str
@@ -152,11 +165,11 @@ class Choice(Meaning):
 
 
 class Only(Meaning):
-    """A key with one value that can be converted, or several that mean the same.
+    """The meaning of a key with one value that can be converted, or several equivalent ones.
 
     Args:
-        values: the first one is written.
-        default: of the family's class. Default: the first value.
+        values: these values; the first one is written.
+        default: the value of a missing key in the family's class. Default: the first of `values`.
         silent: do not write the key.
     """
 
@@ -178,7 +191,11 @@ class Only(Meaning):
 
 @dataclass(frozen=True)
 class Unread(Meaning):
-    """A key of the family's class that decides nothing in the models that can be converted."""
+    """The meaning of a key that changes nothing in the models that can be converted.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+    """
 
     default: Any = None
 
@@ -188,12 +205,12 @@ class Unread(Meaning):
 
 @dataclass(frozen=True)
 class Twin(Meaning):
-    """A key that must have the value of another key, since one flag sets both.
+    """The meaning of a key that must have the value of another key, since one flag sets both.
 
     Attributes:
-        other: the other key, which has the meaning.
-        default: of the family's class.
-        flag: says that there is one flag.
+        other: the other key, whose own meaning sets the field.
+        default: the value of a missing key in the family's class.
+        flag: a text for the error that names the flag.
     """
 
     other: str
@@ -216,11 +233,11 @@ class Twin(Meaning):
 
 @dataclass(frozen=True)
 class Equals(Meaning):
-    """A key whose value follows from other keys. Null is accepted as well.
+    """The meaning of a key whose value follows from other keys. Null is accepted as well.
 
     Attributes:
-        value: of a whole config.json.
-        default: of the family's class.
+        value: returns the key's value, given a whole config.json.
+        default: the value of a missing key in the family's class.
     """
 
     value: Callable[[Json], Any]
@@ -239,7 +256,11 @@ class Equals(Meaning):
 
 @dataclass(frozen=True)
 class Groups(Meaning):
-    """The number of key and value heads. Null: one for each query head."""
+    """The meaning of a key with the number of key and value heads; null is one per query head.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+    """
 
     default: int | None = None
 

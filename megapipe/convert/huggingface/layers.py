@@ -17,13 +17,13 @@ SLIDING = "sliding_attention"
 
 
 def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
-    """Return the fields of a model whose layers have these.
+    """Return the fields of one ModelConfig for layers with different fields.
 
-    A field has the value of most layers, of the last one among equals. The other layers stand in
-    per_layer_overrides. Equal layers thus give the same text.
+    A field gets the value that most layers have; among equally frequent values, the last layer's.
+    Other layers are listed in per_layer_overrides. Equal models thus give the same text.
 
     Args:
-        layers: the fields of each layer, the same names in all.
+        layers: for each layer, name -> value of its fields. All layers have the same names.
     """
     common: Fields = {}
     for name in layers[0]:
@@ -43,7 +43,7 @@ def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as 0-2,4."""
+    """Return ascending numbers as text with ranges: 0, 1, 2 and 4 give 0-2,4."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -54,7 +54,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return an equal model in the form that `spread` gives, for comparisons."""
+    """Return an equal model, the same one for all ways to write its per_layer_overrides.
+
+    Two models can then be compared field by field.
+    """
     # A factor of 1 does nothing, and None is none.
     if model.moe_router_topk_scaling_factor == 1.0:
         model = replace(model, moe_router_topk_scaling_factor=None)
@@ -72,20 +75,30 @@ def canonical(model: ModelConfig) -> ModelConfig:
 
 
 def of_layers(model: ModelConfig, name: str) -> list[Any]:
-    """Return the value of a field, or of a property, in each layer."""
+    """Return the value in each layer of a field, or property, of ModelConfig."""
     if model.per_layer_overrides is None:
         return [getattr(model, name)] * model.layers
     return [getattr(layer_config(model, n), name) for n in range(model.layers)]
 
 
 def window_of(n: int | None) -> str | None:
-    """Return --window-size for a window of n tokens, the token itself included."""
+    """Return the value of --window-size for a window of n tokens; None for no window.
+
+    Args:
+        n: tokens that a query attends to, its own included; None for all earlier ones.
+    """
     return None if n is None else f"{n - 1},0"
 
 
 @dataclass(frozen=True)
 class Window(Meaning):
-    """A sliding window in tokens, the token itself included, in all layers or in none (null)."""
+    """The meaning of a key with a sliding window for all layers; null is no window.
+
+    Its value counts tokens, the query's own included.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+    """
 
     default: int | None
 
@@ -101,13 +114,15 @@ class Window(Meaning):
 
 @dataclass(frozen=True)
 class SwitchedWindow(Meaning):
-    """Qwen's sliding window: use_sliding_window turns it on.
+    """The meaning of Qwen's sliding window, which use_sliding_window turns on.
 
     Attributes:
-        first: the default of max_window_layers.
-        typed: layer_types says which layers have it; without, those from max_window_layers on.
+        default: the window of a missing key in the family's class, in tokens.
+        first: the value there of a missing max_window_layers.
+        typed: layer_types lists the layers with a window. If the list is missing, layers from
+            max_window_layers on have one. False: all layers have one.
         stated: layer_types must be given.
-        switch: the class has use_sliding_window. Without, a window is on if it is not null.
+        switch: the class has use_sliding_window. Otherwise there is a window if it is not null.
     """
 
     default: int | None = 4096
@@ -152,13 +167,13 @@ class SwitchedWindow(Meaning):
 
 @dataclass(frozen=True)
 class LayerWindow(Meaning):
-    """A sliding window in the layers that layer_types names.
+    """The meaning of a key with a sliding window, in the layers that layer_types names.
 
     Attributes:
-        default: of the family's class, in tokens.
-        missing: the kinds of layers where layer_types is missing, given the whole config.json.
+        default: the window of a missing key in the family's class, in tokens.
+        missing: returns each layer's kind if layer_types is missing, given the whole config.json.
         more: further keys that `missing` reads, with their defaults.
-        plain: layers without a window have no rotation, if others have a window.
+        plain: if any layer has a window, layers without one do not rotate queries and keys.
     """
 
     default: int | None
@@ -192,9 +207,9 @@ class LayerWindow(Meaning):
 
 
 class RotatedLayers(Meaning):
-    """A list with 1 for each layer that rotates queries and keys, and 0 for the others.
+    """The meaning of a list with 1 for each layer that rotates queries and keys, 0 for others.
 
-    In the name no_rope_layers the 1 means the opposite.
+    The key's name, no_rope_layers, suggests the opposite.
     """
 
     def keys(self, key: str) -> Fields:
@@ -219,13 +234,14 @@ class RotatedLayers(Meaning):
 def windows(
     kinds: Sequence[Any], width: int | None, layers: int, problems: list[str]
 ) -> list[Fields]:
-    """Return the window of each layer, by its kind in layer_types.
+    """Return {"window_size": its value or None} for each layer, by the layer's kind.
 
     Args:
-        kinds: as in the file. More than there are layers are of depths.
-        width: in tokens, the token itself included; None for no window in any layer.
+        kinds: the list layer_types. Entries after the last layer are of depths of multi-token
+            prediction, and are left out.
+        width: the window in tokens, the query's own included; None for no window in any layer.
         layers: the number of layers.
-        problems: receives kinds that are neither full nor sliding, and too few of them.
+        problems: receives a text for each kind that is neither full nor sliding, and for too few.
     """
     others = {str(kind) for kind in kinds if kind not in (FULL, SLIDING)}
     for kind in sorted(others):
@@ -237,5 +253,5 @@ def windows(
 
 
 def kind_of(window: int | None) -> str:
-    """Return the entry of layer_types for a layer's window."""
+    """Return the entry of layer_types for a layer's window, None for a layer without."""
     return FULL if window is None else SLIDING

@@ -14,37 +14,38 @@ from megapipe.config import ModelConfig
 
 
 class Layout:
-    """One tensor of theirs that is ours as it stands. Subclasses are other operations.
+    """One tensor of megapipe's that is equal to one of Hugging Face's. Subclasses convert others.
 
-    A weight and its bias have the same operation.
+    `join` makes megapipe's tensor from the Hugging Face tensors named by `parts`, and `split` does
+    the inverse. A weight and its bias have the same operation.
 
     Args:
-        names: their names, without .weight or .bias. {e} stands for an expert's number.
+        names: Hugging Face's names, without .weight or .bias. {e} stands for an expert's number.
     """
 
     def __init__(self, *names: str) -> None:
         self.names = names
 
     def parts(self, model: ModelConfig) -> list[str]:
-        """Return the names of the parts that `join` takes and `split` gives."""
+        """Return Hugging Face's names of the tensors that `join` takes and `split` returns."""
         return list(self.names)
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-        """Return our tensor.
+        """Return megapipe's tensor.
 
         Args:
-            parts: theirs, in the order of `parts`.
+            parts: Hugging Face's tensors, in the order of the names from `self.parts`.
             model: the configuration of the tensor's layer.
         """
         return parts[0]
 
     def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
-        """Return their tensors for ours: the inverse of `join`."""
+        """Return Hugging Face's tensors for one of megapipe's: the inverse of `join`."""
         return (tensor,)
 
 
 class Turned(Layout):
-    """A weight that they keep as [in, out]."""
+    """A weight that Hugging Face keeps transposed, as [in, out]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         # A bias has one dimension, and stays.
@@ -55,7 +56,7 @@ class Turned(Layout):
 
 
 class Stack(Layout):
-    """Two tensors, gate and up: [f, h] each -> [2, f, h]."""
+    """Gate and up of an MLP: two tensors [f, h] of Hugging Face's -> [2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return torch.stack(list(parts))
@@ -65,7 +66,7 @@ class Stack(Layout):
 
 
 class Halves(Layout):
-    """Gate above up in one tensor: [2f, h] -> [2, f, h]."""
+    """Gate and up of an MLP: one tensor [2f, h] of Hugging Face's, gate first -> [2, f, h]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return parts[0].view(2, -1, *parts[0].shape[1:])
@@ -75,9 +76,10 @@ class Halves(Layout):
 
 
 class Rows(Layout):
-    """Queries, keys and values in three tensors, or one above the other in one tensor.
+    """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
 
-    Ours has the rows of each query group together: its queries, its key, its value.
+    megapipe's one tensor has the rows of each query group together: its queries, its key, its
+    value.
     """
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
@@ -97,13 +99,13 @@ class Rows(Layout):
 
 
 def _rows(model: ModelConfig) -> list[int]:
-    """Return the numbers of rows of queries, keys and values."""
+    """Return [rows of queries, rows of keys, rows of values]."""
     keys = model.query_groups * model.head_dim
     return [model.heads * model.head_dim, keys, keys]
 
 
 class TurnedRows(Rows):
-    """GPT-2's c_attn: [in, q and k and v]."""
+    """Queries, keys and values of GPT-2's c_attn, kept transposed as [in, q and k and v]."""
 
     def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         return super().join([parts[0].t()], model)
@@ -113,7 +115,10 @@ class TurnedRows(Rows):
 
 
 class Experts(Layout):
-    """A matrix for each expert [f, h] -> [E, f, h]; or two, gate and up -> [E, 2, f, h]."""
+    """The experts of a layer: a matrix [f, h] for each -> [E, f, h].
+
+    With two matrices for each expert, gate and up -> [E, 2, f, h].
+    """
 
     def parts(self, model: ModelConfig) -> list[str]:
         # Gate and up of one expert follow each other, so that a view has both.

@@ -53,9 +53,9 @@ _REFUSED = [
 
 
 def lacking(name: str) -> tuple[str, str] | None:
-    """Return the nearest family of a model_type and the features that are lacking here.
+    """Return (nearest family, missing features) for a model_type that cannot be converted.
 
-    Returns: None for a model_type that is in no list.
+    Returns: None for a model_type that is not in the list of refused ones.
     """
     for names, nearest, what in _REFUSED:
         if name in names.split():
@@ -64,7 +64,7 @@ def lacking(name: str) -> tuple[str, str] | None:
 
 
 def nearest_by_keys(content: Mapping[str, Any]) -> str:
-    """Return the family whose table suits the keys of a config.json best."""
+    """Return the family whose table has the most similar keys to a config.json."""
     # Keys say more than names: a fine-tuned model often has a model_type of its own.
     own = content.keys() - IGNORED
 
@@ -76,7 +76,7 @@ def nearest_by_keys(content: Mapping[str, Any]) -> str:
 
 
 def refusal(content: Mapping[str, Any]) -> str:
-    """Return why a config.json of an unknown model_type is refused, and the nearest family."""
+    """Return a text: why a config.json's model_type is refused, and the nearest family."""
     name = content.get("model_type")
     if isinstance(name, str) and (found := lacking(name)):
         nearest, what = found

@@ -27,12 +27,13 @@ _GPT2 = "transformer."
 
 @dataclass(frozen=True)
 class Tensors:
-    """One tensor of ours.
+    """The rule for one tensor of megapipe's: Hugging Face's tensors for it, and the conversion.
 
     Attributes:
-        ours, theirs: its global name, and their names in order.
-        join: their tensors -> ours in its saved shape.
-        split: ours -> theirs.
+        ours: megapipe's global name of the tensor.
+        theirs: Hugging Face's names, in the order in which `join` takes the tensors.
+        join: Hugging Face's tensors -> megapipe's, in its saved shape.
+        split: megapipe's tensor -> Hugging Face's, in the same order.
     """
 
     ours: str
@@ -44,11 +45,13 @@ class Tensors:
 def rules(
     model: ModelConfig, family: str, vocab_size: int, *, prefix: str = _GPT2
 ) -> tuple[Tensors, ...]:
-    """Return a rule for every tensor of ours.
+    """Return a rule for every tensor of megapipe's model.
 
     Args:
-        model: with padded_vocab_size.
-        prefix: of GPT-2's names; empty in its oldest files.
+        model: megapipe's configuration, with padded_vocab_size.
+        family: the model_type.
+        vocab_size: number of ids without padding.
+        prefix: the start of GPT-2's names; empty in its oldest files.
     """
     table = FAMILIES[family]
 
@@ -93,11 +96,14 @@ def rules(
 
 
 def pad_rows(x: Tensor, rows: int, vocab_size: int) -> Tensor:
-    """Return a vocabulary's matrix with rows of padding, each the mean of its rows.
+    """Return a vocabulary's matrix padded to `rows` rows, each new one the mean of the others.
 
     A row of zeros has logit 0, which wins wherever a model's real logits are far below 0, as
     GPT-2's are. The mean row's logit is the mean logit. By Jensen the softmax's denominator thus
     grows by at most the share of padding.
+
+    Args:
+        x: [vocab_size, h].
     """
     if rows == vocab_size:
         return x

@@ -27,16 +27,17 @@ _SHARE = "partial_rotary_factor"
 
 @dataclass(frozen=True)
 class Rotation(Meaning):
-    """The rotation of queries and keys: plain, or stretched as Llama 3.1's.
+    """The meaning of rope_parameters: the rotation of queries and keys.
 
-    Its own key is rope_parameters.
+    It is plain, or stretched for long sequences as in Llama 3.1.
 
     Attributes:
-        base: of the family's class.
-        share: the rotated share of a head, of the family's class. None: the class has none, and
-            only 1 can be converted.
-        base_key, share_key: the older keys.
-        missing: what the class has for rope_parameters if no key is given.
+        base: the base of a missing key in the family's class.
+        share: the rotated share of a head's channels there, if no key gives it. None: the class has
+            no such key, and only 1 can be converted.
+        base_key: the older key for the base.
+        share_key: the older key for the share.
+        missing: the class's rope_parameters if no key gives them.
     """
 
     base: float = 10000.0
@@ -63,7 +64,11 @@ class Rotation(Meaning):
         return fields | {"rotary_base": float(base)} | self.stretched(kind, rope, problems)
 
     def settings(self, content: Json) -> Fields:
-        """Return the settings of the rotation under their names in rope_parameters."""
+        """Return the settings of the rotation by the names that rope_parameters has for them.
+
+        Args:
+            content: the whole config.json, whose older keys are considered.
+        """
         # transformers 5 prefers the older rope_scaling where a file has both.
         rope = content["rope_scaling"] or content["rope_parameters"] or self.missing or {}
         found = {"rope_theta": content[self.base_key], **rope}
@@ -83,12 +88,12 @@ class Rotation(Meaning):
         return {"rotary_percent": float(self.share if share is None else share)}
 
     def stretched(self, kind: Any, rope: Json, problems: list[str]) -> Fields:
-        """Return the fields of stretched frequencies.
+        """Return the fields of ModelConfig for stretched frequencies; none for plain ones.
 
         Args:
-            kind: rope_type.
-            rope: as `settings`.
-            problems: receives what ModelConfig cannot express.
+            kind: the value of rope_type.
+            rope: the rotation's settings, from `settings`.
+            problems: receives a text for each setting that ModelConfig cannot express.
         """
         # Other rules, such as longrope or dynamic, choose by the length of a text.
         if kind == "default":
@@ -120,7 +125,7 @@ class Rotation(Meaning):
         return {key: rope, **older, "rope_scaling": rope if scaled else None}
 
     def stretch(self, model: ModelConfig) -> Fields:
-        """Return the settings of the model's stretched frequencies; none if they are plain."""
+        """Return the entries of rope_parameters for stretched frequencies; none for plain ones."""
         if not model.use_rope_scaling:
             return {}
         return {
@@ -134,7 +139,10 @@ class Rotation(Meaning):
 
 @dataclass(frozen=True)
 class LatentRotation(Rotation):
-    """The rotation of DeepSeek's latent attention: plain, or stretched by YaRN."""
+    """The meaning of rope_parameters for DeepSeek's latent attention.
+
+    The rotation is plain, or stretched for long sequences by YaRN.
+    """
 
     def stretched(self, kind: Any, rope: Json, problems: list[str]) -> Fields:
         if kind == "default":

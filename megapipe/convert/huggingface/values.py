@@ -60,7 +60,7 @@ _NESTED = ("rope_parameters", "rope_scaling")
 
 
 def unfit(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a text for each value of a wrong type, or of a size that no tensor has."""
+    """Yield a text for each value of a config.json of a wrong type, or of an impossible size."""
     values = dict(content)
     inside: set[str] = set()
     for outer in _NESTED:
@@ -85,10 +85,11 @@ def unfit(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def expected(content: Mapping[str, Any], expect: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
-    """Yield a text for each key whose value cannot be converted. A key that is left out passes.
+    """Yield a text for each key whose value cannot be converted. A missing key passes.
 
     Args:
-        expect: the values that can be converted, by key.
+        content: the config.json.
+        expect: key -> the values that can be converted.
     """
     for key, allowed in expect.items():
         if key in content and content[key] not in allowed:

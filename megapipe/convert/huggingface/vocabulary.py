@@ -42,7 +42,10 @@ _SAMPLES = (
 
 
 def token_ids(config: Config) -> dict[str, int]:
-    """Return bos, eos and pad for config.json, or nothing if the tokenizer is not at hand."""
+    """Return the ids of bos, eos and pad under their keys of config.json.
+
+    Each is the tokenizer's end-of-document id. Nothing is returned if its files are missing.
+    """
     # Documents are separated by eod alone, so that it has all three parts.
     try:
         eod = build_tokenizer(config.data).eod
@@ -54,7 +57,9 @@ def token_ids(config: Config) -> dict[str, int]:
 def write_tokenizer(config: Config, target: Path) -> str | None:
     """Write tokenizer.json and tokenizer_config.json into `target`.
 
-    Returns: None, or the reason why it cannot be done.
+    Args:
+        config: configuration of the training, with the flags of its tokenizer.
+    Returns: the reason why they are not written; None if they are.
     """
     data = config.data
     try:
@@ -92,7 +97,7 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
 
 
 def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
-    """Return the library's form of our tokenizer.
+    """Return a tokenizer of the library `tokenizers` that should give the same ids.
 
     Raises: ValueError with the reason why there is none.
     """
@@ -106,7 +111,10 @@ def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer with the same cuts. Of two pairs, that with the lower id merges first."""
+    """Return a tokenizer of the library `tokenizers` that cuts texts as tiktoken does.
+
+    Its BPE merges the pair that gives the token with the lowest id first.
+    """
     # GPT-2's characters for bytes: printable bytes stand for themselves.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -127,11 +135,14 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
 
 
 def _of_sentencepiece(proto: bytes, eod: int) -> tokenizers.Tokenizer:
-    """Return a tokenizer with the same segmentation, by the library's own Unigram or BPE.
+    """Return a tokenizer of the library `tokenizers` that cuts texts as SentencePiece does.
+
+    It uses the library's own Unigram or BPE.
 
     Args:
         proto: the bytes of SentencePiece's model.
-        eod: the id that ends a document.
+        eod: the end-of-document id.
+    Raises: ValueError for a model of another kind.
     """
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
@@ -188,7 +199,12 @@ def _normalizers(spec: Any) -> Iterator[Any]:
 
 
 def _merges(vocab: dict[str, int], kinds: list[int]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of pieces that makes a piece, earlier pieces first."""
+    """Yield (left, right) for every pair of pieces that together are a piece, in order of its id.
+
+    Args:
+        vocab: piece -> id.
+        kinds: the kind of each id, in SentencePiece's numbering; only normal pieces are yielded.
+    """
     # Earlier pieces have the higher scores.
     for piece, i in vocab.items():
         if kinds[i] == _NORMAL:

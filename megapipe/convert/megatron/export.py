@@ -99,7 +99,7 @@ class Export:
         return [group | {"wd_mult": wd, "weight_decay": wd * decay} for wd in (1.0, 0.0)]
 
     def scheduler(self) -> dict[str, Any]:
-        """Return the state dict of Megatron-LM's OptimizerParamScheduler; lengths are in samples."""
+        """Return the state dict of Megatron-LM's OptimizerParamScheduler; lengths in samples."""
         curve = self._curve()
         progress = self.content["state"]
         batch = self.config.batch

@@ -88,10 +88,7 @@ class LegacyTensors:
         self._collect()
 
     def _check_ranks(self) -> None:
-        """Check that every rank has a file and that the split of the experts is supported.
-
-        Raises: CheckpointError if not.
-        """
+        """Raise CheckpointError if a rank's file is missing or the experts' split is unknown."""
         ranks = [(t, p, e) for e in range(self.ep) for p in range(self.pp) for t in range(self.tp)]
         missing = [rank for rank in ranks if rank not in self.paths]
         # Experts that tensor-parallel ranks do not split are spread over these ranks too. Then not
@@ -132,10 +129,7 @@ class LegacyTensors:
             yield chunk
 
     def _collect(self) -> None:
-        """Gather the slices of weights and optimizer state of all ranks, by kind and name.
-
-        Names of repeated weights that differ between stages are added to `copies`.
-        """
+        """Gather all ranks' slices by kind and name; add weights that differ to `copies`."""
         experts: dict[tuple[str, str, int], dict[tuple[int, int], Tensor]] = {}
         seen: set[tuple[int, int]] = set()
         for rank in self.chunks:
@@ -202,11 +196,7 @@ class LegacyTensors:
         return found
 
     def pieces(self, name: str) -> int:
-        """Return how many ranks a tensor is split over, if its layout is a split one.
-
-        Args:
-            name: megapipe's name of the tensor.
-        """
+        """Return how many ranks a tensor of this name is split over, if it is split at all."""
         return self.etp if is_experts(name) else self.tp
 
     def read(self, kind: str, name: str, layout: Layout) -> Tensor:
@@ -247,9 +237,8 @@ class LegacyTensors:
     def _rows(self, t: int, p: int) -> Iterator[Row]:
         """Yield a Row, the distributed optimizer's flat state, for each model chunk of a rank.
 
-        Args:
-            t, p: the tensor-parallel and the pipeline rank.
-        Raises: CheckpointError if the rank's file has an unknown form.
+        Raises: CheckpointError if the file of tensor rank `t` and pipeline rank `p` has an unknown
+            form.
         """
         path = self.paths[t, p, 0].parent / _STATE_FILE
         content = read_torch(path)
@@ -362,12 +351,7 @@ def rank_folder(rank: Rank, pp: int, ep: int) -> str:
 
 
 def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
-    """Return elements start..stop-1 of a flat vector of the distributed optimizer's state.
-
-    Args:
-        state: the vectors of a model chunk, by Megatron-LM's names.
-        kind: exp_avg, exp_avg_sq, or master, which Megatron-LM calls param.
-    """
+    """Return elements start..stop-1 of a chunk's flat vector of a kind; master is called param."""
     key = "param" if kind == "master" else kind
     return state[key][start:stop]
 
@@ -391,10 +375,7 @@ def _files(folder: Path) -> dict[Rank, Path]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state dict of each model chunk in a rank's file; without virtual stages, of one.
-
-    The list is empty if the file has no model.
-    """
+    """Return the state dict of each model chunk in a rank's file; none if it has no model."""
     if "model" in content:
         return [content["model"]]
     count = sum(re.fullmatch(r"model\d+", key) is not None for key in content)

@@ -45,7 +45,8 @@ class Named:
 def read_pickle(path: Path) -> Any:
     """Return the content of a file that `pickle.dump` has written.
 
-    A `Named` with its data stands for each object that is no number, text or container.
+    In place of each object other than numbers, text and containers, there is a `Named` with its
+    data.
 
     Raises: CheckpointError if the file is missing or damaged.
     """
@@ -67,8 +68,8 @@ def read_pickle(path: Path) -> Any:
 def read_torch(source: Path | bytes, name: str = "") -> Any:
     """Return the content that `torch.save` has written.
 
-    A `Named` with its data stands for each object that is no tensor, number, text or container. The
-    tensors of a file stay on disk until they are used.
+    In place of each object other than tensors, numbers, text and containers, there is a `Named`
+    with its data. The tensors of a file stay on disk until they are used.
 
     Args:
         source: a file, or the bytes of one.

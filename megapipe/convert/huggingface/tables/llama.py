@@ -11,7 +11,7 @@ from megapipe.convert.huggingface.rotation import Rotation
 
 
 def head_share(content: Json) -> int:
-    """Return the channels of a head where head_dim is null: an even share of the hidden size."""
+    """Return the channels of a head where head_dim is null: hidden size / number of heads."""
     hidden: int = content["hidden_size"]
     return hidden // int(content["num_attention_heads"])
 
