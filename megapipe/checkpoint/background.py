@@ -43,14 +43,15 @@ A --distributed-timeout-* flag has precedence.
 
 
 class Background:
-    """The saves of one rank by its writer, one at a time.
+    """The asynchronous saves of one rank, one at a time. A process, the writer, writes to disk.
 
-    `learn` takes over the form of the first checkpoint. `fits` returns whether a checkpoint has
-    that form, and `start` begins to save it. `poll` and `news` return how a save has ended, and
-    `finish` waits for it on all ranks. `close` ends the writer.
+    All checkpoints of a run have equal files except for the tensors' values. `learn` reads this
+    form from the first checkpoint, `fits` returns whether a checkpoint has it, and `start` begins
+    to save one. `poll` and `news` return how a save has ended, and `finish` waits for it on all
+    ranks. `close` ends the writer.
 
     Attributes:
-        keep: which checkpoints the first rank's writer keeps after a save.
+        keep: which checkpoints the first rank's writer keeps after a save, see `retention.Keep`.
     """
 
     keep: Keep = None, None, ()
@@ -70,15 +71,15 @@ class Background:
 
     @property
     def under_way(self) -> int | None:
-        """Return the iteration that is being saved, or None."""
+        """Return the iteration that is being saved, or None if no save goes on."""
         return None if self._job is None else self._job["iteration"]
 
     def learn(self, folder: Path, names: Iterable[str]) -> None:
-        """Learn the form of checkpoints from the first one, and start the writer.
+        """Read headers and positions of tensors from the first checkpoint; start the writer.
 
         Args:
             folder: the first checkpoint, complete.
-            names: this rank's files with tensors.
+            names: the safetensors files that this rank has written there.
         """
         if self._buffer is not None:
             return
@@ -135,7 +136,13 @@ class Background:
             self._writer = None
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether all ranks know the form of this checkpoint. Collective over the world."""
+        """Return whether these tensors have the form that `learn` has read, on all ranks.
+
+        Collective over the world.
+
+        Args:
+            tensors: this rank's tensors by global name.
+        """
         mine = self._buffer is not None
         for key, (_, size) in self._places.items():
             if key not in tensors or _local(tensors[key]).nbytes != size:
@@ -149,10 +156,10 @@ class Background:
         tensors: Mapping[str, Tensor],
         texts: Mapping[str, str],
     ) -> None:
-        """Copy the tensors and let the writer save them. They may change after this call.
+        """Copy the tensors and let the writer save the copy. They may change after this call.
 
         Args:
-            folder: made by `commit.begin`.
+            folder: the temporary folder made by `commit.begin`.
             iteration: the checkpoint's iteration.
             tensors: this rank's tensors by global name.
             texts: name -> content of further files, which the first rank writes.
@@ -188,7 +195,8 @@ class Background:
 
         Args:
             wait: wait for the end.
-        Returns: an empty text if it is complete, a problem, or None while it goes on.
+        Returns: "" if the checkpoint is complete, a text with the problem if the save has failed,
+            or None while it goes on.
         """
         if self._job is None or self._answer is not None:
             return self._answer
@@ -206,9 +214,14 @@ class Background:
         return self._answer
 
     def _hear(self, wait: bool) -> tuple[str | None, str]:
-        """Return the writer's answer, and the fate of a writer that cannot answer.
+        """Return (answer, fate) from the writer's output.
 
-        The answer is None and the fate is empty while a save goes on.
+        The answer is "" for a complete checkpoint or a problem, and None before the writer has
+        answered. The fate says why no answer will come, as the writer has ended or hangs; else it
+        is "".
+
+        Args:
+            wait: wait for the answer.
         """
         assert self._writer is not None, "a job has a writer"
         assert self._writer.stdout is not None, "a pipe"
@@ -227,7 +240,9 @@ class Background:
     def news(self) -> tuple[int, str, Sequence[int]] | None:
         """Return (iteration, problem, removed iterations) of a save that has ended on this rank.
 
-        Each save is returned once; None if there is no news.
+        The problem is "" if the checkpoint is complete. The first rank's writer removes old
+        checkpoints; on other ranks there are no removed iterations. Each save is returned once;
+        None if no save has ended since the last call.
         """
         self.poll()
         news = self._news
@@ -237,9 +252,9 @@ class Background:
     def finish(self) -> int | None:
         """Wait for the current save on all ranks. Collective over the world.
 
-        Returns: its iteration, or None if there is none.
-        Raises: CheckpointError on all ranks if any of them could not write. Earlier checkpoints
-            are unchanged.
+        Returns: the iteration of the save, or None if no save goes on.
+        Raises: CheckpointError on all ranks if any of them could not write. Earlier checkpoints are
+            unchanged.
         """
         job = self._job
         if job is None:

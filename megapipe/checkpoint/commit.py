@@ -33,7 +33,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class Digest(TypedDict):
-    """A file's entry in the manifest."""
+    """A file's entry in the manifest: its size in bytes, and its SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str
@@ -44,7 +44,7 @@ class Damaged(CheckpointError):
 
 
 def folder_of(root: Path, iteration: int) -> Path:
-    """Return the folder of an iteration's checkpoint, named as in Megatron-LM."""
+    """Return the path of an iteration's checkpoint in `root`, named as in Megatron-LM."""
     return root / f"iter_{iteration:07d}"
 
 
@@ -64,6 +64,8 @@ def iterations_in(root: Path) -> list[int]:
 def newest(root: Path) -> int | None:
     """Return the iteration to resume from, None if there is no checkpoint.
 
+    Args:
+        root: the folder that holds the checkpoints' folders and the pointer to the newest one.
     Raises: CheckpointError if the pointer is not an iteration or names a missing checkpoint, or if
         `root` is a checkpoint itself.
     """
@@ -101,7 +103,7 @@ def newest(root: Path) -> int | None:
 
 
 def require(root: Path, iteration: int) -> None:
-    """Check that there is the checkpoint of --ckpt-step. Raises: CheckpointError if not."""
+    """Check that the checkpoint named by --ckpt-step exists. Raises: CheckpointError if not."""
     there = iterations_in(root)
     if iteration not in there:
         raise CheckpointError(
@@ -128,9 +130,9 @@ def refuse_to_overwrite(root: Path, after: int) -> None:
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """Make a fresh folder to write a checkpoint into.
+    """Make a fresh temporary folder to write a checkpoint into, and return its path.
 
-    Raises: CheckpointError if another run has `root`, or if there is no room.
+    Raises: CheckpointError if another run saves in `root`, or if there is no room.
     """
     # It loads torch, which a writer's process does not need.
     from megapipe.checkpoint import lock
@@ -154,7 +156,9 @@ def refuse_without_room(root: Path, needed: int = 0) -> None:
     """Check that the disk has room for one more checkpoint. Raises: CheckpointError if not.
 
     Args:
-        needed: bytes that it takes at least. It also takes at least as much as the newest one.
+        root: the folder that holds the checkpoints' folders.
+        needed: bytes that the checkpoint takes at least. It also takes at least as much as the
+            newest existing one.
     """
     there = iterations_in(root)
     if there:
@@ -185,12 +189,17 @@ def clear(root: Path) -> list[str]:
 
 
 def aside(final: Path, why: str) -> Path:
-    """Return a name for a checkpoint's folder that no run reads."""
+    """Return a new name for a checkpoint's folder, under which no run reads it.
+
+    Args:
+        final: the folder of the checkpoint.
+        why: a word for the name, such as tmp.
+    """
     return final.with_name(f"{final.name}.{why}-{secrets.token_hex(4)}")
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Wait until files that were just written are on the disk, and return their digests."""
+    """Wait until files that were just written are on the disk, and return name -> digest."""
     found = {}
     for name in names:
         # torch's writer syncs before it has flushed: the end of a file, less than a block of the
@@ -202,7 +211,13 @@ def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
 
 
 def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
-    """Make a written folder the newest checkpoint, and return its final path."""
+    """Make a written folder the newest checkpoint, and return its final path.
+
+    Args:
+        folder: the temporary folder from `begin`.
+        iteration: the checkpoint's iteration.
+        files: name -> digest of each of its files, which the manifest will list.
+    """
     root = folder.parent
     final = folder_of(root, iteration)
     write_durably(folder / MANIFEST, _manifest_text(iteration, files))
@@ -216,7 +231,7 @@ def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
 
 
 def point_to(root: Path, iteration: int) -> None:
-    """Name the checkpoint to resume from."""
+    """Write the pointer: the file in `root` that names the checkpoint to resume from."""
     write_durably(root / f"{POINTER}.tmp", f"{iteration}\n")
     os.replace(root / f"{POINTER}.tmp", root / POINTER)
     _sync_folder(root)
@@ -285,7 +300,7 @@ def is_megatrons(folder: Path) -> bool:
 
 
 def _megatrons(folder: Path) -> str:
-    """Return the problem with a checkpoint of Megatron-LM, and what to do with it."""
+    """Return a text: the folder is Megatron-LM's checkpoint, and the command that converts it."""
     return (
         f"{folder} is a checkpoint of Megatron-LM, and megapipe loads its own only. Convert it: "
         f"megapipe convert --from-megatron {folder.parent} --save {folder.parent}-megapipe"
@@ -333,7 +348,7 @@ _OTHER = "Load another iteration with --ckpt-step"
 
 
 def _choices(there: list[int]) -> str:
-    """Return a sentence on the checkpoints that a user may choose."""
+    """Return a sentence that lists the iterations for --ckpt-step, or says that there are none."""
     if not there:
         return "There is no checkpoint in that folder"
     return f"Choose one with --ckpt-step: {', '.join(map(str, there))}"

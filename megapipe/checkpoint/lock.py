@@ -41,11 +41,13 @@ _NOBODY = {
 
 @contextmanager
 def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
-    """Let no other run save in --save until the context ends. Collective.
+    """Let no other run save in --save until the context ends. Collective over the world.
+
+    A line is printed if the folder is taken over from a dead run.
 
     Args:
         directory: the folder of --save; None without the flag.
-    Raises: CheckpointError on all ranks if another run has it.
+    Raises: CheckpointError on all ranks if another run has the folder.
     """
     locks: list[Lock] = []
 
@@ -65,7 +67,10 @@ def one_run(directory: str | None, mesh: ProcessMesh) -> Iterator[None]:
 
 
 class Lock:
-    """Ownership of a folder, from the making of the object to `release`.
+    """Ownership of a folder by this process, from the construction of the object to `release`.
+
+    A file in the folder names the owner. A thread touches the file every few seconds, so that
+    processes of other machines see that the owner lives.
 
     Args:
         root: the folder.
@@ -74,7 +79,7 @@ class Lock:
     Attributes:
         path: the file.
         took_over: a sentence on a dead run that had the folder before; empty if there was none.
-    Raises: CheckpointError if another run that lives has it.
+    Raises: CheckpointError if another run that lives has the folder.
     """
 
     def __init__(self, root: Path, *, beat_s: float = BEAT_S, timeout_s: float = TIMEOUT_S) -> None:
@@ -107,7 +112,7 @@ class Lock:
                 self.path.unlink()
 
     def _create(self) -> bool:
-        """Make the file. Returns False if there is one already."""
+        """Make the file that names the owner. Returns False if there is one already."""
         owner = {"token": self._token, **_myself()}
         # A draft that gets its name at once: whoever finds the file finds it complete.
         draft = self.path.with_name(f"{NAME}.{self._token}")
@@ -121,7 +126,12 @@ class Lock:
         return True
 
     def _remove(self, owner: dict[str, Any], root: Path) -> None:
-        """Remove the file of a dead owner, unless a third run was faster."""
+        """Remove the file of a dead owner, unless another process has replaced it meanwhile.
+
+        Args:
+            owner: the dead owner, as the file names it.
+            root: the folder.
+        """
         moved = self.path.with_name(f"{NAME}.{self._token}")
         with _in_turn(root), suppress(FileNotFoundError):
             if _read(self.path) != owner:
@@ -140,8 +150,13 @@ class Lock:
 
 
 def _put(draft: Path, path: Path) -> None:
-    """Put the file under another name, complete or not at all.
+    """Give a file a second name, under which it is complete at once.
 
+    Where the file system has no hard links, a reader may see it half written for a moment.
+
+    Args:
+        draft: the file.
+        path: the second name.
     Raises: FileExistsError if there is a file of that name, which stays.
     """
     try:
@@ -162,7 +177,11 @@ def _put(draft: Path, path: Path) -> None:
 
 @contextmanager
 def _in_turn(root: Path) -> Iterator[None]:
-    """Let one process at a time enter, where the file system has locks."""
+    """Let one process at a time run the block, if the file system has locks.
+
+    Args:
+        root: the folder whose lock is taken.
+    """
     # Without one, a third run may take the folder between a reading and a removal, see `_remove`.
     folder = os.open(root, os.O_RDONLY)
     try:
@@ -174,7 +193,7 @@ def _in_turn(root: Path) -> Iterator[None]:
 
 
 def refuse_living(root: Path) -> None:
-    """Check that a `Lock` could be had of a folder. Raises: CheckpointError if not."""
+    """Check that a folder has no owner that lives. Raises: CheckpointError if it has."""
     owner = _read(root / NAME)
     if owner is not None and _lives(root / NAME, owner, TIMEOUT_S):
         raise _anothers(root, owner)
@@ -188,9 +207,11 @@ def _anothers(root: Path, owner: dict[str, Any]) -> CheckpointError:
 
 
 def refuse_others(root: Path) -> None:
-    """Check that a folder belongs to this process or to none. Raises: CheckpointError if not.
+    """Check that a folder's owner is this process, or that it has none.
 
-    Another process may have taken it over while this one was stopped.
+    Another process may have taken the folder over while this one was stopped.
+
+    Raises: CheckpointError if it has another owner.
     """
     owner = _read(root / NAME)
     if owner is None:
@@ -215,7 +236,10 @@ def _myself() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the owner in a file, None if there is no file."""
+    """Return the owner that a file names, by the keys of `_myself`; None if there is no file.
+
+    The owner of a damaged file has values that fit no process.
+    """
     try:
         owner: dict[str, Any] = json.loads(path.read_text())
         return _NOBODY | owner
@@ -231,7 +255,13 @@ def _who(owner: dict[str, Any]) -> str:
 
 
 def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
-    """Return whether the owner lives. It may take `timeout_s` if that is another machine's."""
+    """Return whether the owner lives. This takes up to `timeout_s` for another machine's owner.
+
+    Args:
+        path: the file that the owner touches.
+        owner: as `_read` returns it.
+        timeout_s: seconds to wait for a touch of the file.
+    """
     system = _system()
     if system is not None and owner.get("system") == system:
         # The kernel uses process ids again: a process with this id may have started later.
@@ -249,7 +279,7 @@ def _lives(path: Path, owner: dict[str, Any], timeout_s: float) -> bool:
 
 
 def _beat_of(path: Path) -> int | None:
-    """Return the time of the last touch in nanoseconds, None if there is no file."""
+    """Return the time of a file's last touch in nanoseconds, None if there is no file."""
     try:
         # A network file system asks its server when a file is opened.
         with path.open() as file:
@@ -259,9 +289,10 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _system() -> str | None:
-    """Return a name that two processes share if they see each other; None if the kernel says none.
+    """Return a name that is equal for two processes if they see each other's process ids.
 
-    It is the machine since its start, with the namespace of process ids.
+    It is the machine since its start, with the namespace of process ids. None if the kernel does
+    not say them.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

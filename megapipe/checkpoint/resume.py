@@ -43,9 +43,12 @@ _ROTARY = (
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
-    """Return the learning-rate curve and the weight decay: Megatron-LM's opt_param_scheduler.
+    """Return the learning-rate curve and the weight decay by name, as state.json has them.
+
+    They correspond to Megatron-LM's opt_param_scheduler.
 
     Args:
+        config: the flags of this run.
         schedule: the curve in use; default: the curve of the flags.
     """
     schedule = schedule or LRSchedule.of(config)
@@ -53,7 +56,11 @@ def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, An
 
 
 def saved_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a saved configuration by name."""
+    """Return the settings of a saved configuration by name, of all its sections together.
+
+    Args:
+        config: the configuration as JSON: section -> name -> value.
+    """
     # Not by section: earlier versions had others, such as `train`.
     sections = [section for section in config.values() if isinstance(section, dict)]
     return {name: value for section in sections for name, value in section.items()}
@@ -65,15 +72,16 @@ def changed_settings(
     config: Config,
     here: Mapping[str, str] | None,
 ) -> dict[str, str]:
-    """Return the settings that decide the numbers and differ from the run that saved.
+    """Return the settings that affect the results of training and differ from the saved run's.
 
     Args:
         saved: the configuration as it was saved. A field that it lacks passes, and so does a
             configuration that has never trained.
-        contents: `same.contents` as saved; None passes.
+        contents: the digests of data and tokenizer that were saved, see `ranks.contents`; None
+            passes.
         config: the flags of this run.
-        here: `same.contents` of this run; None passes.
-    Returns: name -> a text with both values.
+        here: this run's digests of data and tokenizer; None passes.
+    Returns: name of the setting -> a text with both values.
     """
     changed: dict[str, str] = {}
     fields = saved_fields(saved)
@@ -109,7 +117,12 @@ def changed_settings(
 
 
 def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the files that differ. contents, here: `same.contents` as saved and now."""
+    """Return name of a flag -> a text, for each flag whose files have other contents than before.
+
+    Args:
+        contents: the saved digests of data and tokenizer, by flag.
+        here: this run's digests.
+    """
     changed = {
         name: f"{flag(name)} is another file or has other contents than the run trained with"
         for name in sorted((here.keys() | contents.keys()) - {TOKENS, ORDER})
@@ -125,16 +138,18 @@ def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dic
 
 
 def _decides(name: str, config: Config) -> bool:
-    """Return whether this run's optimizer reads the setting, as Muon alone reads its momentum."""
+    """Return whether this run's optimizer reads the setting. Muon's momentum only Muon reads."""
     read_by = note_of(OptimizerConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
 
 
 def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dict[str, str]:
-    """Return other microbatches or replicas of the same samples, where they decide numbers.
+    """Return settings by which the same samples form other microbatches or go to other ranks.
+
+    Only settings that change the results of training are returned: name -> a text with both values.
 
     Args:
-        saved: the settings of the run that saved.
+        saved: the settings of the run that saved, by name.
         theirs: its number of data-parallel replicas.
         config: the flags of this run.
     """
@@ -169,8 +184,11 @@ def _cut_otherwise(saved: Mapping[str, Any], theirs: int, config: Config) -> dic
 def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str]:
     """Return problems with settings that differ and that --override-on-load does not name.
 
+    A name in --override-on-load that is no such setting is a problem, too.
+
     Args:
-        changed: as from `changed_settings`.
+        changed: name of a setting -> a text with both values, from `changed_settings`.
+        config: the flags of this run.
         folder: the checkpoint's name.
     """
     names = [name.strip("-").replace("-", "_") for name in config.checkpoint.override_on_load]
@@ -199,12 +217,21 @@ def unnamed(changed: Mapping[str, str], config: Config, folder: str) -> list[str
 
 
 def _batch(saved: Mapping[str, Any], replicas: int) -> int:
-    """Return a saved run's global batch size, which by default is one microbatch a replica."""
+    """Return a saved run's global batch size; by default, one microbatch for each replica.
+
+    Args:
+        saved: the settings of that run, by name.
+        replicas: its number of data-parallel replicas.
+    """
     return int(saved["global_batch_size"] or saved["micro_batch_size"] * replicas)
 
 
 def _replicas(saved: Mapping[str, Any]) -> int:
-    """Return a saved run's number of data-parallel replicas."""
+    """Return a saved run's number of data-parallel replicas.
+
+    Args:
+        saved: the configuration as JSON, section by section.
+    """
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     # Earlier versions lack the newer axes.
     sizes = (saved["parallel"].get(axis, 1) for axis in axes)
@@ -214,11 +241,11 @@ def _replicas(saved: Mapping[str, Any]) -> int:
 def resume_problems(
     model: Mapping[str, Any], scheduler: Mapping[str, Any] | None, config: Config, name: str
 ) -> list[str]:
-    """Return a text for each setting that forbids to go on.
+    """Return a text for each setting with which a run cannot continue from a checkpoint.
 
     Args:
         model: the fields of the saved ModelConfig.
-        scheduler: `settings` as saved; None to compare the model alone.
+        scheduler: the saved result of `settings`; None to compare the model alone.
         config: the flags of this run.
         name: the checkpoint's name.
     """
@@ -251,7 +278,7 @@ def resume_problems(
 
 
 def _meaning(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that the weights depend on, in one form for all ways to say the same.
+    """Return the settings that the weights depend on, equal for all flags of an equal model.
 
     Defaults are filled in. A setting without effect is left out, or has its default.
     """
@@ -281,7 +308,11 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without those settings of attention that this model has no use for."""
+    """Return the fields without settings of attention that this model does not use.
+
+    Args:
+        fields: fields of ModelConfig by name.
+    """
     if not model.multi_latent_attention:
         return _without(fields, MLAConfig.__dataclass_fields__) | {_LATENTS: False}
     # Heads come from latents, which have settings of their own.
@@ -300,7 +331,13 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without settings of experts, or with their defaults filled in."""
+    """Return the fields with defaults of experts filled in, or without experts' settings.
+
+    They are left out for a dense model.
+
+    Args:
+        fields: fields of ModelConfig by name.
+    """
     if not model.has_experts:
         moe = [name for name in fields if name.startswith("moe_")]
         return _without(fields, moe) | {"num_experts": 0}

@@ -23,14 +23,14 @@ Keep = tuple[int | None, int | None, Sequence[int] | None]
 
 
 def surplus(iterations: Sequence[int], every: int | None, last: int | None) -> list[int]:
-    """Return the iterations to remove.
+    """Return the iterations whose checkpoints are to be removed.
 
     Multiples of `every` stay, and so do the newest `last`; the newest one always stays.
 
     Args:
         iterations: the iterations of all checkpoints in ascending order.
-        every: --save-retain-interval.
-        last: --save-keep-last.
+        every: --save-retain-interval, in iterations; None without the flag.
+        last: --save-keep-last, a number of checkpoints; None without the flag.
     """
     if not every and not last:
         return []
@@ -45,7 +45,8 @@ def retain(newest: Path, keep: Keep) -> list[int]:
 
     Args:
         newest: the folder of the newest checkpoint.
-        keep: see Keep.
+        keep: (--save-retain-interval, --save-keep-last, iterations that may be removed); None for
+            all iterations.
     Returns: the iterations that were removed.
     """
     root = newest.parent
@@ -70,7 +71,7 @@ def retain(newest: Path, keep: Keep) -> list[int]:
 
 
 def others(config: CheckpointConfig, own: Sequence[int]) -> str:
-    """Return a line on checkpoints of earlier runs in --save.
+    """Return a line for the user on checkpoints in --save that earlier runs have saved.
 
     The text is empty if there are none, or if no flag removes any checkpoint.
 
@@ -94,7 +95,7 @@ def others(config: CheckpointConfig, own: Sequence[int]) -> str:
 
 
 def removed_lines(removed: Sequence[int], config: CheckpointConfig) -> str:
-    """Return a line for each removed iteration."""
+    """Return a text with a line for each removed iteration, for the log."""
     end = f"from {config.save} ({_flags(config)})\n"
     return "".join(f"  removed checkpoint of iteration {n:7d} {end}" for n in removed)
 

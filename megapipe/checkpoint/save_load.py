@@ -35,15 +35,15 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """The state that a run goes on with. With --finetune all of it is zero.
+    """The state with which a run continues. With --finetune all of it is zero.
 
     Attributes:
         iteration: steps so far.
         consumed_train_samples: samples that were trained on.
         consumed_valid_samples: samples that evaluations have read.
-        state: the argument of `save_checkpoint`.
+        state: the argument `state` of `save_checkpoint`.
         schedule: the checkpoint's learning-rate curve if flags ask for it; None for the flags' own.
-        other: texts on settings that this run has changed, see `resume.changed_settings`.
+        other: texts on settings that this run has changed, from `resume.changed_settings`.
     """
 
     iteration: int = 0
@@ -59,7 +59,7 @@ def check_save(directory: str | Path, iteration: int, mesh: ProcessMesh, needed:
 
     Args:
         directory: the folder of --save.
-        iteration: steps that the run begins after.
+        iteration: the number of steps after which the run begins.
         needed: bytes of a checkpoint, as far as they are known.
     Raises: CheckpointError on all ranks if it cannot.
     """
@@ -88,8 +88,9 @@ def refuse_save(config: CheckpointConfig, start: Path | None) -> None:
     """Make the checks of `check_save` without a model, and without making a folder.
 
     Args:
+        config: the checkpoint flags.
         start: the checkpoint to load; None for none.
-    Raises: CheckpointError.
+    Raises: CheckpointError if the run could not save.
     """
     if config.save is None:
         return
@@ -111,8 +112,10 @@ def refuse_load(folder: Path, config: Config, contents: Mapping[str, str]) -> No
     """Make the checks of settings of `load_checkpoint` without a model. Files are not verified.
 
     Args:
-        contents: of this run's data and tokenizer, see `same.contents`.
-    Raises: CheckpointError.
+        folder: the checkpoint.
+        config: the flags of this run.
+        contents: digests of this run's data and tokenizer, see `ranks.contents`.
+    Raises: CheckpointError if the run could not continue from the checkpoint.
     """
     try:
         commit.read_manifest(folder)
@@ -189,10 +192,11 @@ def find_checkpoint(config: CheckpointConfig, mesh: ProcessMesh | None = None) -
     """Return the folder that --load and --ckpt-step name; None to start from random weights.
 
     Args:
-        mesh: the first rank looks for all, and prints a line if there is none; None to look alone
-            and quietly, before there are processes.
-    Raises: CheckpointError if the pointer is damaged, or with --exit-on-missing-checkpoint if there
-        is none.
+        config: the checkpoint flags.
+        mesh: the first rank looks for all, and prints a line if there is no checkpoint. None: this
+            process looks alone and prints nothing, before there are ranks.
+    Raises: CheckpointError if the pointer to the newest checkpoint is damaged, or with
+        --exit-on-missing-checkpoint if there is no checkpoint.
     """
     if config.load is None:
         return None
@@ -233,9 +237,10 @@ def load_checkpoint(
         folder: the checkpoint.
         stages: this rank's stages.
         optimizer: None to load the weights alone, as --finetune and --no-load-optim do.
+        config: the flags of this run.
         checked: the files have been compared with the manifest.
-        contents: of this run's data and tokenizer, see `same.contents`, to be compared with
-            state["contents"]; None to compare nothing.
+        contents: digests of this run's data and tokenizer, see `ranks.contents`, to be compared
+            with the saved ones; None to compare nothing.
     Raises: CheckpointError on all ranks for damage, another model or other learning-rate settings.
         Nothing is changed then.
     """
@@ -292,7 +297,7 @@ def load_checkpoint(
 
 
 def _weights_alone(config: Config) -> bool:
-    """Return whether flags leave the optimizer's state unread."""
+    """Return whether a run loads weights without the optimizer's state, by its flags."""
     flags = config.checkpoint
     if config.optimizer.freeze_all_layers or config.data.skip_train:
         return True
@@ -306,7 +311,14 @@ def _content(
     optimizer: Optimizer | None,
     schedule: LRSchedule | None,
 ) -> str:
-    """Return the content of a checkpoint that is not a tensor, as JSON."""
+    """Return the text of state.json: all content of a checkpoint other than tensors.
+
+    Args:
+        iteration: steps so far.
+        state: other state of the run, see `save_checkpoint`.
+        optimizer: None if nothing is trained.
+        schedule: the learning-rate curve in use; None for the curve of the flags.
+    """
     steps = None
     curve = None
     if optimizer is not None:
@@ -336,9 +348,14 @@ def _see(folder: Path, mesh: ProcessMesh) -> None:
 def _read_state(
     folder: Path, with_optimizer: bool, config: Config, contents: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a checkpoint that is not a tensor, and texts on changed settings.
+    """Return (content of state.json, texts on settings that differ from the run that saved).
 
-    Raises: CheckpointError if this run cannot go on from it.
+    Args:
+        folder: the checkpoint.
+        with_optimizer: the optimizer's state will be loaded, so its settings are compared.
+        config: the flags of this run.
+        contents: digests of this run's data and tokenizer; None to compare nothing.
+    Raises: CheckpointError if this run cannot continue from the checkpoint.
     """
     changed: dict[str, str] = {}
     try:

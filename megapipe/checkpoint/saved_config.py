@@ -27,7 +27,7 @@ Look = Callable[[CheckpointConfig], Path | None]
 def saved_config(folder: Path) -> Config:
     """Return the flags of the run that wrote a checkpoint; a flag that it lacks has its default.
 
-    `model_provider` is left out, see `require_provider`.
+    `model_provider` is None here, as no checkpoint may name code to run, see `require_provider`.
 
     Raises: CheckpointError if its state.json cannot be read.
     """
@@ -45,9 +45,10 @@ def saved_config(folder: Path) -> Config:
 
 
 def saved_provider(folder: Path) -> str | None:
-    """Return the --model-provider of the run that wrote a checkpoint; None for ours.
+    """Return the --model-provider of the run that wrote a checkpoint.
 
-    It is quoted for a shell, to be shown and never imported.
+    It is quoted for a shell, to be shown and never imported. None if megapipe's own GPT was
+    trained.
     """
     try:
         name = _read(folder)["model"].get("model_provider")
@@ -65,7 +66,8 @@ def require_provider(folder: Path, given: str | None) -> None:
     """Check that the command line names a model provider if the checkpoint has one.
 
     Args:
-        given: the provider on the command line.
+        folder: the checkpoint.
+        given: --model-provider of the command line; None without it.
     Raises: CheckpointError if only the checkpoint has one.
     """
     if given is not None:
@@ -86,8 +88,10 @@ def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config
     initialised stay, and so does --model-provider.
 
     Args:
+        config: the flags of the command line.
         look: returns the checkpoint to load, None if there is none.
-    Raises: ConfigError without --load; CheckpointError as `require_provider`.
+    Raises: ConfigError without --load; CheckpointError if the checkpoint needs a --model-provider
+        that the command line does not give.
     """
     if not config.checkpoint.use_checkpoint_args:
         return config
@@ -107,7 +111,10 @@ def with_checkpoint_args(config: Config, look: Look = find_checkpoint) -> Config
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Return the saved configuration, section by section. Raises: CheckpointError."""
+    """Return the saved configuration as JSON: section -> name -> value.
+
+    Raises: CheckpointError if state.json is missing, damaged or not as the manifest says.
+    """
     try:
         config: dict[str, Any] = json.loads((folder / STATE).read_text())["config"]
     except OSError as error:
@@ -128,7 +135,12 @@ def _damaged(folder: Path) -> CheckpointError:
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of our fields. Raises: TypeError for one that its field never had."""
+    """Return the values that are fields of this version's configuration, with lists as tuples.
+
+    Args:
+        values: the saved values of a section, by name.
+    Raises: TypeError for a value of a type that its field never had.
+    """
     found = {name: value for name, value in values.items() if name in RULES}
     for name, value in found.items():
         if not _fits(KINDS[name], value):
@@ -140,7 +152,10 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sound(config: Config) -> Config:
-    """Return the configuration. Raises: ValueError for sizes of the model that no run has."""
+    """Return the configuration unchanged.
+
+    Raises: ValueError if a size of the model is missing or outside its range.
+    """
     # The model is built before anything else checks them.
     ranges = note_of(ModelConfig, Range)
     required = note_of(ModelConfig, Required)
@@ -156,7 +171,11 @@ def _sound(config: Config) -> Config:
 
 
 def _fits(hint: Any, value: object) -> bool:
-    """Return whether a value of JSON is one of a field's type."""
+    """Return whether a value that was read from JSON is of a field's type.
+
+    Args:
+        hint: the type, such as `int | None`.
+    """
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
         return value in kinds

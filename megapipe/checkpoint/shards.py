@@ -44,11 +44,11 @@ from megapipe.optim.optimizer import Optimizer
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """A writer of safetensors files that remembers their names.
+    """A writer of safetensors files for torch's distributed checkpoint; it remembers their names.
 
     Attributes:
-        mine: files that this rank has written.
-        everyones: files of all ranks, on the first rank; elsewhere none.
+        mine: names of the files that this rank has written.
+        everyones: on the first rank, names of the files of all ranks; elsewhere none.
     """
 
     mine: tuple[str, ...] = ()
@@ -65,15 +65,26 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def whole_weights(optimizer: Optimizer | None) -> AbstractContextManager[None]:
-    """Let a rank have all of its weights, also if it has only shards of them between steps."""
+    """Return a context in which a rank has its whole weights.
+
+    Between steps it may have only shards of them.
+
+    Args:
+        optimizer: gathers the shards; None if nothing is trained.
+    """
     if optimizer is None:
         return nullcontext()
     return optimizer.gathers.whole()
 
 
 def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardWriter:
-    """Write the tensors of all ranks. Collective.
+    """Write the tensors of all ranks, and return the writer, which has the files' names.
 
+    Collective.
+
+    Args:
+        folder: where the files are written.
+        tensors: this rank's tensors by key.
     Raises: CheckpointError with the failure of each rank.
     """
     writer = ShardWriter(str(folder), save_distributed=True)
@@ -82,13 +93,22 @@ def write(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> ShardW
 
 
 def read(folder: Path, tensors: dict[str, Tensor], mesh: ProcessMesh) -> None:
-    """Read a checkpoint into `tensors`, which `compare` has found there. Collective."""
+    """Read a checkpoint into `tensors` in place. Collective.
+
+    `compare` must have found all of them in the folder.
+    """
     reader = HuggingFaceStorageReader(str(folder))
     _call(load, folder, tensors, storage_reader=reader, no_dist=mesh.device_mesh is None)
 
 
 def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.Digest]) -> None:
-    """Check that each written file has a digest. Raises: CheckpointError if not."""
+    """Check that each written file has a digest. Raises: CheckpointError if not.
+
+    Args:
+        folder: the checkpoint, for the error.
+        written: names of the files that ranks have written.
+        files: name -> digest of the files that were read back.
+    """
     lacking = [name for name in written if name not in files]
     if lacking:
         raise CheckpointError(
@@ -99,11 +119,13 @@ def all_there(folder: Path, written: Iterable[str], files: Mapping[str, commit.D
 def tensors_of(
     stages: Sequence[nn.Module], held: dict[str, dict[str, Tensor]], mesh: ProcessMesh
 ) -> dict[str, Tensor]:
-    """Return the tensors of this rank by global key, as views in their saved shape.
+    """Return the tensors of this rank by key, as views in their saved shape.
+
+    The key of a weight is its global name; optimizer.KIND precedes it for optimizer state.
 
     Args:
         stages: this rank's stages.
-        held: kind of optimizer state -> parameter -> its state; empty to leave it out.
+        held: kind of optimizer state -> parameter's name -> its state; empty to leave it out.
     """
     params = dict(pair for stage in stages for pair in (*saved_tensors(stage), *histories(stage)))
     layouts = {name: layout_of(param) for name, param in params.items()}
@@ -126,9 +148,9 @@ def tensors_of(
 
 
 def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
-    """Bring the second copy of a shared vocabulary, under DualPipe, from the mirrored rank.
+    """Receive the second copy of a shared vocabulary, under DualPipe, from the mirrored rank.
 
-    That rank has read its own part. No file has a second copy.
+    The mirrored rank has read its own part of the vocabulary. No file has a second copy.
     """
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     if not any(_of_twin(layout_of(param), mesh) for param in params.values()):
@@ -141,9 +163,14 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
 
 
 def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to load. Histories of FP8 that the folder lacks are left as they are.
+    """Return the tensors to load: all but FP8 histories that the folder lacks.
 
-    A run in FP8 may go on from one without, or from one that remembered fewer steps.
+    A history holds the largest values of recent steps. Without one in the folder, as after a run in
+    another precision or with a shorter history, a run keeps its own.
+
+    Args:
+        folder: the checkpoint.
+        tensors: this rank's tensors by key.
     """
     if not any(key.endswith(HISTORY) for key in tensors):
         return tensors
@@ -157,7 +184,7 @@ def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the full shape and dtype of each tensor, as errors print them."""
+    """Return the full shape and dtype of each tensor by key, as errors print them."""
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 
@@ -165,7 +192,8 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
     """Compare a checkpoint's keys, shapes and dtypes with the tensors that a run needs.
 
     Args:
-        needed: the full shape and dtype of each tensor, as from `facts_of`.
+        folder: the checkpoint.
+        needed: key -> full shape and dtype of the tensor, from `facts_of`.
         with_optimizer: optimizer state is needed too.
     Raises: CheckpointError if they differ. torch would convert some, and skip others.
     """
@@ -203,7 +231,10 @@ def compare(folder: Path, needed: Mapping[str, str], with_optimizer: bool) -> No
 
 
 def _stored(folder: Path) -> dict[str, str]:
-    """Return the full shape and dtype of each tensor in a folder. Raises: CheckpointError."""
+    """Return the full shape and dtype of each tensor in a folder, by key.
+
+    Raises: CheckpointError if the folder cannot be read.
+    """
     try:
         stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     # safetensors and torch have no common class for a file that they cannot read.
@@ -217,7 +248,13 @@ def _stored(folder: Path) -> dict[str, str]:
 
 
 def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:
-    """Call a function of torch's distributed checkpoint, and name the ranks that fail."""
+    """Call a function of torch's distributed checkpoint.
+
+    Args:
+        call: the function; `args` and `kwargs` are its arguments.
+        folder: the checkpoint, for the error.
+    Raises: CheckpointError with the failure of each rank.
+    """
     try:
         # A process alone has no process group, and torch warns of that.
         with warnings.catch_warnings():
@@ -233,13 +270,20 @@ def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: ob
 
 
 def _names(results: Iterable[Iterable[WriteResult]]) -> tuple[str, ...]:
-    """Return the files of results, each once."""
+    """Return the names of the files in torch's results of writing, each once.
+
+    Args:
+        results: for each rank, a result for each tensor that it wrote.
+    """
     found = [result.storage_data.relative_path for row in results for result in row]
     return tuple(dict.fromkeys(found))
 
 
 def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
-    """Return a tensor as the part of a whole one: a DTensor, unless this rank has all of it."""
+    """Return this rank's part of a tensor as a DTensor of the full shape.
+
+    A tensor that this rank has completely is returned as a plain Tensor in its saved shape.
+    """
     local = tensor.view(layout.local(mesh.tp))
     axes: dict[int, Axis] = {}
     for dim, name in layout.splits.items():
@@ -270,7 +314,10 @@ def _placed(tensor: Tensor, layout: Layout, mesh: ProcessMesh) -> Tensor:
 
 
 def _of_twin(layout: Layout, mesh: ProcessMesh) -> bool:
-    """Return whether a share of the vocabulary is a copy of the mirrored rank's."""
+    """Return whether this rank's part of the vocabulary is a copy of the mirrored rank's part.
+
+    Under DualPipe, two ranks have equal stages; one of them saves.
+    """
     # Shares are numbered as the ranks that save them.
     return layout.part[1] > 1 and layout.part[0] != mesh.pp.rank
 
@@ -280,7 +327,12 @@ def _fact(shape: list[int], dtype: torch.dtype) -> str:
 
 
 def _compared(key: str, fact: str) -> str:
-    """Return the facts that have to agree: the shape, and of weights also the type."""
+    """Return the facts of a tensor that have to agree: its shape, and for weights also its dtype.
+
+    Args:
+        key: the tensor's key.
+        fact: its shape and dtype, as from `facts_of`.
+    """
     # Optimizer state is converted to the type that --exp-avg-dtype and other flags say.
     if key.startswith("optimizer."):
         return fact.rpartition(" ")[0]

@@ -34,16 +34,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 class Job(TypedDict):
-    """One save of one rank.
+    """One save of one rank, which the rank sends to its writer.
 
     Attributes:
         folder: the folder to write, which is renamed at the commit.
         iteration: the checkpoint's iteration.
         rank: the global rank.
         ranks: number of ranks.
-        files: name -> (position in the shared memory, size).
+        files: name -> (position in the shared memory, size), in bytes.
         texts: name -> content of further files.
-        keep: see `retention.retain`.
+        keep: which checkpoints stay after the save, see `retention.retain`.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class Failed(Exception):
 
 
 def marker(folder: Path) -> Path:
-    """Return the path of the file that marks a failed save."""
+    """Return the path of the file that marks a failed save, next to the checkpoint's folder."""
     return folder.with_name(f"{folder.name}.failed")
 
 
@@ -104,7 +104,10 @@ def write(job: Job, memory: int) -> list[int]:
 
 
 def _wait(folder: Path, done: Callable[[], bool]) -> None:
-    """Wait until `done` returns True. Raises: Failed if another rank fails first."""
+    """Wait until `done` returns True.
+
+    Raises: Failed if another rank marks the save of `folder` as failed first.
+    """
     while not done():
         if marker(folder).exists():
             raise Failed("another rank could not write its part")
@@ -113,7 +116,10 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
 
 @contextmanager
 def _signs_of_life() -> Iterator[None]:
-    """Write an empty line every BEAT_S. A slow disk does not stop them, a stopped process does."""
+    """Write an empty line to stdout every BEAT_S seconds until the block ends.
+
+    They go on while a slow disk delays the save. They stop if the process is stopped.
+    """
     over = threading.Event()
 
     def beat() -> None:
@@ -130,7 +136,9 @@ def _signs_of_life() -> Iterator[None]:
 
 
 def _main(memory: int, rank: int) -> None:
-    """Serve one save after the other.
+    """Run the writer process: save each Job that arrives on stdin, one after the other.
+
+    The answer on stdout is a line of JSON, [problem or "", removed iterations].
 
     Args:
         memory: file descriptor of the shared memory.

@@ -77,7 +77,7 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | 
 
 
 def _number(text: str) -> float | None:
-    """Return the text as a number; None if it is not a number."""
+    """Return the text as a number; None if it is not one."""
     try:
         return float(text)
     except ValueError:
@@ -85,7 +85,7 @@ def _number(text: str) -> float | None:
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """Return the weights divided by their sum, with the rounding of Megatron's numpy."""
+    """Return the weights divided by their sum, rounded exactly as Megatron's numpy code does."""
     array = np.array(weights, np.float64)
     shares: list[float] = (array / array.sum()).tolist()
     return shares
@@ -158,10 +158,15 @@ def _deal_one_by_one(
     begin: int,
     taken: Sequence[int],
 ) -> None:
-    """Fill `choice` and `index` from sample `begin` on, by the rule of `blend_indices`.
+    """Fill `choice` and `index` in place from sample `begin` on, by the rule of `blend_indices`.
 
     Args:
-        taken: number of samples that each dataset has given before `begin`.
+        w: [datasets] normalised weights.
+        choice: [N] the dataset of each sample.
+        index: [N] the position of each sample in its dataset.
+        limits: [datasets] number of samples that each dataset has.
+        begin: the first sample to fill in.
+        taken: [datasets] number of samples that each dataset has given before `begin`.
     """
     weights = w.tolist()
     given = list(taken)
@@ -195,17 +200,18 @@ def _deal_in_segments(
     index: NDArray[np.int64],
     limits: NDArray[np.int64],
 ) -> tuple[int, list[int]]:
-    """Fill the beginning of `choice` and `index`, many segments at a time.
+    """Fill the beginning of `choice` and `index` in place, many segments of samples at a time.
 
     Each segment starts from a guess of the samples that the datasets have given before it. The rule
     corrects itself: a dataset that has given too much waits, one that has given too little comes
     first. After a few samples the error of the guess has therefore disappeared.
 
     The guess is checked afterwards. The first segment starts with nothing given, and each other one
-    must start as its predecessor ended. Segments that do not are dealt again from there.
+    must start as its predecessor ended. Segments that do not are filled again from there.
 
-    Returns: the number of samples that are dealt as the rule says, and how many of them came from
-        each dataset.
+    Args:
+        w, choice, index, limits: as in `_deal_one_by_one`.
+    Returns: (number of samples that follow the rule, number of these from each dataset).
     """
     size = len(choice)
     num_sets = len(w)
@@ -251,14 +257,14 @@ def _deal(
     choice: NDArray[np.int16] | None = None,
     index: NDArray[np.int64] | None = None,
 ) -> NDArray[np.float64]:
-    """Deal `count` samples of each segment and return `taken` after them.
+    """Assign `count` samples of each segment to datasets, and return `taken` after these samples.
 
     Args:
         w: [datasets] normalised weights.
         taken: [segments, datasets] samples given before `starts`; changed in place.
         starts: [segments] number of each segment's first sample.
         count: samples per segment.
-        choice: [segments, count], filled with the dataset of each sample.
+        choice: [segments, count], filled with the dataset of each sample; None to count only.
         index: [segments, count], filled with the position of each sample in its dataset.
     """
     # A view, so that an increment in `flat` is one in `taken`.
@@ -279,12 +285,13 @@ def _deal(
 
 
 def _about(w: NDArray[np.float64], at: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Estimate how many samples each dataset has given when `at` samples are dealt, to within one.
+    """Estimate how many samples each dataset has given before a sample of the blend, to within one.
 
     The fractions are rounded by the largest-remainder method, so that each row has the right sum.
 
     Args:
-        at: [segments] samples dealt before.
+        w: [datasets] normalised weights.
+        at: [segments] number of that sample, one for each segment.
     Returns: [segments, datasets].
     """
     share = at[:, None] * w

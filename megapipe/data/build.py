@@ -68,8 +68,8 @@ def build_datasets(config: Config, tokenizer: Tokenizer) -> Datasets:
 def open_parts(config: Config, tokenizer: Tokenizer) -> list[Part | None]:
     """Open the sources of train, validation and test, without the slow ordering of samples.
 
-    A part that the run does not read is None.
-
+    Returns: for each of the three, a Part: (sources with their sequences, blend, samples wanted).
+        It is None if the run does not read the part.
     Raises: DataError with every file that is missing, damaged or of another tokenizer, and for a
         part without tokens.
     """
@@ -131,7 +131,10 @@ def samples_wanted(config: Config) -> tuple[int, int, int]:
 
 
 def reads(config: Config, data: Datasets) -> str:
-    """Describe what the run reads from its first step to its last, one line per part and source."""
+    """Return a text on the data that the run reads from its first step to its last.
+
+    It has one line per part and source.
+    """
     lines = []
     seq = config.batch.sequence
     datasets = (data.train, data.valid, data.test)
@@ -196,13 +199,14 @@ def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
 
 
 def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) -> str:
-    """Return a split close to `counts` by which every used part has tokens.
+    """Return proportions for --split close to `counts` by which every used part has tokens.
 
-    If that is impossible, the result leaves empty parts out.
+    If that is impossible, parts without tokens get 0.
 
     Args:
-        counts: sequences of train, validation and test by the refused split.
-        used: numbers of the parts that the run reads.
+        source: the tokens to split.
+        counts: number of sequences of train, validation and test by the refused split.
+        used: numbers of the parts that the run reads: 0 train, 1 validation, 2 test.
     """
     # One sequence at least for each used part.
     wanted = [max(count, 1) if part in used else count for part, count in enumerate(counts)]
@@ -224,11 +228,14 @@ def _refuse_empty(
     ranges: Sequence[Sequence[_Range]],
     used: Sequence[int],
 ) -> None:
-    """Raise DataError with every used part of a source that has no tokens, and a better split.
+    """Check that every used part of every source has tokens.
 
     Args:
-        ranges: for each source, the sequences of train, validation and test.
-        used: numbers of the parts that the run reads.
+        split: the value of --split.
+        sources: the sources that it splits.
+        ranges: for each source, (first sequence, end) of train, validation and test.
+        used: numbers of the parts that the run reads: 0 train, 1 validation, 2 test.
+    Raises: DataError with every used part that has no tokens, and a better split.
     """
     problems = []
     for source, parts in zip(sources, ranges, strict=True):
@@ -249,7 +256,7 @@ def _refuse_empty(
 
 
 def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset:
-    """Order the samples of one part that `open_parts` has returned.
+    """Order the samples of one part that `open_parts` has returned, and blend its sources.
 
     Raises: DataError for files that have too few samples.
     """
@@ -287,8 +294,12 @@ def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset
 def _build_member(
     config: Config, vocab_size: int, member: _Member, wanted: int | None
 ) -> GPTDataset:
-    """Build the dataset of one source with at least `wanted` samples; None for one epoch.
+    """Build the dataset of one source of a part.
 
+    Args:
+        vocab_size: number of ids of the tokenizer.
+        member: (source, ids of the sequences to use).
+        wanted: the least number of samples; None for one epoch.
     Raises: DataError if its index does not fit in memory.
     """
     source, sequences = member
@@ -322,8 +333,9 @@ def _build_member(
 
 
 def _digest(lengths: NDArray[np.int32]) -> str:
-    """Return a digest of the lengths, all that the order of samples depends on in a source.
+    """Return a digest of the lengths of a source's sequences, for the key of the index cache.
 
-    Equal files in another folder, or on another machine, thus find the same cache entry.
+    The order of samples depends on nothing else in the source. Equal files in another folder, or on
+    another machine, thus find the same cache entry.
     """
     return hashlib.sha256(np.ascontiguousarray(lengths).data).hexdigest()

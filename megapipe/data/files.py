@@ -120,7 +120,7 @@ def note_how(output: str | os.PathLike[str], how: Mapping[str, Any]) -> None:
 
 
 def forget_how(output: str | os.PathLike[str]) -> None:
-    """Delete the record of a former output, before a new output takes its place."""
+    """Delete the record of how a former output was made, before a new output takes its place."""
     _how(output).unlink(missing_ok=True)
 
 
@@ -129,6 +129,11 @@ def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, 
 
     They can if all outputs and inputs exist, no output is older than an input, and the record of
     the first output equals `how`.
+
+    Args:
+        outputs: paths of the outputs.
+        inputs: paths of the files that they are made from.
+        how: everything else that decides their content, as given to `note_how`.
     """
     made = [Path(p) for p in outputs]
     sources = [Path(p) for p in inputs]
@@ -146,10 +151,10 @@ def is_current(outputs: Sequence[str], inputs: Sequence[str], how: Mapping[str, 
 
 
 def _how(output: str | os.PathLike[str]) -> Path:
-    """Return the path of an output's record."""
+    """Return the path of the record for an output, OUTPUT.how.json."""
     return Path(f"{os.fspath(output)}.how.json")
 
 
 def _record(how: Mapping[str, Any]) -> str:
-    """Return the content of a record."""
+    """Return the JSON text of a record, which says how an output was made."""
     return json.dumps(how, indent=1) + "\n"

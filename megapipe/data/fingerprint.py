@@ -63,7 +63,7 @@ def forget_fingerprint(prefix: str) -> None:
 def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a problem if PREFIX.bin was written by a tokenizer that produces other ids.
 
-    Nothing is yielded without a fingerprint file, as for data preprocessed by Megatron-LM.
+    Nothing is yielded if PREFIX has no fingerprint file, as after preprocessing by Megatron-LM.
     """
     # A NullTokenizer accepts any ids; `refuse_foreign_tokens` checks that none is too large.
     if isinstance(tokenizer, NullTokenizer) or not _path(prefix).is_file():
@@ -87,5 +87,5 @@ def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _path(prefix: str) -> Path:
-    """Return the path of the fingerprint file."""
+    """Return the path of the fingerprint file, PREFIX.tokenizer.json."""
     return Path(f"{prefix}.tokenizer.json")

@@ -127,6 +127,8 @@ def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> 
 
     Args:
         lengths: [documents] tokens of each document in reading order.
+        samples: number of samples.
+        seq_length: tokens of a sample, without the last label.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     # The number of samples that begin in each document: none in an empty one. Megatron's loop skips
@@ -220,6 +222,10 @@ class MockTokens:
     """Megatron's mock data: 100,000 documents that count up modulo the vocabulary.
 
     Each document ends with the end-of-document id.
+
+    Args:
+        vocab_size: number of ids.
+        eod: the end-of-document id.
     """
 
     prefix = "mock"

@@ -45,7 +45,7 @@ def cached(
 
     Args:
         folder: cache folder; None to compute without a cache.
-        key: everything the arrays depend on; also stored in the entry as key.json.
+        key: everything the arrays depend on; also stored in the entry, a folder, as key.json.
         build: computes the arrays.
     Raises: DataError for a folder that cannot be written or an entry that cannot be read.
     """
@@ -75,7 +75,12 @@ def cached(
 
 
 def _once(entry: Path, build: Callable[[], None]) -> None:
-    """Build the entry, or wait until another process has built it."""
+    """Build a cache entry, or wait until another process has built it.
+
+    Args:
+        entry: the folder of the entry.
+        build: writes the entry.
+    """
     lock = entry.with_name(f".lock-{entry.name}")
     seen: tuple[str, int] | None = None
     since = time.monotonic()
@@ -114,7 +119,10 @@ def _once(entry: Path, build: Callable[[], None]) -> None:
 
 
 def _build_locked(entry: Path, lock: Path, build: Callable[[], None]) -> None:
-    """Build the entry unless it exists by now, touch the lock meanwhile, and delete the lock."""
+    """Build the cache entry unless it exists by now, and delete the lock file.
+
+    The lock file is touched every few seconds meanwhile, so that others see this process live.
+    """
     done = threading.Event()
     threading.Thread(target=_beat, args=(lock, done), daemon=True).start()
     try:
@@ -136,9 +144,9 @@ def _beat(lock: Path, done: threading.Event) -> None:
 
 
 def _holder(lock: Path) -> tuple[str, int] | None:
-    """Return the "host pid" in the lock file and the time of its last touch; None if unreadable.
+    """Return ("host pid" of the process that holds a lock file, time of the file's last touch).
 
-    The time is in nanoseconds, by the clock of the file system.
+    The time is in nanoseconds, by the clock of the file system. None if the file cannot be read.
     """
     try:
         return lock.read_text(), lock.stat().st_mtime_ns
@@ -153,6 +161,7 @@ def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
     lock file could delete the new one of a faster process.
 
     Args:
+        lock: the lock file.
         seen: what `_holder` returned; a lock file that has changed since is left alone.
     """
     try:

@@ -53,7 +53,7 @@ def token_dtype(vocab_size: int) -> type[np.number[Any]]:
 
 
 class IndexedDataset:
-    """A checked, memory-mapped .bin/.idx pair.
+    """A checked, memory-mapped .bin/.idx pair, which holds S sequences of tokens.
 
     `dataset[i]` is a view of the tokens of sequence i, without a copy.
 
@@ -61,7 +61,8 @@ class IndexedDataset:
         prefix: the path without .bin or .idx.
         dtype: type of the tokens.
         lengths: [S] int32, tokens of each sequence.
-        documents: [D] int64, the number of sequences before each document, and S at the end.
+        documents: [D] int64 for D - 1 documents: the number of sequences before each of them, and
+            S.
         tokens: every token of the file.
 
     Raises: DataError for a pair that is missing, damaged, empty or does not hold token ids.
@@ -151,7 +152,11 @@ def glance(prefix: str) -> None:
 
 @contextlib.contextmanager
 def _named(prefix: str) -> Iterator[None]:
-    """Turn an OSError of the block, such as a missing permission, into a DataError."""
+    """Turn an OSError of the block, such as a missing permission, into a DataError.
+
+    Args:
+        prefix: the path without .bin or .idx, which the error names.
+    """
     try:
         yield
     except OSError as error:
@@ -179,7 +184,7 @@ def _refuse_missing(prefix: str, missing: list[Path]) -> None:
 
 
 def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
-    """Return the dtype, S and D of an index.
+    """Return (dtype, number S of sequences, length D of the array of documents) of an index.
 
     Raises: DataError for a header that is wrong or does not agree with the size of the file.
     """
@@ -232,9 +237,10 @@ def _check_index(
     """Check that sequences fill .bin without gaps, and that documents begin at rising sequences.
 
     Args:
+        idx, bin: the paths of the two files.
         lengths: [S] tokens of each sequence.
         pointers: [S] byte offset of each sequence in .bin.
-        documents: [D] first sequence of each document, and S.
+        documents: [D] first sequence of each of D - 1 documents, and S.
         itemsize: bytes per token.
     Raises: DataError with the first entry that is wrong.
     """
@@ -308,7 +314,7 @@ class IndexedWriter:
             self._bin = self._temporary[0].open("wb")
 
     def add_documents(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
-        """Append documents of one sequence each.
+        """Append documents that each consist of one sequence.
 
         Args:
             tokens: the tokens of all these documents back to back.

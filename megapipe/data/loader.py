@@ -28,7 +28,7 @@ Microbatch = Tensor | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch in the form the model takes.
+    """One microbatch in the form the model takes. `ahead` shifts it, and `cut` selects tokens.
 
     Attributes:
         tokens: [b, s] int64, the inputs.
@@ -240,7 +240,11 @@ class SampleOrder:
         return [self._cyclic(p) for p in positions]
 
     def _cyclic(self, position: int) -> int:
-        """Return the sample id at a position in the endless sequence of shuffled epochs."""
+        """Return the sample id at a position in the endless sequence of shuffled epochs.
+
+        Args:
+            position: number of samples of all data-parallel ranks before it.
+        """
         # Megatron-LM drops the remainder that does not fill one microbatch of all ranks.
         per_epoch = self.num_samples // self.width * self.width
         if per_epoch == 0:
@@ -323,12 +327,19 @@ class Batches:
         return _Step(step)
 
     def _starts(self, consumed: int) -> range:
-        """Return the samples consumed before each microbatch of a step; `stop` is the next step."""
+        """Return, for each microbatch of a step, the samples consumed before it, as a range.
+
+        The range's `stop` is the number of samples consumed before the next step.
+        """
         width = self._order.width
         return range(consumed, consumed + self._num_microbatches(consumed) * width, width)
 
     def _submit(self, pool: ThreadPoolExecutor, starts: range) -> list[Future[Microbatch]]:
-        """Let the threads read a step."""
+        """Let the threads read a step's microbatches, and return a future for each.
+
+        Args:
+            starts: the samples consumed before each microbatch.
+        """
         return [pool.submit(self._read, start) for start in starts]
 
     def _read(self, consumed: int) -> Microbatch:

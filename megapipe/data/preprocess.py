@@ -142,7 +142,7 @@ def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
 
 
 def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:
-    """Yield lists of documents of about _CHUNK_BYTES, or of one document if that is longer."""
+    """Yield the documents in lists of about _CHUNK_BYTES, or of one document if that is longer."""
     chunk: list[RawDocument] = []
     size = 0
     for document in documents:
@@ -159,7 +159,7 @@ def _chunks(documents: Iterator[RawDocument]) -> Iterator[list[RawDocument]]:
 def _encoded(
     chunks: Iterator[list[RawDocument]], encoding: Encoding, workers: int
 ) -> Iterator[_Encoded]:
-    """Yield the tokenised chunks in order.
+    """Yield the tokenised chunks of documents, in the order of `chunks`.
 
     At most 2 x workers chunks are in flight, so that the input may be larger than memory.
 

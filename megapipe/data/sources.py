@@ -24,7 +24,7 @@ _FLAG = "--data-path"
 
 @dataclass(frozen=True)
 class Blend:
-    """The .bin/.idx pairs of a blend.
+    """The .bin/.idx pairs of a blend. `ask` calls a function with one of their prefixes.
 
     Attributes:
         said: the flag that gave the blend, or "FILE:" for one that stands in a file.
@@ -37,8 +37,11 @@ class Blend:
     weights: list[float] | None
 
     def ask(self, question: Callable[[str], Any], prefix: str) -> Any:
-        """Return question(prefix).
+        """Return question(prefix), with errors that name the flag of this blend.
 
+        Args:
+            question: a function whose errors name --data-path.
+            prefix: one of `prefixes`.
         Raises: the DataError of `question`, with the flag that was typed in place of --data-path.
         """
         try:
@@ -48,7 +51,7 @@ class Blend:
 
 
 def said(flag: str, problems: Sequence[str]) -> list[str]:
-    """Return the problems with `flag` in place of --data-path."""
+    """Return texts of problems with the flag that was typed in place of --data-path."""
     # Questions about a prefix are asked for all ways to give it, and name the usual flag.
     return [problem.replace(_FLAG, flag) for problem in problems]
 
@@ -87,9 +90,9 @@ def choice_problems(data: DataConfig) -> Iterator[str]:
 
 
 def blends(data: DataConfig) -> tuple[Blend | None, ...]:
-    """Return one blend for --split, or three: train, validation, test.
+    """Return one blend, which --split divides, or three: train, validation, test.
 
-    Of three, validation and test may be None.
+    Of three, validation and test are None if no flag gives them.
 
     Raises: DataError for a malformed list, a file that cannot be read, or without training data.
     """
@@ -151,7 +154,11 @@ def _of_part(data: DataConfig, part: str) -> tuple[str, ...]:
 
 
 def _items(given: list[str | float] | str | None) -> Sequence[str]:
-    """Return the weights and prefixes of one part of a JSON file as words."""
+    """Return the weights and prefixes of one part of a JSON file as a list of words.
+
+    Args:
+        given: a list, one text with spaces between the words, or None for no data.
+    """
     # Megatron-LM's file has either a list or one string with spaces.
     if isinstance(given, str):
         return given.split()
@@ -159,11 +166,12 @@ def _items(given: list[str | float] | str | None) -> Sequence[str]:
 
 
 def _three(names: Sequence[str], lists: Sequence[Sequence[str]]) -> tuple[Blend | None, ...]:
-    """Return the blends of train, validation and test.
+    """Return the blends of train, validation and test; None for one without data.
 
     Args:
-        names: what messages call each list.
+        names: the name of each list in messages.
         lists: the weights and prefixes of each; empty for none.
+    Raises: DataError without training data, or for a malformed list.
     """
     if not lists[0]:
         raise DataError(
@@ -180,7 +188,13 @@ def _three(names: Sequence[str], lists: Sequence[Sequence[str]]) -> tuple[Blend 
 
 
 def _blend(name: str, given: Sequence[str]) -> Blend:
-    """Return the blend of a list of weights and prefixes, which messages call `name`."""
+    """Return the blend of a list of weights and prefixes.
+
+    Args:
+        name: the flag, or the name in a file, that gave the list; messages name it.
+        given: weights and prefixes in turn, or prefixes alone.
+    Raises: DataError for a malformed list.
+    """
     try:
         prefixes, weights = parse_data_path(given)
     except DataError as error:
@@ -189,7 +203,7 @@ def _blend(name: str, given: Sequence[str]) -> Blend:
 
 
 def _json(path: str) -> dict[str, Any]:
-    """Read the lists of --per-split-data-args-path, by part."""
+    """Read the file of --per-split-data-args-path: name of a part -> its weights and prefixes."""
     flag = "--per-split-data-args-path"
     try:
         lists = json.loads(_read(flag, path))

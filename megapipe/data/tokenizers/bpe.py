@@ -31,7 +31,8 @@ class BPETokenizer:
         library: the library's tokenizer.
         eod: end-of-document id.
         flag: the flag and its value, for messages.
-        specials: add what the tokenizer puts around a text, such as a beginning-of-sequence id.
+        specials: `encode` adds the ids that the tokenizer puts around a text, such as a
+            beginning-of-sequence id.
 
     Attributes:
         vocab_size: the largest id plus 1, so that added tokens and unused ids count.
@@ -137,8 +138,14 @@ def hugging_face_tokenizer(path: str | None, *, specials: bool = True) -> BPETok
 
 
 def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
-    """Return the id of the eos_token in the settings of a folder, or of a common name for it.
+    """Return the id of the eos_token in the settings of a folder.
 
+    Without such a setting, it is the id of a token with a common name for it.
+
+    Args:
+        folder: the Hugging Face folder.
+        library: its tokenizer.
+        flag: the flag and its value, for messages.
     Raises: DataError if the eos_token is not a token of the library, or if no name is known.
     """
     for name in _SETTINGS:
@@ -170,6 +177,8 @@ def _end_of_text(folder: Path, library: tokenizers.Tokenizer, flag: str) -> int:
 def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
     """Return the tokenizer of a folder without a tokenizer.json, converted by transformers.
 
+    Args:
+        flag: the flag and its value, for messages.
     Raises: DataError without transformers, or if transformers cannot convert it.
     """
     try:

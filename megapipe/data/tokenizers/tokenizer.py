@@ -21,7 +21,7 @@ _EOD_PIECES = ("<eod>", "<|endoftext|>")
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as the data needs it.
+    """The interface of all tokenizers: `encode` gives the ids of a text, `decode` the text of ids.
 
     Attributes:
         vocab_size: number of ids, eod included.
@@ -43,6 +43,9 @@ class SentencePieceTokenizer:
     """A SentencePiece model.
 
     Its end-of-document piece is </s>, or else a piece named <eod> or <|endoftext|>.
+
+    Args:
+        path: the .model file.
 
     Raises: DataError for a file that is missing, empty, damaged, of another kind, or without an
         end-of-document piece.
@@ -79,7 +82,7 @@ class SentencePieceTokenizer:
 
 
 class NullTokenizer:
-    """Reads ids that are written as decimal numbers.
+    """A tokenizer for text that consists of ids, written as decimal numbers.
 
     Args:
         vocab_size: number of ids.
