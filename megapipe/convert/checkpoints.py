@@ -182,11 +182,9 @@ def export_checkpoint(
     Args:
         folder: iter_NNNNNNN.
         target: a new or empty folder.
-        vocab_size: number of ids without padding. Default: from config.json, or from the tokenizer
-            of the training.
+        vocab_size: ids without padding. Default: from config.json, or the training's tokenizer.
         companion: a Hugging Face folder whose config.json and tokenizer are used. Default: the one
-            that an import left next to the checkpoints. Without one, config.json is made from the
-            checkpoint.
+            that an import left. Without one, config.json is made from the checkpoint.
         dtype: type of the weights. Default: as in the checkpoint.
         progress: is called with (done, total) before every tensor and at the end.
 
