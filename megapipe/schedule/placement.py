@@ -120,7 +120,7 @@ class Placement:
         return stage + 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank in ascending order, which numbers its model chunks."""
+        """Return the stages of a rank in ascending order. Their indices number its model chunks."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:

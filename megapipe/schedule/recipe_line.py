@@ -16,7 +16,7 @@ from megapipe.schedule.shapes.pairs.asked import Pairing
 
 
 def to_line(recipe: Recipe) -> str:
-    """Return the arguments of `show` that make the recipe's table.
+    """Return the arguments of `show` that make the recipe's table, as one shell line.
 
     For a searched order `show` searches again.
     """

@@ -75,9 +75,7 @@ def lower_bound(
     turn = down[-1]
 
     def at_rest(rank: int) -> tuple[float, float]:
-        """Return a rank's least times from its first start to (last end of a B, last end),
-        alone.
-        """
+        """Return a rank's least (time to the end of its last B, time to its last end), alone."""
         stages = placement.stages_on(rank)
         limit = limits[rank] * (1 + 1e-9)
         first = stages[0]

@@ -163,6 +163,10 @@ def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
     become six:
 
         0 1 2 3  ->  0 1 2 2' 2'' 3     2' is 2 one period later, 2'' two periods
+
+    Args:
+        problem: placement, costs and limits for all microbatches.
+        small, found: the problem with fewer microbatches, and its schedule.
     """
     m = problem.microbatches
     n = small.microbatches

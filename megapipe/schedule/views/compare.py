@@ -310,7 +310,9 @@ def _change(value: float, reference: float) -> str:
 
 
 def _uneven(best: Row) -> list[str]:
-    """Return a sentence if one rank has too much work for any order of the passes to help."""
+    """Return a sentence if one rank has too much work for any order of the passes to help, else
+    [].
+    """
     mean = best.makespan * (1 - best.idle)
     # A step ends after the busiest rank's own work, in whatever order it runs.
     if best.busiest <= 1.05 * mean:
@@ -327,7 +329,8 @@ def _pairs(
 ) -> list[str]:
     """Return a sentence on how short DualPipeV's overlapped pairs must be to reach the best row.
 
-    The time of a pair is in percent of its two passes in sequence.
+    The time of a pair is in percent of its two passes in sequence. The list is empty if the costs
+    give the time of a pair already, or if it cannot help.
     """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)

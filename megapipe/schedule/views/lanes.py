@@ -29,8 +29,8 @@ class Stretch(NamedTuple):
 class Communication(NamedTuple):
     """The time of communication in all passes of all ranks, and the exposed part.
 
-    `share` returns exposed / total. Communication is exposed if no computation of its rank hides
-    it.
+    `share` returns exposed / total. Communication is exposed if its rank does not compute
+    meanwhile.
     """
 
     total: float

@@ -32,7 +32,8 @@ def price_copies(costs: Costs, ratio: float) -> Costs:
 def describe_shards(made: Schedule, costs: Costs) -> list[str]:
     """Return lines on a table with sharded weights or gradients, one for each rank.
 
-    They have its gathers and reductions, their memory and time, and the peak.
+    A line has the number of gathers and reductions, the memory of gathered weights and gradients,
+    the peak, and the time of the collectives.
     """
     before = simulate(made.without(SHARDING.kinds), costs)
     time = simulate(made, costs)
