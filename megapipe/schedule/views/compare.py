@@ -310,9 +310,7 @@ def _change(value: float, reference: float) -> str:
 
 
 def _uneven(best: Row) -> list[str]:
-    """Return a sentence if one rank has too much work for any order of the passes to help, else
-    [].
-    """
+    """Return a sentence if one rank has too much work for any order of passes to help, else []."""
     mean = best.makespan * (1 - best.idle)
     # A step ends after the busiest rank's own work, in whatever order it runs.
     if best.busiest <= 1.05 * mean:
