@@ -31,15 +31,25 @@ from megapipe.schedule.passes import Kind, Pass, Schedule, Step
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Return V-Half: memory (p+2)//2, with about half of 1F1B's bubble at F = B = W."""
+    """Return V-Half for p ranks: half of 1F1B's memory and about half of its bubble at F = B = W.
+
+    It holds (p+2)//2 times a rank's activations of one microbatch.
+
+    Args:
+        costs: W moves into the waits under these costs; F and B keep their order.
+    """
     patterns, memory = v_half_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
 
 
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
-    """Return V-Min: memory (p+4)//3.
+    """Return V-Min for p ranks: a third of 1F1B's memory.
 
-    Each pass waits for the one before it, so unequal costs add up and make the table slow.
+    It holds (p+4)//3 times a rank's activations of one microbatch. In the block each pass waits for
+    the pass before it, so unequal costs add up and make the table slow.
+
+    Args:
+        costs: W moves into the waits under these costs; F and B keep their order.
     """
     patterns, memory = v_min_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
@@ -48,7 +58,11 @@ def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 # A search asks for the same tables under several costs.
 @lru_cache(maxsize=4)
 def v_half_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
-    """Return the tables from which costs choose V-Half, and their memory."""
+    """Return (two V-Half tables, memory). `v_half` takes the faster table under its costs.
+
+    The tables differ in their warm-up and cool-down. The memory is the most activation of a rank,
+    in microbatches.
+    """
     # With an even number of ranks some passes of a rank would share a slot modulo 6. A delay of the
     # backwards by half a block separates them.
     clash = 3 if ranks % 2 == 0 else 0
@@ -68,7 +82,11 @@ def v_half_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...]
 
 @lru_cache(maxsize=4)
 def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...], int]:
-    """Return the tables from which costs choose V-Min, and their memory."""
+    """Return (two V-Min tables, memory). `v_min` takes the faster table under its costs.
+
+    The tables differ in their warm-up and cool-down. The memory is the most activation of a rank,
+    in microbatches.
+    """
     # The same for V-Min, where passes would share a slot if 3 divides the number of ranks.
     clash = 2 if ranks % 3 == 0 else 0
 
@@ -87,7 +105,16 @@ def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...],
 def _patterns(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
 ) -> tuple[tuple[Schedule, ...], int]:
-    """Return `memory` and two tables of a block: with packed ramps, and run slot by slot."""
+    """Return (two tables of a building block, `memory`).
+
+    In the first table warm-up and cool-down are packed; in the second each rank runs, slot by slot,
+    the first pass that can run.
+
+    Args:
+        name: name of both tables.
+        block: returns the building block of a rank.
+        memory: most activation of a rank, in microbatches.
+    """
     blocks = [block(rank) for rank in range(ranks)]
     # Neither is always the shorter one. At F = B = W, p = 8 and m = 16, V-Half takes 56.5 packed
     # and 57.5 slot by slot, V-Min 61.5 and 60.5. A stage of the V is half of a device share, so
@@ -97,11 +124,15 @@ def _patterns(
 
 
 def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[Step, ...], ...]:
-    """Return the rows in which each rank runs, slot by slot, the first pass of its block that can.
+    """Return each rank's steps if it runs in each slot the first pass of its block that can run.
 
-    Where neither F nor B can run it runs a pending W. A stage holds no more microbatches than in
-    the repeated block, and a rank no more than `limit`. The stage going down leaves one of these to
-    the stage going up. So the oldest unfinished microbatch always fits, and no rank deadlocks.
+    A slot is the time of one pass. Where neither F nor B can run, the rank runs a pending W. A
+    stage holds no more microbatches than in the repeated block. The stage going down leaves room
+    for one microbatch to the stage going up. So the oldest unfinished microbatch always fits, and
+    no rank deadlocks.
+
+    Args:
+        limit: most microbatches that a rank holds, counted for both of its stages.
     """
     stages = 2 * len(blocks)
     # The slot from which on a pass's input is there.
@@ -131,13 +162,15 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
 
 
 class _Rank:
-    """The state of a rank: the next microbatch of each class, pending W, and microbatches held.
+    """The state of a rank while its passes are chosen, slot by slot.
 
-    `choose` returns the pass to run in a slot.
+    It has the next microbatch of each kind and stage, the pending W, and the microbatches held by
+    each stage. `choose` returns the pass to run in a slot.
 
     Args:
-        down, up: its stages.
-        limit: most microbatches of a stage that the rank may hold.
+        down, up: the rank's two stages, from which a forward goes down and up the V.
+        block: slots of the rank's passes for microbatch 0.
+        limit: most microbatches that both stages together may hold.
     """
 
     def __init__(self, down: int, up: int, block: Block, limit: int) -> None:
@@ -160,10 +193,10 @@ class _Rank:
         self.limit = limit
 
     def choose(self, ready: dict[tuple[Kind, int, int], int], now: int) -> Pass | None:
-        """Return the pass to run in slot `now`, counted as run; None if no pass can run.
+        """Return the pass to run in slot `now` and record it as run; None if no pass can run.
 
         Args:
-            ready: the slot from which on the input of (kind, stage, microbatch) is there.
+            ready: the first slot in which (kind, stage, microbatch) has its input.
         """
         full = sum(self.held.values()) == self.limit
         can = []

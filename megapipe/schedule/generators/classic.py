@@ -17,7 +17,7 @@ from megapipe.schedule.passes import Schedule
 def naive(ranks: int, microbatches: int) -> Schedule:
     """Return a table with one microbatch at a time in the whole model.
 
-    A rank computes 1/p of the time.
+    Each of the p ranks computes 1/p of the time.
     """
     # Without a warm-up each forward is followed by its own backward.
     return in_turns("naive", ranks, [microbatches])
@@ -26,7 +26,8 @@ def naive(ranks: int, microbatches: int) -> Schedule:
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Return GPipe (Huang et al. 2019, figure 2c): all forwards, then all backwards.
 
-    The bubble is (p-1)/(m+p-1) of the time, the memory m.
+    With p ranks and m microbatches the bubble is (p-1)/(m+p-1) of the time. A rank holds the
+    activations of m microbatches.
     """
     # Every rank runs all its forwards in the warm-up, so every rank holds m.
     return in_turns("gpipe", ranks, [microbatches], ahead=microbatches)
@@ -35,8 +36,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Return 1F1B (Narayanan et al. 2019; PipeDream-Flush, 2021): each backward as soon as it can.
 
-    Rank r runs p-1-r forwards, then a forward and a backward in turns, then the other backwards.
-    Bubble (p-1)(F+B+W), memory p.
+    Rank r of p runs p-1-r forwards, then a forward and a backward in turns, then the other
+    backwards. The bubble is (p-1)(F+B+W). Rank 0 holds p microbatches.
     """
     # A forward more for each later rank: its first gradient takes that much longer to come back.
     return in_turns("1f1b", ranks, [microbatches], slope=1)
@@ -45,8 +46,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2.1, figure 3).
 
-    W runs at a moment in which its rank would otherwise wait. Bubble (p-1)(F+B-W), with the memory
-    of 1F1B, p, on every rank. Here [i] is B and (i) is W of microbatch i:
+    W runs at a moment in which its rank would otherwise wait. The bubble is (p-1)(F+B-W). Each rank
+    holds p microbatches, as rank 0 of 1F1B. Here [i] is B and (i) is W of microbatch i:
 
         rank 0  0   1   2          [0] (0)  3  [1] (1)  4  [2] (2) [3] (3) [4] (4)
         rank 1      0   1      [0]  2  [1] (0)  3  [2] (1)  4  [3] (2) [4] (3) (4)
@@ -59,7 +60,8 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Return ZB-H2: ZB-H1 with a warm-up twice as deep (Qi et al. 2023, sec. 2.2, figure 3).
 
-    Bubble (p-1)(F+B-2W), which is 0 at F = B = W. Memory 2p-1, while 1F1B has p.
+    The bubble is (p-1)(F+B-2W), so 0 at F = B = W. A rank holds 2p-1 microbatches, where 1F1B holds
+    p. Here [i] is B and (i) is W of microbatch i:
 
         rank 0  0   1   2   3   4  [0] (0) [1] (1) [2] (2) [3] (3) [4] (4)
         rank 1      0   1   2  [0]  3  [1]  4  [2] (0) [3] (1) [4] (2) (3) (4)

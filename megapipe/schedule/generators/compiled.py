@@ -43,7 +43,7 @@ class _Problem(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled code; None without a compiler."""
+    """Return the compiled C code of the searches; None on a machine without a C compiler."""
     return compiled("moves", SOURCES, FLAGS)
 
 
@@ -59,10 +59,11 @@ def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
 
 
 def given_to_c(of: Problem, rows: list[int]) -> _Problem:
-    """Return a problem as the C code reads it.
+    """Return the C struct of a problem, with a limit that rounding alone does not exceed.
 
     Args:
-        rows: the place of each rank's first pass in an array of all orders, and the array's length.
+        rows: if the orders of all ranks are joined in one array, the index of each rank's first
+            pass in it. The last entry is the length of the array.
     """
     # As in `orders.fits_rank`: a sum that is over its limit by rounding alone still fits.
     limits = [limit * (1 + 1e-9) for limit in of.memory]
@@ -82,11 +83,13 @@ def given_to_c(of: Problem, rows: list[int]) -> _Problem:
 
 
 def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
-    """Return a function of the overrun that returns what `fit.fill_weights` does, to the bit.
+    """Return a function that inserts W as `fit.fill_weights` does, with bitwise equal times.
 
     Args:
-        orders: F and B of each rank.
-    Returns: None on a machine without a C compiler.
+        orders: each rank's order of F and B.
+    Returns: a function from an overrun, the fraction of a W that may extend beyond a wait, to
+        (orders with W, end of every pass). That function returns None if the order deadlocks or
+        does not fit. Without a C compiler there is None in place of the function.
     """
     code = library()
     if code is None:

@@ -16,9 +16,10 @@ from megapipe.schedule.passes import Schedule, Step
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Return DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, memory p+1.
+    """Return DualPipe: bubble (p/2-1)(F&B+B-2W) at F = B = W, with p+1 microbatches on a rank.
 
-    It has two copies of the parameters. Half of the microbatches run in each direction.
+    F&B is the time of a forward overlapped with a fused backward. There are two copies of the
+    parameters, and half of the microbatches run in each direction.
 
     Raises: ScheduleError for an odd number of ranks or microbatches, or too few microbatches.
     """
@@ -48,9 +49,10 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Return DualPipeV: bubble (p-1)/2 (F&B+B-2W) at F = B = W, memory p+1/2.
+    """Return DualPipeV: bubble (p-1)/2 (F&B+B-2W) at F = B = W, with p+1/2 microbatches on a rank.
 
-    It has one copy of the parameters and twice the messages of DualPipe.
+    F&B is the time of a forward overlapped with a fused backward. There is one copy of the
+    parameters, and a rank sends twice the messages of DualPipe.
 
     Raises: ScheduleError for too few microbatches.
     """
@@ -70,15 +72,16 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def _eight_sections(
     s0: int, s1: int, fold: int, depth: int, main: int, first: dict[int, int]
 ) -> tuple[Step, ...]:
-    """Return one rank's order, as in figure 5 of the DeepSeek-V3 report.
+    """Return one rank's steps, in the eight sections of figure 5 of the DeepSeek-V3 report.
 
     Args:
-        s0: the stage of the stream that enters on this side.
-        s1: the stage of the other stream.
-        fold: ranks from the entry to the fold.
-        depth: how many of these ranks come before this one.
-        main: rounds of the overlapped section 4, the forwards of s0 that sections 1 and 2 leave.
-        first: number of the first microbatch of each stage.
+        s0: the rank's stage for the stream of microbatches that enters on this side.
+        s1: the rank's stage for the opposite stream.
+        fold: number of ranks from the one where stream s0 enters to the fold, the last rank before
+            it continues in the other direction.
+        depth: number of these ranks before this rank.
+        main: rounds of section 4, which overlaps F and B; as many as forwards of s0 are left.
+        first: number of the first microbatch of each stage; 0 for a stage that is not in it.
     """
     # The sections of rank 0 for DualPipeV on 2 ranks, with 4 microbatches. [i] is a backward, (i)
     # its W, and a prime marks s1:

@@ -35,14 +35,14 @@ Filled = tuple[Orders, list[float]]
 
 
 def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    """Return the candidate of least makespan, with its own W or with W refilled.
+    """Return the table of least makespan: a candidate, or a candidate with its W moved into waits.
 
-    Among equal ones it is the first.
+    Among equal tables the first candidate is taken.
 
     Args:
-        candidates: split schedules of one placement that hold at most `memory`.
-        memory: limit of a refilled schedule, in microbatches of a device share, whatever memory
-            the costs name.
+        candidates: tables with split backwards and one placement that hold at most `memory`.
+        memory: limit for tables with moved W, in microbatches of a rank's activations. The memory
+            fields of `costs` are not used.
     """
     place = candidates[0].placement
     m = candidates[0].num_microbatches
@@ -69,10 +69,14 @@ def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Sch
 
 
 def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) -> Iterator[Filled]:
-    """Yield (orders with W refilled, end of every pass), for each overrun of `fill_weights`.
+    """Yield (orders with all W inserted anew, end of every pass), for each overrun.
 
     F and B keep their order, unless the memory limit requires a B to come sooner. Nothing is
     yielded if no order fits the limit.
+
+    Args:
+        orders: each rank's passes as integers, with or without W.
+        overruns: a W may extend beyond the wait in which it starts by this fraction of itself.
     """
     bare: Orders = []
     for rank, order in enumerate(orders):
@@ -92,12 +96,12 @@ def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) 
 
 
 def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | None:
-    """Simulate an order of F and B, and insert W where a rank waits or lacks memory.
+    """Return (orders with W, end of every pass), with W where a rank waits or lacks memory.
 
     Args:
-        orders: F and B of each rank. The oldest pending W runs first.
+        orders: each rank's F and B, without W. The oldest pending W of a rank runs first.
         overrun: a W may extend beyond the wait in which it starts by this fraction of itself.
-    Returns: None if the order deadlocks or does not fit.
+    Returns: None if the order deadlocks or exceeds a rank's memory limit.
     """
     # Local names: the loops below run for every pass of every candidate and overrun.
     duration = problem.duration

@@ -12,9 +12,10 @@ from megapipe.schedule.passes import Kind, Pass, Schedule
 
 
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
-    """Return 1F1B-V: memory (2p+2)//3, one more if 3 divides p.
+    """Return 1F1B-V for p ranks, with about half of 1F1B's bubble.
 
-    The bubble is about (p-1)(F+B+W)/2, and the ramps add some waits.
+    A rank holds (2p+2)//3 microbatches, one more if 3 divides p. The bubble is (p-1)(F+B+W)/2 and
+    some waits in warm-up and cool-down.
     """
     last = 2 * ranks - 1
     rows = _repeated(ranks, microbatches)
@@ -51,10 +52,11 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:
-    """Return the slots of the building block, repeated every 6 slots for each microbatch.
+    """Return each rank's passes in slots of time, with the building block repeated every 6 slots.
 
-    Forwards follow each other directly, and a backward takes two slots. Every third backward comes
-    three slots later, so that no two passes of a rank meet.
+    Microbatch i runs 6 i slots after microbatch 0. Forwards follow each other directly. A backward
+    takes two slots, here a B and a W. Every third backward comes three slots later, so that no two
+    passes of a rank share a slot.
     """
     last = 2 * ranks - 1
     slots: list[dict[int, Pass]] = [{} for _ in range(ranks)]

@@ -20,8 +20,8 @@ def interleaved(
 ) -> Schedule:
     """Return interleaved 1F1B (Narayanan et al. 2021, sec. 2.2.2, figure 4).
 
-    Bubble (p-1)(F+B+W)/v, memory p + (p-1)/v on rank 0. On 2 ranks, with a prime on the second
-    chunk and backwards in brackets, at F = BW:
+    The bubble of p ranks is (p-1)(F+B+W)/v. Rank 0 holds p + (p-1)/v microbatches. On 2 ranks, with
+    a prime on the second chunk and backwards in brackets, at F = BW:
 
         rank 0  0   1   0'  1'  2  [0'] 3  [1'] 2' [0]  3' [1]     [2']    [3'] [2] [3]
         rank 1      0   1   0' [0'] 1' [1'] 2  [0]  3  [1]  2' [2'] 3' [3'] [2] [3]
@@ -29,8 +29,9 @@ def interleaved(
     Args:
         chunks: stages on each rank, v.
         microbatch_group_size_per_vp_stage: microbatches that pass a chunk before the next chunk
-            begins; None for p. A remainder of at least p is a smaller group of its own, a smaller
-            one is spread over the other groups.
+            begins; None for p. If a remainder has at least p microbatches it is a group of its own.
+            A smaller remainder is spread over the other groups.
+    Raises: ScheduleError for no chunk, or a group below p.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
     # The warm-up of Megatron-LM: 2 (p-1-r) + (v-1) N forwards on rank r, N the size of a group.
@@ -40,8 +41,11 @@ def interleaved(
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Return breadth-first (Lamy-Poirier 2022): all microbatches through one chunk, then the next.
 
-    Bubble (p-1)(F+B+W)/v, memory m. Each parameter is needed once forward and once backward, so
-    gathering or reducing it costs least.
+    The bubble of p ranks is (p-1)(F+B+W)/v. A rank holds all microbatches. Each parameter is needed
+    once forward and once backward, so gathering or reducing it costs least.
+
+    Args:
+        chunks: stages on each rank, v.
     """
     # All forwards come first, so a rank holds every microbatch.
     return in_turns("breadth-first", ranks, [microbatches], chunks, ahead=chunks * microbatches)
@@ -55,13 +59,14 @@ def group_interleaved(
 ) -> Schedule:
     """Return interleaved 1F1B in groups smaller than p (Wan et al. 2025, PipeOffload).
 
-    Memory (p + (v-1) g) / v. The warm-up is as deep as in 1F1B, and W follows its B directly,
-    after the gradient has been sent.
+    A rank holds (p + (v-1) g) / v microbatches. The warm-up is as deep as in 1F1B. W follows its B
+    directly, after the gradient has been sent.
 
     Args:
         chunks: stages on each rank, v.
         microbatch_group_size_per_vp_stage: group size g from p/2 to p; None for p/2 rounded up. A
             remainder enlarges the groups.
+    Raises: ScheduleError for another group size.
     """
     least = (ranks + 1) // 2
     size = microbatch_group_size_per_vp_stage
@@ -86,13 +91,16 @@ def interleaved_zb(
     chunks: int = 2,
     microbatch_group_size_per_vp_stage: int | None = None,
 ) -> Schedule:
-    """Return interleaved with a split backward, as torch.distributed.pipelining has it.
+    """Return interleaved 1F1B with a split backward, as torch.distributed.pipelining has it.
 
-    Bubble (p-1)(F+B-W)/v, with the memory of 1F1B for any v. The warm-up is as deep as in
-    1F1B. Rank r defers r weight gradients, and then runs the oldest after each B.
+    The bubble is (p-1)(F+B-W)/v. A rank holds p microbatches, as in 1F1B, for any v. The warm-up is
+    as deep as in 1F1B. Rank r defers r weight gradients, and then runs the oldest after each B.
 
     Args:
-        chunks, microbatch_group_size_per_vp_stage: as in `interleaved`.
+        chunks: stages on each rank, v.
+        microbatch_group_size_per_vp_stage: microbatches that pass a chunk before the next chunk
+            begins, at least p; None for p.
+    Raises: ScheduleError for no chunk, or a group below p.
     """
     groups = _groups(
         "interleaved-zb", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage
@@ -106,8 +114,9 @@ def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | N
     """Return the sizes of the groups of microbatches, the largest first.
 
     Args:
+        name: name of the schedule, for errors.
         size: microbatches of a group; None for the number of ranks.
-    Raises: ScheduleError if it is below the number of ranks, or there is no chunk.
+    Raises: ScheduleError if `size` is below the number of ranks, or there is no chunk.
     """
     if chunks < 1:
         raise ScheduleError(f"{name} needs at least 1 chunk per rank, got {chunks}.")

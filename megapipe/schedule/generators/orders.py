@@ -18,21 +18,23 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that does not change during a search.
+    """A placement with its costs as lists of numbers, which a search of orders reads.
 
-    Lists are indexed by pass. They have one more entry at the end, for "no pass", at time 0.
+    A list has one entry for each pass, at the integer of the pass, and a last entry for "no pass",
+    which ends at time 0. Times and memory are in the units of the costs.
 
     Attributes:
         costs: the costs from which the lists are computed.
-        memory: limit of each rank, in the unit of the costs.
-        period: minimise the longest span of a rank instead of the makespan.
+        memory: limit of each rank.
+        period: a search minimises the longest time from first start to last end of a rank, and not
+            the makespan.
         duration: time of each pass.
-        lag: time of the message that each pass waits for.
-        source: the pass whose result each pass takes.
-        target: the pass on another rank that waits for each pass.
+        lag: time of the message that each pass waits for; 0 if none.
+        source: the pass whose result each pass takes; "no pass" for none.
+        target: the pass on another rank that takes the result of each pass; "no pass" for none.
         rank: the rank of each pass.
-        holds: memory that each pass adds; negative if it frees memory. B swaps mem_b for mem_w.
-        unit: duration of the longest pass, the scale of the search.
+        holds: memory that each pass adds, negative if it frees memory. B swaps mem_b for mem_w.
+        unit: duration of the longest pass, the scale of random changes.
     """
 
     placement: Placement
@@ -54,18 +56,19 @@ class Problem:
 
     @property
     def nothing(self) -> int:
-        """Return the index of "no pass", which has ended at time 0."""
+        """Return the integer of "no pass", the last index of each list. It has ended at time 0."""
         return len(self.duration) - 1
 
 
 def problem(
     placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool
 ) -> Problem:
-    """Return the lists of a Problem for a placement and its costs.
+    """Return the Problem of a placement, a number of microbatches and costs.
 
     Args:
-        memory: limit of each rank, in the unit of the costs.
-        period: minimise the longest span of a rank instead of the makespan.
+        memory: limit of each rank, in the memory unit of the costs.
+        period: minimise the longest time from first start to last end of a rank, and not the
+            makespan.
     """
     m = microbatches
     stages = placement.num_stages
@@ -105,7 +108,11 @@ def problem(
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
-    """Return the end of every pass if each starts as soon as it can; None if ranks deadlock."""
+    """Return the end of every pass, by its integer, if each starts as soon as it can.
+
+    Returns: the ends in the time unit of the costs, with 0 for "no pass" as the last entry. None if
+        ranks deadlock.
+    """
     # Local names and lists: this runs for every candidate of a generator or a search. In C,
     # `search/clock.h` has the same sums in the same order, and finds the same times.
     duration = problem.duration
@@ -155,11 +162,15 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
 
 
 def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0.0) -> float:
-    """Return the objective: the makespan, or the longest span with `problem.period`.
+    """Return the value that a search minimises, in the time unit of the costs.
+
+    It is the makespan, or with `problem.period` the longest time of a rank from its first start to
+    its last end.
 
     Args:
-        end: end of every pass.
-        spread: adds this multiple of the mean over ranks, so that a search sees gains on ranks
+        orders: each rank's passes as integers.
+        end: end of every pass, as `clock` returns it.
+        spread: this multiple of the mean over ranks is added, so that a search sees gains on ranks
             other than the slowest.
     """
     ends = [end[order[-1]] for order in orders]
@@ -181,7 +192,7 @@ def fits(problem: Problem, orders: Orders) -> bool:
 
 
 def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
-    """Return whether an order of one rank stays within that rank's memory limit."""
+    """Return whether one rank stays within its memory limit if it runs its passes in `order`."""
     holds = problem.holds
     # Rounding alone does not exceed a limit.
     limit = problem.memory[rank] * (1 + 1e-9)
@@ -194,7 +205,10 @@ def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
 
 
 def encode(problem: Problem, schedule: Schedule) -> Orders:
-    """Return a table as integers. BW becomes B and W, an overlapped pair its F and its backward."""
+    """Return each rank's passes of a table as integers, in order.
+
+    A BW becomes B and W. An overlapped pair becomes its two passes, one after the other.
+    """
     m = problem.microbatches
     split = {kind: (kind,) for kind in KINDS} | {Kind.BW: (Kind.B, Kind.W)}
     orders = []
@@ -205,7 +219,7 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
 
 
 def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
-    """Return the table that the integers describe."""
+    """Return the table of these orders, with the given name and one pass in each step."""
     m = problem.microbatches
     rows = []
     for order in orders:
@@ -215,7 +229,7 @@ def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
 
 
 def one_by_one(problem: Problem) -> Orders:
-    """Return the orders of least memory: one microbatch at a time."""
+    """Return orders of least memory: a rank ends one microbatch before it begins the next."""
     m = problem.microbatches
     rows = []
     for rank in range(problem.placement.num_ranks):
@@ -227,13 +241,13 @@ def one_by_one(problem: Problem) -> Orders:
 
 
 def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] | None:
-    """Return F and B of a rank reordered to fit its memory limit.
+    """Return a rank's order of F and B, with some B moved ahead so that its memory limit is kept.
 
     Where an F does not fit even if all W have run, the next B that can run comes before it.
 
     Args:
-        order: F and B of the rank, without W.
-    Returns: the order, or None if no B can help.
+        order: F and B of the rank as integers, without W.
+    Returns: the new order; None if no B can make room, or a B comes before its own F.
     """
     m = problem.microbatches
     holds = problem.holds

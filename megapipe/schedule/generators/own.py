@@ -19,9 +19,11 @@ from megapipe.schedule.placement import placement_problems
 
 
 def own_generator(name: str) -> Callable[..., Schedule]:
-    """Return the function that FILE.py:NAME or MODULE:NAME names.
+    """Return the user's function that FILE.py:NAME or MODULE:NAME names.
 
-    Raises: ScheduleError if there is no such file or function, or it takes other arguments.
+    The function takes ranks and microbatches, and chunks, costs and memory if it names them.
+
+    Raises: ScheduleError if there is no such file or function, or if it requires other arguments.
     """
     try:
         found: Callable[..., Schedule] = find_named(name, "--pipeline-schedule", "my_schedule:make")
@@ -46,10 +48,12 @@ def own_schedule(
     microbatches: int,
     chunks: int | None = None,
 ) -> Schedule:
-    """Return the schedule that `generate` makes, with rows and steps as tuples.
+    """Return the schedule that a user's function makes, with lists in it turned into tuples.
 
     Args:
-        source: names the function in errors.
+        source: name of the function in errors, FILE.py:NAME.
+        generate: calls the function with its arguments.
+        ranks, microbatches: the numbers that the function was asked for.
         chunks: the stages of each rank that the function was asked for; None if it was not asked.
     Raises: ScheduleError if the user's code fails, or returns no table for these numbers.
     """
@@ -83,10 +87,12 @@ def own_schedule(
 def _number_problems(
     made: Schedule, ranks: int, microbatches: int, chunks: int | None
 ) -> Iterator[str]:
-    """Yield the mistakes in a schedule's numbers of stages, ranks and microbatches.
+    """Yield a sentence for each wrong number of stages, ranks or microbatches in a schedule.
 
     Args:
-        ranks, microbatches, chunks: the numbers that the function was asked for.
+        made: the schedule that the user's function returned.
+        ranks, microbatches: the numbers that the function was asked for.
+        chunks: the stages of each rank that it was asked for; None if it was not asked.
     """
     place = made.placement
     # Every other question needs a placement.
@@ -113,7 +119,12 @@ def _number_problems(
 
 
 def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]:
-    """Yield the steps of a row as tuples, a lone pass as a step of one; append to `problems`."""
+    """Yield the steps of a rank's row as tuples of Pass. A lone Pass becomes a step of one.
+
+    Args:
+        row: the steps as the user's function made them.
+        problems: receives a sentence for each item that is no step.
+    """
     if not isinstance(row, Iterable):
         problems.append(f"rank {rank}: {row!r} is no row of steps")
         return
@@ -129,7 +140,10 @@ def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]
 
 
 def _pass(item: Sequence[Any]) -> Pass:
-    """Return a pass or a tuple as a Pass. Raises: TypeError or ValueError if it is none."""
+    """Return a Pass made from a tuple (kind, stage, microbatch) with or without a slice.
+
+    Raises: TypeError or ValueError if `item` is no such tuple.
+    """
     # The user's numbers may be numpy's, which a JSON file cannot have.
     kind, stage, microbatch, *piece = item
     slices = (int(x) for x in piece if x is not None)
@@ -137,7 +151,11 @@ def _pass(item: Sequence[Any]) -> Pass:
 
 
 def _more(made: Schedule, problems: list[str]) -> dict[str, Any]:
-    """Return the fields of a Schedule that have defaults, as tuples; append to `problems`."""
+    """Return cuts, documents and shared streams of a user's schedule by field name, as tuples.
+
+    Args:
+        problems: receives a sentence for each field with a value of a wrong type.
+    """
     # For each field: the words of its error, and a function that raises if the value is no such.
     shapes: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
         "cuts": ("lengths of slices, such as (1.0, 1.0)", lambda x: tuple(map(float, x))),

@@ -21,11 +21,12 @@ from megapipe.schedule.simulate import simulate
 class Block:
     """The building block of a rank of the V: the slots of its passes for microbatch 0.
 
-    Microbatch i runs 6 i slots later. `weights` returns the slots of its W.
+    A slot is the time of one pass. Microbatch i runs 6 i slots later. `weights` returns the slots
+    of the two W.
 
     Attributes:
-        f0, b0: slots of the chunk going down.
-        f1, b1: slots of the chunk going up.
+        f0, b0: slots of F and B of the stage on the way down the V.
+        f1, b1: slots of F and B of the stage on the way up.
     """
 
     f0: int
@@ -34,9 +35,9 @@ class Block:
     b0: int
 
     def weights(self) -> tuple[int, int]:
-        """Return the slots of (W0, W1).
+        """Return (slot of W of the stage going down, slot of W of the stage going up).
 
-        Each is the first free slot after its B; the earlier B chooses first.
+        Each W takes the first free slot after its B. The W of the earlier B chooses first.
         """
         # Slots are equal modulo 6, because every microbatch repeats the block 6 slots later.
         taken = {slot % 6 for slot in (self.f0, self.f1, self.b1, self.b0)}
@@ -49,10 +50,13 @@ class Block:
 
 
 def packed(blocks: Sequence[Block], microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    """Return the steps of each rank.
+    """Return each rank's steps: repeated building blocks with a packed warm-up and cool-down.
 
-    First both ramps are packed with each W in its slot. Then the cool-down is packed again without
-    W, and W take the slots that F and B leave free.
+    First both are packed with each W in its slot. Then the cool-down is packed again without W,
+    and W take the slots that F and B leave free.
+
+    Args:
+        blocks: the building block of each rank.
     """
     slots = _pack(_with_weights(_repeated(blocks, microbatches)), microbatches, weights=True)
     # In the cool-down other ranks wait for B, and nobody waits for a W. So B comes first.
@@ -65,7 +69,7 @@ Slots = list[dict[int, Pass]]
 
 
 def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
-    """Return F and B of all microbatches in the slots of the building blocks."""
+    """Return F and B of all microbatches in the slots of the building blocks, without W."""
     slots: Slots = []
     for down, block in enumerate(blocks):
         up = 2 * len(blocks) - 1 - down
@@ -83,10 +87,12 @@ def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
 
 
 def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
-    """Return the slots after moving passes of the ramps to the earliest free slots.
+    """Return the slots after passes of warm-up and cool-down have moved to the earliest free slots.
 
     Args:
-        weights: the slots have W. Without W only the cool-down is packed.
+        slots: the pass in each taken slot, for each rank.
+        weights: `slots` have W. Without W only the cool-down is packed, and W are added to the
+            result.
     """
     last = 2 * len(slots) - 1
     rows = [RankSlots(row, weights) for row in slots]
@@ -117,12 +123,13 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
 
 
 class RankSlots:
-    """The slots of a rank, with the memory after each slot.
+    """The passes of a rank by slot, with the memory after each slot.
 
-    `states` has (microbatches of a stage held, W pending) after each slot. `move` moves a pass to
-    an earlier slot, `move_pair` a B with its W.
+    `move` moves a pass to an earlier slot, `move_pair` a B with its W. `states` has, after each
+    slot, (microbatches held by both stages, W pending).
 
     Args:
+        passes: the pass in each taken slot.
         weights: W are among the passes. Otherwise each free slot counts as a pending W.
     """
 
@@ -133,11 +140,11 @@ class RankSlots:
         self.states = self._after(0, len(self.states))
 
     def move(self, slot: int, earliest: int, limit: int) -> int:
-        """Move the pass of a slot to the first free slot from `earliest` on that fits.
+        """Move the pass of `slot` to the first free slot from `earliest` on that fits the limit.
 
         Args:
             limit: most microbatches held after any slot.
-        Returns: its new slot, or the old one if no slot fits.
+        Returns: the new slot, or the old one if no slot fits.
         """
         item = self.passes.pop(slot)
         # Where the earliest slot exceeds the limit a later one may not: memory goes up and down.
@@ -154,8 +161,10 @@ class RankSlots:
         return slot
 
     def move_pair(self, slot: int, earliest: int) -> int:
-        """Move the passes of a slot and the next one to the first two adjacent free slots.
+        """Move the passes of `slot` and `slot` + 1 to the first two adjacent free slots.
 
+        Args:
+            earliest: the first slot that they may take.
         Returns: the first of the new slots.
         """
         first = self.passes.pop(slot)
@@ -169,7 +178,10 @@ class RankSlots:
         return free
 
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the states from slot `first` until nothing changes any more after slot `last`."""
+        """Return (microbatches held, W pending) after each slot from `first` on.
+
+        The list ends after slot `last` as soon as a state equals the one recorded in `states`.
+        """
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []
         for slot in range(first, len(self.states)):
@@ -189,7 +201,7 @@ class RankSlots:
 
 
 def _squeezed(slots: Slots, microbatches: int) -> Slots:
-    """Return the slots in the same order with every pass as early as it can run."""
+    """Return the slots with every pass as early as it can run. Each rank's order stays."""
     table = Schedule("packed", vee(len(slots)), microbatches, _steps(slots))
     # A stage of the V is half a device share, so a pass takes one unit of time: one slot.
     time = simulate(table, Costs(2, 2, 2))
@@ -200,9 +212,12 @@ def _squeezed(slots: Slots, microbatches: int) -> Slots:
 
 
 def _with_weights(slots: Slots) -> Slots:
-    """Return the slots with W in the free slots after their B.
+    """Return the slots with the W of each B added in free slots after it.
 
-    If W of both stages are pending, the stage going up comes first, as its B did.
+    If W of both stages of a rank are pending, the W of the stage going up the V comes first.
+
+    Args:
+        slots: F and B in their slots, without W.
     """
     filled = []
     for down, row in enumerate(slots):
@@ -225,7 +240,7 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _without_weights(slots: Slots) -> Slots:
-    """Return the slots without W, which leave their slots free."""
+    """Return the slots with every W taken out. Its slot is free then."""
     without = []
     for row in slots:
         without.append({slot: item for slot, item in row.items() if item.kind is not Kind.W})
@@ -233,7 +248,7 @@ def _without_weights(slots: Slots) -> Slots:
 
 
 def _steps(slots: Slots) -> tuple[tuple[Step, ...], ...]:
-    """Return the rows of the table: the passes of each rank in the order of their slots."""
+    """Return each rank's steps: its passes in the order of their slots, one in each step."""
     rows = []
     for row in slots:
         rows.append(tuple((row[slot],) for slot in sorted(row)))

@@ -10,14 +10,14 @@ from megapipe.schedule.passes import Kind, Pass, Step
 
 
 class Recorder:
-    """The steps of one rank, in the order of the calls.
+    """The steps of one rank, in the order of the calls; `steps` is the list.
 
     Each stage runs its microbatches in order. `f` adds a forward, `bw` a fused backward and `f_bw`
     an overlapped pair. `b` adds an input gradient and defers its weight gradient. `w` runs the
     oldest deferred weight gradient, `pay` all of them.
 
     Args:
-        first: number of the first microbatch of each stage; 0 if a stage is not named.
+        first: number of the first microbatch of each stage; 0 if a stage is not in it.
     """
 
     def __init__(self, first: Mapping[int, int] | None = None) -> None:
@@ -37,8 +37,10 @@ class Recorder:
         self.owed.append(Pass(Kind.W, stage, item.microbatch))
 
     def w(self, stage: int | None = None) -> None:
-        """Run the oldest deferred weight gradient, or the oldest one of a stage.
+        """Add the oldest deferred weight gradient.
 
+        Args:
+            stage: take the oldest of this stage; None for the oldest of any stage.
         Raises: ScheduleError if none is deferred.
         """
         item = next((x for x in self.owed if stage in (None, x.stage)), None)
@@ -55,11 +57,16 @@ class Recorder:
         self.steps.append((self._backward(Kind.BW, stage),))
 
     def f_bw(self, forward: int, backward: int) -> None:
-        """Run a forward of one stage overlapped with a fused backward of another."""
+        """Add a step in which two passes run overlapped.
+
+        Args:
+            forward: the stage of the forward.
+            backward: the stage of the fused backward.
+        """
         self.steps.append((self._forward(forward), self._backward(Kind.BW, backward)))
 
     def pay(self) -> None:
-        """Run all deferred weight gradients, the oldest first."""
+        """Add all deferred weight gradients, the oldest first."""
         while self.owed:
             self.w()
 

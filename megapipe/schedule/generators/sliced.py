@@ -15,18 +15,24 @@ from megapipe.schedule.shapes.slices.slices import of_one_length
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """Return TeraPipe (Li et al. 2021): GPipe with each microbatch in n slices.
+    """Return TeraPipe (Li et al. 2021): GPipe with each microbatch in n slices of equal length.
 
-    Bubble (p-1)(F+B+W)/n, memory m.
+    The bubble of p ranks is (p-1)(F+B+W)/n. A rank holds all microbatches.
+
+    Args:
+        slices: slices of a microbatch, n.
     """
     # GPipe for m n microbatches, read as m of n slices each.
     return of_one_length("terapipe", lambda count: gpipe(ranks, count), microbatches, slices)
 
 
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """Return Seq1F1B (Sun et al. 2024): 1F1B with each microbatch in n slices.
+    """Return Seq1F1B (Sun et al. 2024): 1F1B with each microbatch in n slices of equal length.
 
-    Bubble (p-1)(F+B+W)/n, memory 1 + (p-1)/n.
+    The bubble of p ranks is (p-1)(F+B+W)/n. A rank holds 1 + (p-1)/n microbatches.
+
+    Args:
+        slices: slices of a microbatch, n.
     """
     return of_one_length("seq1f1b", lambda count: one_f_one_b(ranks, count), microbatches, slices)
 
@@ -34,12 +40,12 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
 def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
     """Return SlimPipe (Li et al. 2025): interleaved 1F1B with each microbatch in n slices.
 
-    A rank holds one microbatch and 2 (p-1) / (v n) of another. Bubble (p-1)(F+B+W)/(v n).
+    Of p ranks each holds 1 + 2 (p-1) / (v n) microbatches. The bubble is (p-1)(F+B+W)/(v n).
 
     Args:
         chunks: stages on each rank, v.
-        slices: slices of a microbatch, a multiple of the ranks; None for one for each rank.
-    Raises: ScheduleError for another number of slices.
+        slices: slices of a microbatch, n, a multiple of the ranks; None for as many as ranks.
+    Raises: ScheduleError if `slices` is no multiple of the ranks.
     """
     count = ranks if slices is None else slices
     # Interleaved runs groups of p microbatches, here of p slices, and a microbatch is whole groups.

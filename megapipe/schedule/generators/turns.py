@@ -23,13 +23,14 @@ def in_turns(
     slope: int = 0,
     lag: int | None = None,
 ) -> Schedule:
-    """Return the table of a loop of stages.
+    """Return a table of stages dealt round-robin: forwards, then a forward and a backward in turns.
 
     Args:
-        groups: sizes of the groups of microbatches. A group passes one chunk after another.
+        name: name of the table.
+        groups: sizes of the groups of microbatches. A group passes one chunk, then the next one.
         chunks: stages on each rank.
-        ahead: forwards of the warm-up on the last rank.
-        slope: further forwards of the warm-up for each rank before the last one.
+        ahead: number of forwards on the last rank before its first backward.
+        slope: number of such forwards that each rank has more than the next rank.
         lag: splits the backward. Rank r then runs its oldest W after a B once more than lag * r of
             them are pending. None keeps the backward fused.
     """

@@ -22,27 +22,33 @@ from megapipe.schedule.passes import Kind, Pass, Placement, Schedule
 
 
 def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Return the placement that deals stages round-robin: naive, GPipe, 1F1B, interleaved, ZB-H."""
+    """Return the placement with stage s on rank s modulo `ranks`.
+
+    It is for naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules.
+
+    Args:
+        chunks: stages on each rank.
+    """
     return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
 
 
 def vee(ranks: int) -> Placement:
-    """Return the V: stages down and up again. ZB-V, V-Half, V-Min and DualPipeV.
+    """Return the V: two stages on each rank, numbered down the ranks and up again.
 
-    Rank 0 holds both ends of the model.
+    Rank 0 has both ends of the model. ZB-V, V-Half, V-Min and DualPipeV use it.
     """
     return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
 
 
 def wave(ranks: int, waves: int) -> Placement:
-    """Return the V repeated several times: Hanayo. A wave begins on the rank where one ended."""
+    """Return the V repeated `waves` times, for Hanayo. Each V begins and ends on rank 0."""
     return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
 
 
 def mirror(ranks: int) -> Placement:
-    """Return two copies of the model in opposite directions: DualPipe and Chimera.
+    """Return the placement of two copies of the model in opposite directions: DualPipe and Chimera.
 
-    It has the ranks of the V, cut into two chains.
+    Its stages are on the ranks of the V, cut into two chains. A chain has all stages of one copy.
     """
     return Placement((*range(ranks), *reversed(range(ranks))), ranks)
 
@@ -76,7 +82,8 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
     """Return Hanayo (Liu et al. 2023, sec. 3): Chimera with one copy, which runs down and up.
 
-    Bubble 2(p-1)F/v at F = BW, for microbatches that fill groups of p. Memory p.
+    The bubble of p ranks is 2(p-1)F/v at F = BW, for microbatches that fill groups of p. A rank
+    holds at most p microbatches.
 
     Args:
         chunks: stages on each rank, v: two for each wave down and up.
@@ -93,8 +100,10 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
 def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Schedule:
     """Return the table in which every rank runs its passes in the order of their slots.
 
+    The module's docstring has the slot of each pass.
+
     Args:
-        group: microbatches of a group in each chain.
+        group: number of microbatches in a group, counted in one chain.
     """
     n = placement.chain
     each = microbatches // placement.num_chains
