@@ -17,4 +17,4 @@ FAMILIES = STEP, OFFLOAD, SHARDING, VOCABULARY
 # The last base's fields come first in a dataclass, so the bases are in reverse order.
 @dataclass(frozen=True, kw_only=True)
 class FamilyCosts(VocabularyCosts, ShardingCosts, OffloadCosts, StepCosts):
-    """The costs of all families. The core's `Costs` inherit them."""
+    """The costs of all families of passes. `Costs` inherits these fields."""

@@ -27,15 +27,18 @@ OfSlice = Callable[[Mapping[str, Any], float, float], Mapping[str, Any]]
 # `Costs` inherits the fields of all families, and the clock asks the families. So neither can be
 # imported here, and two protocols say what a family uses.
 class Prices(Protocol):
-    """The part of `Costs` that a family uses."""
+    """The part of `Costs` that a family uses: `by_stage` returns one field for each stage."""
 
     def by_stage(self, name: str, placement: Placement) -> list[float]:
-        """Return a field of the costs for each stage."""
+        """Return the field `name` of the costs as one value for each stage of the placement."""
         ...
 
 
 class Times(Protocol):
-    """The part of a finished clock that a family uses: start and end of each step, [rank][step]."""
+    """The part of a finished simulation that a family uses: when each step starts and ends.
+
+    Both lists are indexed [rank][step of the rank's row], in the time unit of the costs.
+    """
 
     @property
     def start(self) -> list[list[float]]: ...
@@ -56,7 +59,7 @@ def _no_change(*_: Any) -> Any:
 
 
 def times(share: float, whole: PerStage) -> PerStage:
-    """Return a field of costs multiplied by `share`, for each stage if it names stages."""
+    """Return a field of costs multiplied by `share`: one number, or a tuple with one per stage."""
     if isinstance(whole, tuple):
         return tuple(share * x for x in whole)
     return share * whole
@@ -64,23 +67,27 @@ def times(share: float, whole: PerStage) -> PerStage:
 
 @dataclass(frozen=True)
 class Family:
-    """A family's answers about a table. Each callable takes the Schedule first.
+    """The answers of a family, a group of kinds of pass, to what the core asks about a table.
+
+    Each callable takes the Schedule first, except `of_slice`. Clock and verifier call them.
 
     Attributes:
         name: its folder here, in `pipeline_parallel.families` and in `plan.families`.
         kinds: its kinds of pass.
-        problems: yields the mistakes in its passes, given the step of each pass in its row.
-        needs: returns the passes that make a result needed with Where.RUN, by (pass, result).
-        instead: returns passes that hold other memory than their kind says, with the letter of the
-            field `mem_<letter>` that they hold.
-        whole: yields further changes of a rank's memory as (time, size, step of its row), given
-            costs, clock and rank.
+        problems: yields a sentence for each mistake in its passes. It takes, for each pass, the
+            index of its step in its rank's row.
+        needs: returns which passes make a result that a pass needs with Where.RUN. The keys are
+            (pass that needs it, result).
+        instead: returns the passes that hold other memory than their kind says. The value is the
+            letter of the costs field `mem_<letter>` that they hold.
+        whole: yields further changes of a rank's memory as (time, size, step of its row). It takes
+            costs, the start and end of each step, and the rank.
         evaluated: returns the pass that takes the place of a pass in an evaluation; None leaves it
             out.
-        of_slice: returns its costs of a slice. It takes the costs of a microbatch by name, then
-            the length of the slice as a share of the sequence. The third argument is the length of
-            the document that ends with the slice, 0 if none does.
-        of_a_rank: its costs whose plain number is per rank, however many stages the rank has.
+        of_slice: returns its costs of a slice by name. It takes the costs of a microbatch by name,
+            then the length of the slice as a share of the sequence. The third argument is the share
+            of the document that ends with the slice, 0 if none does.
+        of_a_rank: names of its costs whose plain number is per rank, for any number of stages.
     """
 
     name: str

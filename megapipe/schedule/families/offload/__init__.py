@@ -11,11 +11,13 @@ from megapipe.schedule.families.offload.rules import MOVES, inputs, memory_probl
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCosts:
-    """Time and memory of offloaded and recomputed activations.
+    """Time and memory of offloaded and recomputed activations, in the units of the costs.
+
+    A value is for a microbatch on one stage: one number for all stages, or one for each.
 
     Attributes:
-        o: copying a microbatch's activations to the host.
-        l: copying them back.
+        o: time of copying the activations to the host.
+        l: time of copying them back.
         mem_o: the part of mem_b that is copied, mem_k first; None for all of it. A slice copies its
             part without keys. The last slice of a document also copies the keys of all its slices.
         mem_r: held in place of mem_b from a forward to its recomputation: the input. A slice also

@@ -18,10 +18,11 @@ class Offload:
             whichever is fastest within the memory. "needed" does so only if the table does not fit,
             or if any order is allowed and another one is faster.
         any_order: with "needed", also search other orders of the same stages.
-        chunks: with "all", offload only this many first stages of each rank.
-        switch: with "all", this many neighbouring ranks share the copies to the host.
+        chunks: with "all", offload only this many first stages of each rank; None for all.
+        switch: with "all", this many neighbouring ranks share the copies to the host; None if no
+            ranks do.
         tries: number of single choices that "fits" changes; None for as many as take half a second.
-        most: with "fits", the longest makespan of interest.
+        most: with "fits", the longest makespan of interest, in the time unit of the costs.
         other: tables that "fits" may choose instead of the given one.
     """
 

@@ -40,14 +40,15 @@ def with_offload(
     stages: Collection[int] | None = None,
     switches: Iterable[Sequence[int]] = (),
 ) -> Schedule:
-    """Return the table with O and L for some stages and microbatches.
+    """Return the table with O and L, which copy activations to the host and back.
 
     Args:
         share: this part of each stage's microbatches, the ones held longest, is copied. Equal ones
             are spread evenly. A copy that would not return in time is left out.
-        chosen: copies these, instead of a share.
-        stages: with a share, copies only for these stages.
-        switches: groups of ranks that share the copies in each direction, in the clock's order.
+        chosen: copies these (stage, microbatch or slice), late or not, instead of a share.
+        stages: with a share, copies only for these stages; None for all.
+        switches: groups of ranks that share one stream of copies in each direction. Copies on it
+            run in the order of the simulated times.
     Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
     """
     _refuse(schedule, {Kind.O, Kind.L}, chosen)
@@ -72,9 +73,12 @@ def with_offload(
 def with_recompute(
     schedule: Schedule, costs: Costs = UNIT, *, share: float = 1.0, chosen: Chosen | None = None
 ) -> Schedule:
-    """Return the table with R for some stages and microbatches.
+    """Return the table with R, the recomputation of a forward, before some backwards.
 
-    Arguments and errors are as in `with_offload`.
+    Args:
+        share: this part of each stage's microbatches, the ones held longest, is recomputed.
+        chosen: recomputes these (stage, microbatch or slice) instead of a share.
+    Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
     """
     _refuse(schedule, {Kind.R}, chosen)
     if chosen is None:
@@ -92,7 +96,12 @@ def with_recompute(
 
 
 def sharing(schedule: Schedule, costs: Costs, groups: Sequence[tuple[int, ...]]) -> Schedule:
-    """Return the table with copy streams that these groups of ranks share, in the clock's order."""
+    """Return the table with streams of copies that several ranks share.
+
+    Args:
+        groups: the ranks of each group. A group has one stream in each direction. Its copies run
+            in the order in which the ranks post them under `costs`.
+    """
     if not groups:
         return schedule
     # The order is by the time at which each copy is posted in its row. Rows and needs follow the
@@ -121,6 +130,7 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
     """Return the (stage, microbatch or slice) held longest between forward and backward.
 
     Args:
+        clock: start and end of each step of the table.
         share: the part of each stage's microbatches to return.
     """
     held: dict[int, list[tuple[float, float, int]]] = {}
@@ -145,9 +155,12 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
 
 
 def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None:
-    """Refuse a table with these kinds, or a choice of a microbatch that it does not have.
+    """Refuse a table that has kinds of pass to be added, or a choice that it does not have.
 
-    Raises: ScheduleError that names them.
+    Args:
+        added: the kinds to be added.
+        chosen: (stage, microbatch or slice) to move; None if a share is moved.
+    Raises: ScheduleError that names the kinds, or the choice.
     """
     twice = sorted(added & schedule.kinds)
     if twice:
@@ -166,13 +179,15 @@ def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None
 
 @dataclass(frozen=True)
 class _Copy:
-    """The offload of a microbatch or slice. `step` returns its O or L.
+    """The copies to the host and back of a microbatch's or slice's activations on a stage.
+
+    `step` returns the step of its O or L.
 
     Attributes:
-        of: its backward.
-        rank: its rank.
-        out, used: the steps of its forward and its backward on this rank.
-        ready, due: when the forward ends and the backward starts, by the clock without copies.
+        of: the backward that uses the activations.
+        rank: the rank of the stage.
+        out, used: indices of the steps of its forward and its backward in the rank's row.
+        ready, due: when the forward ends and the backward starts in a table without copies.
     """
 
     of: Pass
@@ -183,12 +198,17 @@ class _Copy:
     due: float
 
     def step(self, kind: Kind) -> Step:
-        """Return the step with its pass of this kind."""
+        """Return the step with its O or L, given as `kind`."""
         return (self.of._replace(kind=kind),)
 
 
 def _copies(ranks: Sequence[int], schedule: Schedule, clock: Clock, wanted: Chosen) -> list[_Copy]:
-    """Return the offloads of these ranks."""
+    """Return a _Copy for each chosen activation of these ranks.
+
+    Args:
+        clock: start and end of each step of the table without copies.
+        wanted: (stage, microbatch or slice) to copy.
+    """
     copies = []
     for rank in ranks:
         made: dict[Pass, int] = {}
@@ -212,9 +232,11 @@ def _put_copies(
     *,
     fixed: bool,
 ) -> dict[int, tuple[Step, ...]]:
-    """Return the rows, with O and L, of ranks that share their copies.
+    """Return the rows, by rank, with O and L for ranks that share one stream in each direction.
 
     Args:
+        clock: start and end of each step of the table without copies.
+        wanted: (stage, microbatch or slice) to copy.
         fixed: copy all that are wanted, even if they return late.
     """
     of_part = {}
@@ -263,14 +285,23 @@ def _put_copies(
 
 
 class _Places:
-    """The compute passes of a row by their ends. `before` returns the last one until a time."""
+    """The places in a rank's row where a copy may be inserted: after its compute passes.
+
+    `before` returns the last compute step that ends by a given time.
+
+    Args:
+        end: end of each step of the row.
+    """
 
     def __init__(self, row: Sequence[Step], end: Sequence[float]) -> None:
         self._steps = [i for i, step in enumerate(row) if step[0].kind.traits.lane is Lane.COMPUTE]
         self._ends = [end[i] * (1 - 1e-9) for i in self._steps]
 
     def before(self, time: float) -> int:
-        """Return the last step that ends by then, -1 for none. A copy after it is rather early."""
+        """Return the index of the last compute step that ends by `time`, -1 for none.
+
+        A copy inserted after this step may start too early, but never late.
+        """
         at = bisect_right(self._ends, time)
         if at == 0:
             return -1

@@ -12,14 +12,16 @@ _FIELDS = ("o", "l", "mem_o", "mem_r", "mem_k")
 
 
 def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mapping[str, Any]:
-    """Return the fields of O, L and R for a slice. Copies take time in proportion to their size.
+    """Return the fields o, l, mem_o and mem_r of the costs for one slice, by name.
+
+    Copies take time in proportion to their size.
 
     Args:
-        costs: the fields for a whole microbatch.
+        costs: the fields for a whole microbatch, by name.
         length: length of the slice as a share of the sequence.
-        document: length of the document that ends with the slice; 0 if none does.
-    Raises: ScheduleError if some fields name each stage, others one value for all stages, and there
-        are keys.
+        document: length, as such a share, of the document that ends with the slice; 0 if none does.
+    Raises: ScheduleError if keys and values hold memory (mem_k), some fields name each stage and
+        others have one value for all stages.
     """
     moved = {name: costs[name] for name in _FIELDS}
     if moved["mem_o"] is None:
@@ -50,7 +52,13 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
 
 
 def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[float, ...]:
-    """Return o, l, mem_o and mem_r of a slice on one stage, given `_FIELDS` of a microbatch."""
+    """Return (o, l, mem_o, mem_r) of one slice on one stage.
+
+    Args:
+        whole: o, l, mem_o, mem_r and mem_k of a whole microbatch on the stage.
+        length: length of the slice as a share of the sequence.
+        document: length, as such a share, of the document that ends with the slice; 0 if none does.
+    """
     out, back, copied, held, keys = whole
     # Keys are copied first, all keys of a document with its last slice.
     moves = min(keys, copied)

@@ -12,10 +12,10 @@ MOVES = frozenset({Kind.O, Kind.L, Kind.R})
 
 
 def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield mistakes of copies and recomputations.
+    """Yield a sentence for each mistake in the copies (O, L) and recomputations (R) of a table.
 
     Args:
-        seen: the step of each pass in its row.
+        seen: for each pass, the index of its step in its rank's row.
     """
     rank_of = schedule.placement.rank_of
     for item, step in seen.items():
@@ -37,7 +37,12 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 
 
 def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
-    """Return where a copy lacks its other end, or a recomputation repeats a copy."""
+    """Return [a sentence] if O or L has no counterpart, or if R repeats a copied forward; else [].
+
+    Args:
+        item: an O, L or R.
+        seen: for each pass, the index of its step in its rank's row.
+    """
     out = item._replace(kind=Kind.O)
     back = item._replace(kind=Kind.L)
     if item.kind is Kind.O and back not in seen:
@@ -51,7 +56,12 @@ def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
 
 
 def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield where O, L or R comes before the pass that it needs, or after its user."""
+    """Yield a sentence where O, L or R is on the wrong side of its forward, copy or backward.
+
+    Args:
+        item: an O, L or R.
+        seen: for each pass, the index of its step in its rank's row.
+    """
     # The order of one microbatch in its row is F O L B or F R B.
     kind = item.kind
     at = seen[item]
@@ -76,7 +86,14 @@ def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
 
 
 def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield mistakes of a shared stream: it has all passes of its ranks, in each rank's order."""
+    """Yield a sentence for each mistake of a stream that several ranks share.
+
+    It must have all copies of its ranks in its direction, in the order of each rank's row.
+
+    Args:
+        lane: the shared stream.
+        seen: for each pass, the index of its step in its rank's row.
+    """
     rank_of = schedule.placement.rank_of
     ranks = ", ".join(map(str, lane.ranks))
     where = f"the {lane.lane} stream that ranks {ranks} share"
@@ -107,9 +124,9 @@ def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int])
 
 
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Return the (stage, microbatch) whose forward is recomputed.
+    """Return each (stage, microbatch) whose forward is recomputed.
 
-    Where microbatches are cut, it has the number of the slice among all slices.
+    If microbatches are cut, the number of the slice among all slices replaces the microbatch.
     """
     if Kind.R not in schedule.kinds:
         return frozenset()
@@ -118,7 +135,10 @@ def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 
 def inputs(schedule: Schedule) -> Mapping[Pass, str]:
-    """Return the forwards that hold only their input, mem_r, because they are recomputed."""
+    """Return the forwards that are recomputed, each with the letter "r".
+
+    The letter says that they hold the costs field `mem_r`, their input, in place of `mem_b`.
+    """
     again = computed_again(schedule)
     # Without recomputation, as in most tables, no pass is looked at.
     forwards = (x for x in schedule.passes() if again and x.kind.is_forward)

@@ -53,12 +53,14 @@ EFFORT = 0.1
 
 @dataclass(frozen=True)
 class Solved:
-    """A table with its choices.
+    """A table and the choice for the activations of each stage and microbatch.
 
     Attributes:
         plain: the table before offload and recomputation.
-        schedule: the table with them.
-        peak: most activation of each rank.
+        choices: offload or recompute for each (stage, microbatch or slice) that is not held.
+        schedule: the table with O, L and R for these choices.
+        makespan: of `schedule`, in the time unit of the costs.
+        peak: most activation that each rank holds in `schedule`, in the unit of the costs.
     """
 
     plain: Schedule
@@ -69,7 +71,10 @@ class Solved:
 
 
 def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
-    """Return the catalogue's tables of these numbers with one copy of the weights and no pairs."""
+    """Return the table of each catalogue schedule that exists for these ranks and microbatches.
+
+    Schedules with two copies of the weights or with overlapped pairs are left out.
+    """
     found = []
     for name, entry in PATTERNS.items():
         # Two copies of the weights take the memory that is to be saved.
@@ -94,12 +99,13 @@ def searched(
 ) -> Iterator[Schedule]:
     """Yield tables that will fit this memory once most of their activations are moved.
 
-    The search counts only a part of what forwards hold. It counts all that W waits with, because
-    nothing moves that.
+    They come from six searches. Each counts only a part of the memory of forwards, and all memory
+    that a pending W holds, because nothing moves that.
 
     Args:
+        memory: most activation of the ranks, in the unit of the costs.
         place: the placement; None for the best of loops and V.
-        effort: of each of six searches, as in `search.auto`.
+        effort: of each search, about the seconds on one core.
     """
     # A search under the real costs would leave no order that holds more than the memory, and these
     # are the ones worth offloading.
@@ -129,7 +135,7 @@ takes longer than a forward.
 class _Answer:
     """A candidate: choices for one table, with their time and memory.
 
-    `rank` sorts candidates.
+    `rank` is the value by which candidates are sorted.
     """
 
     table: _Table
@@ -138,14 +144,18 @@ class _Answer:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Return (makespan, number of places that are not held); the smallest is the best."""
+        """Return (makespan, number of activations that are not held); the smallest is the best."""
         return self.weight.makespan, len(self.choices)
 
 
 class _Table:
-    """A table before offload and recomputation.
+    """A table before offload and recomputation, for which many choices are evaluated.
 
-    `answer` evaluates choices. `pays` returns whether a copy returns in time.
+    `answer` returns the time and memory of choices. `pays` returns whether a copy to the host
+    returns in time.
+
+    Args:
+        memory: most activation of the ranks, in the unit of the costs.
     """
 
     def __init__(self, plain: Schedule, costs: Costs, memory: Memory) -> None:
@@ -167,11 +177,16 @@ class _Table:
             self.on[place.rank_of[one[0]]].append(one)
 
     def answer(self, choices: Choices) -> _Answer:
-        """Return the candidate with these choices."""
+        """Return the candidate that has these choices, with its time and memory."""
         return _Answer(self, choices, self._weigh(choices))
 
     def pays(self, weight: Weight, place: Place) -> bool:
-        """Return whether a place can be copied out and back between its forward and backward."""
+        """Return whether an activation can be copied out and back between its forward and backward.
+
+        Args:
+            weight: the times of all forwards and backwards.
+            place: the (stage, microbatch or slice) of the activation.
+        """
         x = self.number[place]
         return weight.used[x] - weight.done[x] >= self.copy[x]
 
@@ -186,14 +201,17 @@ def solve(
     seed: int = 0,
     most: float = inf,
 ) -> Solved:
-    """Return the best choices for one of some tables. Equal arguments give equal results.
+    """Return the best table and choices within the memory. Equal arguments give equal results.
+
+    A choice holds, offloads or recomputes the activations of a stage and microbatch.
 
     Args:
-        plain: tables without offload and recomputation.
+        plain: tables without offload and recomputation, of which it takes one.
         memory: most activation of the ranks, in the unit of the costs.
-        tries: changes of single choices to try, in each of the three best tables. None tries as
+        tries: random changes of single choices, in each of the three best tables. None tries as
             many as take half a second, which are more with a C compiler.
-        most: longest makespan of interest.
+        seed: of the random changes.
+        most: longest makespan of interest, in the time unit of the costs.
     Raises: ScheduleError if no table fits the memory within that makespan.
     """
     found: list[_Answer] = []
@@ -232,9 +250,13 @@ def solve(
 
 
 def _starts(table: _Table, most: float) -> Iterator[_Answer]:
-    """Yield first candidates for one table, while they are of interest.
+    """Yield candidates for one table, from which the random changes begin.
 
-    They use one verb for all places, or one verb first for the places that do not fit.
+    First all activations are held. If that does not fit, some or all are offloaded or recomputed.
+
+    Args:
+        most: longest makespan of interest. A table that exceeds it with all activations held has
+            no further candidates.
     """
     # Holding everything takes least time, so nothing else is of interest if it fits.
     yield table.held
@@ -255,7 +277,13 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
 
 def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
-    """Yield the table with as many choices as it needs to fit, if some are enough within `most`."""
+    """Yield a candidate that fits, after moving activations one at a time; nothing if none fits.
+
+    Args:
+        start: the candidate to begin with.
+        verbs: the choices to use: offload, recompute or both.
+        most: longest makespan of interest.
+    """
     # A place changes at most twice: from hold to offload, then to recompute.
     now = start
     table = start.table
@@ -273,10 +301,13 @@ def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Ans
 
 
 def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
-    """Return the next choices of a rank that exceeds its limit; none if it does not.
+    """Return what to move next on a rank that exceeds its memory limit; [] if it does not.
 
-    Of the activations held at that moment, the longest ones are moved: one, or several if the
-    rank has many places.
+    The items are ((stage, microbatch or slice), offload or recompute). Of the activations held when
+    the limit is first exceeded, the longest are moved: one, or several if the rank has many.
+
+    Args:
+        verbs: the choices to use: offload, recompute or both.
     """
     table = now.table
     weight = now.weight
@@ -301,7 +332,13 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 
 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
-    """Return the candidate after single changes that make it faster, or need fewer passes."""
+    """Return the best candidate after random changes of single choices.
+
+    A change is kept if the result fits and is faster, or as fast with fewer activations moved.
+
+    Args:
+        tries: number of changes.
+    """
     best = start
     table = start.table
     # No choice is faster than holding everything.

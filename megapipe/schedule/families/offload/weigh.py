@@ -33,7 +33,7 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.O, Kind.L)
 
 
 class Verb(StrEnum):
-    """The choices for activations of a stage and microbatch until their backward."""
+    """The choices for activations of a stage and microbatch between forward and backward."""
 
     HOLD = "hold"
     OFFLOAD = "offload"
@@ -46,10 +46,10 @@ Choices = Mapping[Place, Verb]
 
 @dataclass(frozen=True)
 class Weight:
-    """Time and memory of a table with its choices.
+    """Time and memory of a table with its choices, in the units of the costs.
 
-    `fits` returns whether all ranks keep to their limits. Lists by place are in the order of
-    `places`.
+    `fits` returns whether all ranks keep to their limits. A place is a (stage, microbatch or
+    slice). Lists by place are in the order of `places`.
 
     Attributes:
         made, done: start and end of the forward of each place.
@@ -75,14 +75,17 @@ Weigh = Callable[[Choices], Weight]
 
 
 def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
-    """Return the limit of each rank."""
+    """Return the memory limit of each rank, given one for all ranks or a tuple of them."""
     if isinstance(memory, tuple):
         return memory
     return (memory,) * ranks
 
 
 def places(plain: Schedule) -> list[Place]:
-    """Return all places, in order. Each of DualPipe's two copies has its own microbatches."""
+    """Return every place, (stage, microbatch) or (stage, number of the slice), stage by stage.
+
+    Each of DualPipe's two copies of the model has its own microbatches.
+    """
     place = plain.placement
     per = len(plain.slices)
     found = []
@@ -95,7 +98,7 @@ def places(plain: Schedule) -> list[Place]:
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
-    """Return the forward of a place."""
+    """Return the forward of a place: (stage, microbatch) or (stage, number of the slice)."""
     stage, number = place
     if not plain.cuts:
         return Pass(Kind.F, stage, number)
@@ -103,7 +106,11 @@ def forward_of(plain: Schedule, place: Place) -> Pass:
 
 
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
-    """Return the table with the passes of these choices."""
+    """Return the table with O, L and R for these choices.
+
+    Args:
+        plain: the table without offload and recomputation.
+    """
     # R before O and L: it takes compute time, and copies are put where the clock leaves them time.
     table = plain
     for verb, transform in ((Verb.RECOMPUTE, with_recompute), (Verb.OFFLOAD, with_offload)):
@@ -114,7 +121,12 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
 
 
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
-    """Return a function from choices to time and memory of the table with them."""
+    """Return a function from choices to the time and memory of the table with them.
+
+    Args:
+        plain: the table without offload and recomputation.
+        memory: most activation of the ranks, in the unit of the costs.
+    """
     code = library()
     limits = by_rank(memory, len(plain.ranks))
     # The C code knows F, B, W and BW in steps of one pass. Other tables go by the clock.
@@ -125,7 +137,11 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
 
 
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
-    """Return time and memory of the table with these choices, by building and simulating it."""
+    """Return time and memory of the table with these choices, by building and simulating it.
+
+    Args:
+        limits: most activation of each rank.
+    """
     time = simulate(applied(plain, choices, costs), costs)
     forwards = [forward_of(plain, place) for place in places(plain)]
     over = []
@@ -142,7 +158,7 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
 
 
 def _user(time: Timeline, f: Pass) -> Pass:
-    """Return the backward of a forward, B or BW."""
+    """Return the backward of the forward `f`: B if the table has it split, else BW."""
     b = f._replace(kind=Kind.B)
     if b in time.start:
         return b
@@ -161,7 +177,13 @@ class _Moved(ctypes.Structure):
 
 
 class _Places:
-    """The places of a table, with the lists that the C code reads; each list is by place."""
+    """The places of a table, each a (stage, microbatch or slice), as lists for the C code.
+
+    Each method returns a list with one value for each place. In such lists a place is its index.
+
+    Args:
+        plain: the table without offload and recomputation.
+    """
 
     def __init__(self, plain: Schedule, costs: Costs) -> None:
         self.plain = plain
@@ -174,7 +196,11 @@ class _Places:
             self.by_part[part] = costs.of_slice(plain.cuts, part)
 
     def near(self, step: Callable[[int], int | None]) -> list[int]:
-        """Return the same microbatch's place on a neighbouring stage, -1 without one."""
+        """Return, for each place, its microbatch's place on a neighbouring stage, -1 without one.
+
+        Args:
+            step: returns the neighbour of a stage, None without one.
+        """
         found = []
         for f in self.forwards:
             to = step(f.stage)
@@ -185,7 +211,11 @@ class _Places:
         return found
 
     def lags(self, to: Sequence[int]) -> list[float]:
-        """Return the time of the message between each place and the place in `to`."""
+        """Return, for each place, the time of a message to another place.
+
+        Args:
+            to: the other place, for each place; -1 for no message, which takes 0.
+        """
         rank_of = self.plain.placement.rank_of
         found = []
         for f, x in zip(self.forwards, to, strict=True):
@@ -197,7 +227,7 @@ class _Places:
         return found
 
     def slice_at(self, by: int) -> list[int]:
-        """Return the place of the slice `by` slices later in its document, -1 without one."""
+        """Return, for each place, the place `by` slices later in its document, -1 without one."""
         found = []
         for x, f in enumerate(self.forwards):
             there = -1
@@ -208,14 +238,17 @@ class _Places:
         return found
 
     def last_slices(self) -> list[int]:
-        """Return the place of the last slice of the document."""
+        """Return, for each place, the place of the last slice of its document.
+
+        Where microbatches are not cut it is the place itself.
+        """
         if not self.plain.cuts:
             return [*range(len(self.every))]
         ends = [self.plain.document(f)[-1] - (f.slice or 0) for f in self.forwards]
         return [x + left for x, left in enumerate(ends)]
 
     def durations(self) -> list[float]:
-        """Return the durations of `_KINDS`, kind by kind."""
+        """Return the duration of each kind of pass in `_KINDS` at each place, kind by kind."""
         place = self.plain.placement
         duration = {part: costs.durations(place) for part, costs in self.by_part.items()}
         parts = [self.plain.part(f) for f in self.forwards]
@@ -223,14 +256,19 @@ class _Places:
         return [duration[part][kind][f.stage] for kind in _KINDS for part, f in both]
 
     def memory(self, letter: str) -> list[float]:
-        """Return the field `mem_<letter>`."""
+        """Return the costs field `mem_<letter>` for each place."""
         place = self.plain.placement
         fields = {p: costs.by_stage(f"mem_{letter}", place) for p, costs in self.by_part.items()}
         return [fields[self.plain.part(f)][f.stage] for f in self.forwards]
 
 
 def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence[float]) -> Weigh:
-    """Return the function of `scales` that runs the C code."""
+    """Return the function from choices to time and memory that runs the C code.
+
+    Args:
+        code: the compiled code.
+        limits: most activation of each rank.
+    """
     of = _Places(plain, costs)
     place = plain.placement
     n = len(of.every)
@@ -238,7 +276,11 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
     gradients = gradients_of_keys(plain, costs)
 
     def of_keys(starts: bool) -> Sequence[float]:
-        """Return the change of the gradients of keys at start or end of each backward."""
+        """Return, for each place, the change of memory of the gradients of keys in its backward.
+
+        Args:
+            starts: the change at the start of the backward; otherwise the change at its end.
+        """
         if gradients is None:
             return [0.0] * n
         return [abs(gradients(f, starts)) for f in of.forwards]
