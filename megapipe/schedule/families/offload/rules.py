@@ -86,12 +86,11 @@ def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
 
 
 def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each mistake of a stream that several ranks share.
+    """Yield a sentence for each mistake of one stream that several ranks share.
 
     It must have all copies of its ranks in its direction, in the order of each rank's row.
 
     Args:
-        lane: the shared stream.
         seen: for each pass, the index of its step in its rank's row.
     """
     rank_of = schedule.placement.rank_of

@@ -206,7 +206,7 @@ def solve(
     A choice holds, offloads or recomputes the activations of a stage and microbatch.
 
     Args:
-        plain: tables without offload and recomputation, of which it takes one.
+        plain: tables without offload and recomputation; the best one is taken.
         memory: most activation of the ranks, in the unit of the costs.
         tries: random changes of single choices, in each of the three best tables. None tries as
             many as take half a second, which are more with a C compiler.

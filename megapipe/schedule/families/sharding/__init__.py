@@ -15,9 +15,10 @@ from megapipe.schedule.families.sharding.whole import whole
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingCosts:
-    """Memory of gathered weights and of gradients before reduction.
+    """Memory of gathered weights and of gradients before reduction, in the unit of the costs.
 
-    Their collectives take as long as A and G. The shards that a rank always has are not counted.
+    A value is one number for all stages, or one for each. Gathers (AF, AB) take as long as A,
+    reductions (RS) as G. The shards that a rank always has are not counted.
 
     Attributes:
         mem_a: weights of a stage, from the start of their gather to their last use.

@@ -11,11 +11,13 @@ from megapipe.schedule.families.sharding.sharded import Living
 class Sharding:
     """Settings of gradients, or weights too, that are sharded between runs of passes.
 
-    `shortest` returns the least number of stages that may be gathered at a time.
+    A run is a sequence of passes of a stage that use the same gathered weights. `shortest` returns
+    the choice with the least memory.
 
     Attributes:
         weights: shard weights too, and not only gradients.
-        living: how many stages are gathered at a time; None for the fastest within the memory.
+        living: how many stages of a rank have full weights and gradients at a time; None for the
+            fastest choice within the memory.
     """
 
     weights: bool = True
@@ -23,5 +25,5 @@ class Sharding:
 
     @property
     def shortest(self) -> Living:
-        """Return the choice with the fewest stages gathered at a time."""
+        """Return the choice with the fewest stages gathered at a time, so with least memory."""
         return Living(int(self.weights), 1)

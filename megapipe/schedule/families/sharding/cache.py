@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Stay:
-    """An interval in which a stage has a place.
+    """An interval of a rank's row in which the full weights or gradient of a stage are held.
 
     Attributes:
         first, last: the steps of its first and last use.
-        room: the step after which there is a place for it; -1 for the start of the row.
+        room: the step after which there is room for it; -1 for the start of the row.
     """
 
     stage: int
@@ -33,11 +33,11 @@ class Stay:
 
 
 def stays(uses: Sequence[set[int]], places: int, *, ahead: bool = False) -> list[Stay]:
-    """Return the intervals in which stages have a place, one for each run of a stage.
+    """Return the intervals in which stages are held, one for each run of uses of a stage.
 
     Args:
         uses: the stages that each step of the row uses.
-        places: stages that may be gathered at a time.
+        places: number of stages that may be held at a time. A step that uses more holds more.
         ahead: keep the stages of the step before, so that the next gather need not wait for them.
     """
     # The steps of each stage's future uses, the next one last.
@@ -88,9 +88,10 @@ def _farthest(
     """Return the stage to evict: the one whose next use is farthest; -1 if all are in use.
 
     Args:
+        there: the stages that are held now.
         coming: the steps of each stage's future uses, the next one last.
         used: stages that this step uses.
-        recent: stages not to evict while there is another one.
+        recent: stages of an earlier step, evicted only if there is no other.
     """
     candidates = [stage for stage in there if stage not in used]
     candidates = [stage for stage in candidates if stage not in recent] or candidates

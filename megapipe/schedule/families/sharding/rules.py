@@ -21,13 +21,13 @@ from megapipe.schedule.passes import Pass, Schedule
 
 
 def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield mistakes of gathers and reductions.
+    """Yield a sentence for each mistake of gathers (AF, AB) and reductions (RS) in a table.
 
     The order in which replicas meet needs no rule. All ranks of a data-parallel group run one
     table, and a rank runs its collectives one after another on one stream.
 
     Args:
-        seen: the step of each pass in its row.
+        seen: for each pass, the index of its step in its rank's row.
     """
     if schedule.kinds.isdisjoint(SHARDS):
         return
@@ -47,9 +47,13 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 
 
 def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -> Iterator[str]:
-    """Yield the first pass of each kind that sharded weights or gradients exclude.
+    """Yield a sentence for each kind of pass that shards exclude: G, V, and A with sharded weights.
 
-    Reducing or gathering once a step would do nothing, and V would need weights that are dropped.
+    A and G, once a step, would do nothing, and V would need weights that are dropped.
+
+    Args:
+        seen: for each pass, the index of its step in its rank's row.
+        gathered: weights are sharded, and not only gradients.
     """
     place = schedule.placement
     own = "gradients that are shares"
@@ -65,7 +69,12 @@ def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -
 
 
 def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield the mistake of a gather, which is named by the first pass of its run."""
+    """Yield (gather, sentence) if the gather has no reader or not the number of its first reader.
+
+    Args:
+        run: the gather with the passes that read the gathered weights.
+        seen: for each pass, the index of its step in its rank's row.
+    """
     gather, passes = run
     # The pass that the number of the gather means. A run of AB may begin with R, B or BW.
     if gather.kind is Kind.AF:
@@ -93,7 +102,12 @@ def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield the mistake of a reduction, which is named by the last pass whose gradient it sums."""
+    """Yield (reduction, sentence) if it does not have the number of the last gradient that it sums.
+
+    Args:
+        one: the reduction with the passes whose gradients it sums.
+        seen: for each pass, the index of its step in its rank's row.
+    """
     reduce, _, passes = one
     makers = (reduce._replace(kind=kind) for kind in (Kind.W, Kind.BW))
     named = next((x for x in makers if x in seen), None)
@@ -112,10 +126,14 @@ def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]:
-    """Yield passes of a row without a gather or reduction.
+    """Yield (pass, sentence that says which gather or reduction is missing next to it).
 
-    These are each stage's first pass that reads weights before any gather, and the last pass whose
-    gradient nothing sums.
+    For each stage the first pass is one if it reads weights before any gather. So is the last pass
+    that adds to the weight gradient, if no reduction comes after it.
+
+    Args:
+        row: the passes of one rank, in order.
+        gathered: weights are sharded, so passes that read them need a gather.
     """
     # Each stage is reported once: what follows an ungathered read has the same cause.
     there: set[int] = set()

@@ -31,9 +31,10 @@ from megapipe.schedule.passes import Pass, Schedule
 
 
 class Run(NamedTuple):
-    """A gather with the passes that read the gathered weights.
+    """A gather (AF or AB) with the passes that read the weights it gathers.
 
-    `dropped` is the last user. In a wrong table a run may have no passes.
+    `dropped` is the pass after which the full weights are freed. In a wrong table a run may have
+    no passes.
 
     Attributes:
         passes: the passes that read the weights, in order.
@@ -44,19 +45,22 @@ class Run(NamedTuple):
 
     @property
     def dropped(self) -> Pass:
-        """Return the pass after whose step the full weights are dropped."""
+        """Return the pass after whose step the full weights are freed: the last reader.
+
+        It is the gather itself if the run has no passes.
+        """
         if not self.passes:
             return self.gather
         return self.passes[-1]
 
 
 class Sum(NamedTuple):
-    """A reduction with the passes whose weight gradients it sums.
+    """A reduction (RS) with the passes whose weight gradients it sums.
 
     Attributes:
-        begin: the pass that starts the full gradient. It may be a B, which adds to gradients of
-            weights that have no W, such as norms.
-        passes: the passes that make weight gradients, in order.
+        begin: the first pass that adds to the full gradient. It may be a B, which adds to gradients
+            of weights that have no W, such as norms. If no pass does, it is the reduction.
+        passes: the passes that make weight gradients, W or BW, in order.
     """
 
     reduce: Pass
@@ -65,19 +69,22 @@ class Sum(NamedTuple):
 
 
 def gather_for(first: Pass) -> Pass:
-    """Return the gather of a run that begins with this pass."""
+    """Return the gather of the weights that `first` reads before any other pass.
+
+    It is AF for a forward, else AB.
+    """
     kind = Kind.AF if first.kind.is_forward else Kind.AB
     return first._replace(kind=kind)
 
 
 # Asked of the rows of `kinds`, so that a new kind that reads weights needs no change here.
 def reads_weights(kind: Kind) -> bool:
-    """Return whether such a pass needs the weights of its stage."""
+    """Return whether a pass of this kind needs the weights of its stage."""
     return any(need.made is Made.WEIGHTS for need in kind.traits.needs)
 
 
 def adds_gradients(kind: Kind) -> bool:
-    """Return whether such a pass adds to the gradient of the weights that are gathered."""
+    """Return whether a pass of this kind adds to its stage's weight gradient, as W and BW do."""
     return Made.WEIGHT_GRADIENT in kind.traits.makes
 
 
@@ -91,7 +98,7 @@ _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
 
 def runs(schedule: Schedule, rank: int) -> list[Run]:
-    """Return the runs of a rank's stages, in the order of their gathers."""
+    """Return each gather of one rank with the passes that read its weights, in the order of the row."""
     found: list[tuple[Pass, list[Pass]]] = []
     # The users in the latest run of each stage.
     now: dict[int, list[Pass]] = {}
@@ -105,7 +112,7 @@ def runs(schedule: Schedule, rank: int) -> list[Run]:
 
 
 def sums(schedule: Schedule, rank: int) -> list[Sum]:
-    """Return the reductions of a rank's stages, in order."""
+    """Return each reduction of one rank with the passes whose gradients it sums, in the row's order."""
     found: list[Sum] = []
     now: dict[int, list[Pass]] = {}
     begin: dict[int, Pass] = {}
@@ -122,9 +129,9 @@ def sums(schedule: Schedule, rank: int) -> list[Sum]:
 
 
 def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
-    """Return the passes needed with Where.RUN, by (pass, result).
+    """Return the passes that make what a pass needs with Where.RUN. The keys are (pass, result).
 
-    A pass of a run needs the gather, and a reduction needs the passes whose gradients it sums. A
+    A reader of weights needs its gather. A reduction needs the passes whose gradients it sums. A
     pass that begins a gradient needs the last reduction of its stage, and all reductions of the
     rank but the last. So at most one full gradient is being summed while others grow.
     """
@@ -152,9 +159,9 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 
 
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
-    """Return each gather as an evaluation has it: named by the first forward of its run.
+    """Return the gather that replaces each gather in an evaluation: AF of its run's first forward.
 
-    It is None if the run has no forward.
+    A run is a gather with its readers. The value is None if the run has no forward.
     """
     found: dict[Pass, Pass | None] = {}
     for rank in range(len(schedule.ranks)):
@@ -166,6 +173,8 @@ def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
 
 class Life(NamedTuple):
     """An interval in which a rank holds a stage's full weights or full gradient.
+
+    Steps are indices in the rank's row.
 
     Attributes:
         kind: AF for weights, RS for a gradient.
@@ -182,7 +191,7 @@ class Life(NamedTuple):
 
 
 def lives(schedule: Schedule, rank: int) -> Iterator[Life]:
-    """Yield the intervals of each gathered weight and each gradient before reduction.
+    """Yield the intervals in which one rank holds full weights or a full gradient of a stage.
 
     A reduction frees memory when the rank begins its next reduction or the next gradient of that
     stage, because both wait for the reduction.

@@ -42,13 +42,13 @@ The limit is no time, so that every rank finds the same table.
 
 
 class Living(NamedTuple):
-    """A choice of how many stages of a rank are gathered at a time.
+    """A choice of how many stages of a rank have full weights and gradients at a time.
 
     Attributes:
-        weights: stages with full weights; 0 never drops weights. A pair of two stages may need
-            more.
+        weights: stages with full weights; 0 never drops weights. An overlapped pair of two stages
+            may need more.
         gradients: stages with full gradients, without the one that is being summed.
-        ahead: keep one of the `weights` places for the stage that comes next.
+        ahead: one of the `weights` stages is the next one, whose gather then runs early.
     """
 
     weights: int
@@ -59,14 +59,15 @@ class Living(NamedTuple):
 def with_sharded_weights(
     schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()
 ) -> Schedule:
-    """Return the table with a gather before each run of a stage's passes, and reductions.
+    """Return the table with a gather before each run of passes that share it, and reductions.
 
-    By the clock a gather ends when its run begins, if there is a place for the stage that early. A
-    reduction follows the last gradient of its interval.
+    By the clock a gather ends when its run begins, if there is room for the weights that early. A
+    reduction follows the last pass whose gradient it sums.
 
     Args:
-        living: of all ranks, or one for each. () gathers and reduces every stage once a step.
-    Raises: ScheduleError for a table that has such passes.
+        living: number of stages with full weights and gradients, for all ranks or for each. ()
+            gathers and reduces every stage once a step.
+    Raises: ScheduleError for a table that has gathers or reductions.
     """
     _refuse(schedule)
     clock = run_clock(schedule, costs)
@@ -95,12 +96,12 @@ def sharded_within(
     are simulated on all ranks. Then each rank takes the best choice that fits it.
 
     Args:
-        memory: the limit of all ranks, or one for each.
+        memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
         gathers: shard weights too, and not only gradients.
         moved: returns a table of the same passes with at most this much activation, by offload or
             recomputation, or raises ScheduleError. It is called where the table does not fit.
-    Raises: ScheduleError as `with_sharded_weights`, or if none fits, with the least memory that the
-        fullest rank needs.
+    Raises: ScheduleError for a table that has gathers or reductions. Also if none fits, with the
+        least memory that the fullest rank needs.
     """
     limits = [memory] * len(schedule.ranks) if isinstance(memory, float | int) else [*memory]
     ways = list(ways_to_live(schedule, gathers=gathers))
@@ -147,7 +148,13 @@ def _moved_tables(
     limit: float,
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[Living, Schedule]]:
-    """Yield each choice with a table whose offload or recomputation leaves memory for it."""
+    """Yield (choice, table) with activations moved so that the choice's weights and gradients fit.
+
+    Args:
+        ways: choices of how many stages have full weights and gradients.
+        limit: memory of a rank for activations, weights and gradients.
+        moved: returns a table with at most this much activation, or raises ScheduleError.
+    """
     # Choices with equal room share a table, because `moved` is a solver.
     tables: dict[float, Schedule | None] = {}
     for way in ways:
@@ -163,10 +170,13 @@ def _moved_tables(
 
 
 def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
-    """Return the most full weights and gradients that each rank holds at once.
+    """Return the most memory of full weights and gradients that each rank can hold at once.
 
-    These are the largest stages that a choice gathers at a time, and one gradient more, which is
-    being summed. The rank's shards are not counted.
+    They are the largest stages that `way` gathers at a time, and one gradient more, which is being
+    summed. The rank's shards are not counted.
+
+    Args:
+        way: number of stages with full weights and gradients at a time.
     """
     place = schedule.placement
     weights = costs.by_stage("mem_a", place)
@@ -192,12 +202,13 @@ def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
 def _largest(
     own: Sequence[int], sizes: Sequence[float], count: int, first: set[int], borrow: set[int]
 ) -> float:
-    """Return the largest total size of any `count` stages.
-
-    A stage in `borrow` uses the first stage's weights too and counts those.
+    """Return the largest total memory of the weights of any `count` stages of a rank.
 
     Args:
-        first: the first stage, if the rank has it.
+        own: the stages of the rank.
+        sizes: memory of each stage's weights.
+        first: the model's first stage, if the rank has it and `borrow` is not empty.
+        borrow: stages that use the first stage's weights too, which count with them.
     """
 
     def most(stages: Iterable[int], count: int) -> float:
@@ -210,7 +221,13 @@ def _largest(
 
 
 class _Played:
-    """A table with its choice and simulated times. `fits` and `worth` compare it with others."""
+    """A simulated table with the choice from which it was made.
+
+    `fits` compares its memory with limits. `worth` is the value by which tables are compared.
+
+    Args:
+        way: number of stages with full weights and gradients at a time.
+    """
 
     def __init__(self, way: Living, table: Schedule, costs: Costs) -> None:
         self.way = way
@@ -218,12 +235,19 @@ class _Played:
         self.time = simulate(table, costs)
 
     def fits(self, limits: Sequence[float]) -> bool:
-        """Return whether every rank keeps to its limit."""
+        """Return whether every rank holds at most its limit."""
         both = zip(self.time.peak, limits, strict=True)
         return all(held <= limit * _HAIR for held, limit in both)
 
     def worth(self, best: float) -> tuple[float, int, bool, float, float]:
-        """Return a value to minimise, given the time of the fastest table."""
+        """Return the value that is least for the best table.
+
+        It is (makespan, number of reductions, whether activations are moved, memory, makespan). The
+        first one is `best` for a table that is at most a hundredth slower.
+
+        Args:
+            best: the makespan of the fastest table.
+        """
         sums = sum(x.kind in REDUCES for x in self.table.passes())
         # All times within a hundredth are worth the same, so that the other criteria decide.
         slow = best
@@ -256,7 +280,10 @@ def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living
 
 
 def _refuse(schedule: Schedule) -> None:
-    """Refuse a table that gathers or reduces already. Raises: ScheduleError with the kinds."""
+    """Refuse a table that gathers, reduces or validates already.
+
+    Raises: ScheduleError that names these kinds of pass.
+    """
     there = sorted(schedule.kinds & (GATHERS | REDUCES | {Kind.A, Kind.G, Kind.V}))
     if there:
         raise ScheduleError(
@@ -267,7 +294,12 @@ def _refuse(schedule: Schedule) -> None:
 def _row(
     schedule: Schedule, rank: int, clock: Clock, costs: Costs, living: Living
 ) -> tuple[Step, ...]:
-    """Return a rank's row with gathers and reductions."""
+    """Return a rank's row with gathers and reductions inserted.
+
+    Args:
+        clock: start and end of each step of the table without them.
+        living: number of stages with full weights and gradients at a time.
+    """
     row = schedule.ranks[rank]
     duration = costs.durations(schedule.placement)
     start = clock.start[rank]
@@ -314,10 +346,11 @@ def _row(
 
 
 def _begin(due: float, takes: float, sums: Sequence[tuple[float, float]]) -> float:
-    """Return the latest start of a gather that must end when it is due.
+    """Return the latest start of a gather that ends when it is due and overlaps no reduction.
 
     Args:
-        takes: its duration.
+        due: when the gathered weights are needed.
+        takes: duration of the gather.
         sums: (earliest start, duration) of the reductions on the same stream.
     """
     # A gather that would overlap a reduction ends before that begins.

@@ -11,7 +11,7 @@ from megapipe.schedule.passes import Placement, Schedule
 
 
 def borrowers(costs: Prices, place: Placement, stages: Collection[int]) -> set[int]:
-    """Return the stages among `stages` that use weights of the first stage, as a tied head does."""
+    """Return the stages, among `stages`, that use the first stage's weights as a tied head does."""
     tied = costs.by_stage("mem_lent", place)
     return {stage for stage in stages if tied[stage]}
 
@@ -21,8 +21,11 @@ def whole(
 ) -> Iterator[tuple[float, float, int]]:
     """Yield (time, size, step of the row) for each change in a rank's full weights and gradients.
 
-    The first stage and a stage tied to its weights may be on the same rank. The weights are then
-    there once, as long as either stage is gathered.
+    The size is negative where memory is freed. The first stage and a stage tied to its weights may
+    be on the same rank. The weights are then there once, as long as either stage is gathered.
+
+    Args:
+        clock: start and end of each step of the table.
     """
     place = schedule.placement
     weights = costs.by_stage("mem_a", place)
@@ -58,10 +61,10 @@ def whole(
 
 
 def _begun(schedule: Schedule, clock: Times, rank: int) -> list[float]:
-    """Return when each step takes its memory.
+    """Return the time at which each step of a rank's row takes its memory.
 
-    A collective takes it at its place in the row, after the compute pass before it. Its stream may
-    be busy until later.
+    A compute pass takes it at its start. A collective takes it when the compute pass before it in
+    the row ends, even if the collective's stream is busy until later.
     """
     begun: list[float] = []
     free = 0.0
@@ -82,7 +85,11 @@ _Moment = tuple[float, int]
 
 
 def _united(intervals: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Moment]]:
-    """Return the union of intervals, as intervals that do not overlap."""
+    """Return the union of intervals as disjoint intervals, in order.
+
+    Args:
+        intervals: (start, end), each of them (time, step of the row).
+    """
     # In order of their starts, so only the last interval can overlap the next one.
     found: list[tuple[_Moment, _Moment]] = []
     for takes, gives in sorted(intervals):

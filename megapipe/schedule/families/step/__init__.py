@@ -14,7 +14,9 @@ from megapipe.schedule.kinds import Kind
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Durations of the passes that run once per step and stage.
+    """Durations of the passes that run once per step and stage, in the time unit of the costs.
+
+    A value is one number for all stages, or one for each.
 
     Attributes:
         g: reducing the gradients over data parallelism.

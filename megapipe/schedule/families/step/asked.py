@@ -19,7 +19,10 @@ class StepPasses:
     `whole` returns the settings of a complete step, and `around` adds the passes to a table.
 
     Attributes:
-        reduce, gather, update, validate: add G, A, U and V.
+        reduce: add G, the reduction of gradients over data parallelism.
+        gather: add A, the gather of updated weights.
+        update: add U, the update of the weights.
+        validate: add V, which checks the last step's update. No update waits for all ranks then.
     """
 
     reduce: bool = False
@@ -29,10 +32,11 @@ class StepPasses:
 
     @classmethod
     def whole(cls, costs: Costs, *, barrier: bool = True) -> Self:
-        """Return the settings of a complete step; it gathers weights if that takes time.
+        """Return the settings of a complete step: G and U, and A if gathering takes time.
 
         Args:
-            barrier: updates wait for the gradients of all ranks, so that none is validated later.
+            barrier: updates wait for the gradients of all ranks, and V is left out. Otherwise V
+                checks each update in the next step.
         """
         gathers = bool(costs.a)
         if isinstance(costs.a, tuple):
@@ -40,7 +44,7 @@ class StepPasses:
         return cls(reduce=True, gather=gathers, update=True, validate=not barrier)
 
     def around(self, table: Schedule, costs: Costs) -> Schedule:
-        """Return the table with these passes, as far as it lacks them.
+        """Return the table with these passes. A G or A that the table has is not added again.
 
         An update that is validated does not wait for other ranks.
         """

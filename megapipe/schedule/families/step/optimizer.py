@@ -20,20 +20,21 @@ Gather = Literal["none", "after", "ahead"]
 def with_optimizer(
     schedule: Schedule, *, barrier: bool = True, gather: Gather = "none"
 ) -> Schedule:
-    """Return a table of one step with the update of every stage.
+    """Return a table of one step with the update of every stage (U), and V and A if asked.
 
-    A row with gather="ahead", with a barrier and without one. The cut is after the forwards that
-    all ranks can repeat:
+    A row with gather="ahead", with a barrier and without one. V follows the forwards that all ranks
+    can repeat:
 
         A A | F F F F B W F B W ... G G | U U
         A A | F F F F | V V | B W F B W ... G G | U U
 
     Args:
-        schedule: as `with_reduction` returns it.
+        schedule: a table with the reductions G, or without any.
         barrier: every update waits for the gradients of all ranks, because it needs their norm.
             Without it a rank updates after its own reductions. V of the next step then follows the
             forwards that all ranks can repeat after a wrong update.
-        gather: "ahead" gathers in the order in which the forwards need the weights.
+        gather: when A gathers the updated weights. "after" is directly after each update. "ahead"
+            is at the start of the next step, in the order of its forwards. "none" adds no A.
     Raises: ScheduleError for a table that has one of these passes.
     """
     added = {Kind.U}
@@ -68,15 +69,15 @@ def with_optimizer(
 
 
 def with_gather(schedule: Schedule) -> Schedule:
-    """Return a table of one step that begins by gathering the weights updated in the last step."""
+    """Return a table of one step whose rows begin with A: gather the weights updated last step."""
     rows = zip(_gathers(schedule), schedule.ranks, strict=True)
     return replace(schedule, ranks=tuple((*_steps(gathers), *row) for gathers, row in rows))
 
 
 def _gathers(schedule: Schedule) -> list[list[Pass]]:
-    """Return the gathers of each rank in the order of the model, as forwards need the weights.
+    """Return the passes A of each rank in the order of its stages in the model.
 
-    Replicas on different ranks come in the same order.
+    Forwards need the weights in this order. Replicas on different ranks come in the same order.
     """
     place = schedule.placement
     gathers = []

@@ -16,12 +16,12 @@ from megapipe.schedule.simulate import simulate
 
 
 def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """Return the table of one step with a G for each stage.
+    """Return the table of one step with a G, the reduction of gradients, for each stage.
 
     A rank reduces its stages in the order in which their gradients are complete by the clock.
-    Replicas of a stage count as one. Two ranks that share several stages therefore reduce these in
-    one order. G follows the passes that its rank starts before the stage's replicas are done,
-    because these replicas may wait for such a pass.
+    Replicas of a stage count as one. Two ranks that share several stages therefore reduce these
+    stages in one order. G follows the passes that its rank starts before the stage's replicas are
+    done, because these replicas may wait for such a pass.
 
     Raises: ScheduleError if the schedule cannot proceed, or has G.
     """
@@ -63,7 +63,7 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
 
 def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
-    """Refuse to add kinds of pass that a table has.
+    """Refuse to add kinds of pass, `added`, if a table has one of them.
 
     Raises: ScheduleError if it has one of `added`, or RS, which reduces after each run of passes.
     """
@@ -80,7 +80,10 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
-    """Return by how much data-parallel communication makes the step longer."""
+    """Return the time by which data-parallel communication makes the step longer.
+
+    It is in the time unit of the costs: the makespan with these collectives less the one without.
+    """
     # The difference of two simulations, because a collective may delay passes of other ranks.
     without = schedule.without({kind for kind in schedule.kinds if kind.traits.lane is Lane.DP})
     return simulate(schedule, costs).makespan - simulate(without, costs).makespan

@@ -19,11 +19,13 @@ SHARES = frozenset({Kind.E, Kind.S, Kind.C, Kind.T, Kind.EW})
 class VocabularyCosts:
     """Costs of a rank's share of the vocabulary for a microbatch, however many stages it has.
 
+    Times and memory are in the units of the costs.
+
     Attributes:
-        s: forward with the input gradient.
-        t: weight gradient.
-        e: looking up its rows, adding to their gradients, and combining the shares; one time for
-            each of the three.
+        s: S, the forward of the share of the head, with its input gradient.
+        t: T, the weight gradient of the share of the head.
+        e: E looks up the share's rows, EW adds to their gradients, C combines the shares of the
+            loss; one time for each of the three.
         mem_s: held from the start of S to the end of T.
     """
 
@@ -38,7 +40,11 @@ def _of_slice(costs: Mapping[str, Any], length: float, _: float) -> Mapping[str,
 
 
 def _missing(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield missing passes: each microbatch has E, S, T and EW on all ranks, C at each loss."""
+    """Yield a sentence for each missing pass: every rank has E, S, T and EW, each loss has C.
+
+    Args:
+        seen: for each pass, the index of its step in its rank's row.
+    """
     place = schedule.placement
     if not place.vocabulary:
         return

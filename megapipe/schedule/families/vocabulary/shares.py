@@ -25,12 +25,13 @@ from megapipe.schedule.transforms.merge import merged
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """Return the table of one step with the passes of the vocabulary's shares in its rows.
+    """Return the table of one step with the passes of a vocabulary that all ranks share.
 
-    A rank holds at most one microbatch more of activations.
+    A rank holds at most one microbatch more of activations. A chain is the stages of one copy of
+    the model.
 
     Raises: ScheduleError for a table that has such passes, passes of whole stages or slices, or a
-    rank without a stage in each chain.
+        rank without a stage in each chain.
     """
     place = replace(schedule.placement, vocabulary=True)
     of_stages = any(kind.traits.per_stage for kind in schedule.kinds)
@@ -53,6 +54,10 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 def refuse_apart(name: str, place: Placement) -> None:
     """Refuse to share the vocabulary if a rank has no stage in some chain.
 
+    A chain is the stages of one copy of the model; DualPipe has two.
+
+    Args:
+        name: name of the table, for the error.
     Raises: ScheduleError that names the flag to leave out.
     """
     # A share runs as a pass of one of the rank's stages in the chain.
@@ -65,7 +70,7 @@ def refuse_apart(name: str, place: Placement) -> None:
 
 
 def all_shared(schedule: Schedule) -> Iterator[Pass]:
-    """Yield the passes of the vocabulary's shares that a table with this placement has."""
+    """Yield the passes E, S, C, T and EW of all microbatches for a table's placement."""
     place = schedule.placement
     at = {kind: kind.traits.at for kind in Kind if kind.traits.at}
     for microbatch in range(schedule.num_microbatches):
