@@ -24,12 +24,14 @@ _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 def with_depths(
     schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *, vocabulary: bool = False
 ) -> Schedule:
-    """Return the table of one step with one depth after another on these ranks.
+    """Return the table of one step with depths of multi-token prediction, one after another.
 
-    In DualPipe's second chain they are on the mirrored ranks. A rank holds at most one microbatch
-    more for each depth of the model, and one of each depth that it has.
+    In DualPipe's second chain, its second copy of the model, they are on the mirrored ranks. A rank
+    holds at most one microbatch more for each depth of the model, and one of each depth that it
+    has.
 
     Args:
+        ranks: the rank of each depth, in the order of the depths.
         costs: of the stages of the model's own chain, then of the depths.
         vocabulary: add the passes of a shared vocabulary in the same simulation, because both delay
             the backward of the loss. 1F1B on 8 ranks with one depth and heads of four layers takes
@@ -58,7 +60,7 @@ def with_depths(
     refuse_apart(schedule.name, further)
 
     def moved(x: Pass) -> Pass:
-        """Number the stage in chains that are longer by the depths."""
+        """Return the pass with the number that its stage has in chains with depths at their end."""
         return x._replace(stage=x.stage // place.chain * further.chain + place.position(x.stage))
 
     rows = schedule.map(lambda step: (tuple(map(moved, step)),)).ranks
@@ -84,10 +86,11 @@ def with_depths(
 
 
 def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
-    """Yield the passes of all depths.
+    """Yield the forwards and backwards of all depths and microbatches.
 
     Args:
-        split: their backwards are split, as the table's.
+        table: a table whose placement has the depths.
+        split: their backwards are split into B and W, as the table's.
     """
     place = table.placement
     kinds = [Kind.F, Kind.BW]

@@ -42,9 +42,9 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
     pending T and W are tried; the best by the clock of `costs` is returned.
 
     Args:
-        added: the passes to add.
-        room: most activation of each rank, without the memory of the vocabulary's shares. It may be
-            exceeded if the order of the rows requires it.
+        added: the passes to add, of a shared vocabulary or of multi-token prediction.
+        room: most activation of each rank, in the unit of the costs, without the memory of the
+            vocabulary's shares. It may be exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // table.placement.num_ranks)):
@@ -70,9 +70,12 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
 
 
 def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float, ...]:
-    """Return the most activation of layers that each rank holds.
+    """Return the most activation of layers that each rank holds, in the unit of the costs.
 
     The memory of the vocabulary's shares is not counted.
+
+    Args:
+        time: the simulated times and memory of the table under `costs`.
     """
     if not costs.mem_s:
         return time.peak
@@ -81,14 +84,18 @@ def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float,
 
 @dataclass
 class _Rank:
-    """A rank while its row is merged. `next` returns candidates of its row, `take` removes one.
+    """A rank while passes are added to its row, the steps that it has in the given table.
+
+    `of` makes it from a row. `next` returns the steps that may follow, `take` removes one of them.
 
     Attributes:
         forwards: forwards left in the row.
-        others: other steps left in the row, each with the number of forwards after it there.
+        others: other steps left in the row, each with the number of forwards after it in the row.
         free: when its last step ends.
-        lookups: number of lookups done, by chain.
-        due: added passes with all inputs, as (arrival, turn, pass), by kind.
+        lookups: number of E done, which look up a rank's rows of the embedding, by chain. A chain
+            is one copy of the model.
+        due: added passes with all inputs, by kind. Each is (arrival, turn, pass); passes of one
+            arrival run in the order of their turns.
         out: the merged row so far.
     """
 
@@ -103,7 +110,7 @@ class _Rank:
 
     @classmethod
     def of(cls, row: tuple[Step, ...]) -> Self:
-        """Return the rank with this row."""
+        """Return the rank that has all steps of this row left."""
         forwards: deque[Step] = deque()
         others: deque[tuple[int, Step]] = deque()
         # From the end, so that the forwards found so far are those after the step.
@@ -133,7 +140,7 @@ class _Rank:
         return [*forward, other]
 
     def take(self, step: Step) -> None:
-        """Remove the step from the row."""
+        """Remove a step, which `next` has returned, from the row."""
         if self.forwards and self.forwards[0] is step:
             self.forwards.popleft()
         else:
@@ -143,12 +150,12 @@ class _Rank:
 class _Merge:
     """A simulation in which each rank runs FIRST before its row, and LATER where it would wait.
 
-    `run` returns the merged rows.
+    FIRST and LATER are the added kinds of pass. `run` returns the merged rows.
 
     Args:
         added: the passes to add.
         delay: forwards that may overtake another step of the row.
-        waiting: number of LATER passes of a kind that may be pending.
+        waiting: number of passes of a kind in LATER that may be pending.
     """
 
     def __init__(
@@ -180,7 +187,12 @@ class _Merge:
         self.events = [(0.0, rank) for rank in range(len(self.ranks))]
 
     def _lookups(self, schedule: Schedule) -> list[list[list[Pass]]]:
-        """Return the lookups of each rank and chain, in the order of the first forwards."""
+        """Return the passes E of each rank, [rank][chain], in the order in which they will run.
+
+        E looks up a rank's rows of a vocabulary that all ranks share. A chain is one copy of the
+        model. E follow the order of the forwards of the chain's first stage, which need their
+        results.
+        """
         orders = _first_forwards(schedule)
         found: list[list[list[Pass]]] = [[] for _ in self.ranks]
         for rank, own in enumerate(found):
@@ -194,7 +206,7 @@ class _Merge:
         return found
 
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """Return rows with all passes; None if the order of the rows cannot be kept."""
+        """Return each rank's steps with the added passes; None if the order of the rows cannot be kept."""
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]
@@ -209,7 +221,12 @@ class _Merge:
         return tuple(tuple(rank.out) for rank in self.ranks)
 
     def _next(self, number: int, rank: _Rank, now: float) -> Step | None:
-        """Return the step that a rank starts now; None if it waits."""
+        """Return the step that a rank starts at time `now`; None if it waits.
+
+        Args:
+            number: the number of the rank.
+            rank: its state.
+        """
         # Chains take turns. When the lookups of the first chain always went first, Chimera on 4
         # ranks could not be merged for 12 microbatches.
         chains = enumerate(self.lookups[number])
@@ -241,7 +258,7 @@ class _Merge:
         return (waits.pop(0)[-1],)
 
     def _arrival(self, step: Step) -> float:
-        """Return when all inputs of a step are there; inf if a pass that makes one has not run."""
+        """Return when the last input of a step arrives; inf if a pass that makes one has not run."""
         comes = 0.0
         for x in step:
             lacks = self.lacks[x]
@@ -252,7 +269,12 @@ class _Merge:
         return comes
 
     def _do(self, number: int, rank: _Rank, step: Step, now: float) -> None:
-        """Run a step, and wake the ranks for which its results are the last input."""
+        """Start a step at time `now`, and record when its results arrive at the passes that need them.
+
+        Args:
+            number: the number of the rank.
+            rank: its state.
+        """
         first = step[0]
         length = self.length[first.kind][first.stage]
         if len(step) > 1:
@@ -285,7 +307,10 @@ class _Merge:
 
 
 def _first_forwards(schedule: Schedule) -> list[list[Pass]]:
-    """Return the forwards of the first stage of each chain, in their order."""
+    """Return the forwards of each chain's first stage, [chain], in the order of its rank's row.
+
+    A chain is one copy of the model; DualPipe has two.
+    """
     passes = [x for x in schedule.passes() if x.kind.is_forward]
     found = []
     for first in range(0, schedule.placement.num_stages, schedule.placement.chain):

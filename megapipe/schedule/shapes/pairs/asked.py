@@ -14,7 +14,7 @@ class Pairing:
     `linked` returns the costs to use.
 
     Attributes:
-        split: backwards without a partner are split even if the table has them fused.
+        split: backwards that run without a forward are split even if the table has them fused.
         share: part of F and of B that is communication, if the costs name none; 0 keeps the costs.
     """
 
@@ -22,7 +22,7 @@ class Pairing:
     share: float = 0.0
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs with the share of communication, unless they name one."""
+        """Return the costs with `share` as communication of F and B, or unchanged if they name some."""
         # Measured costs say more than a share that a flag guesses.
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
         if named or not self.share:

@@ -14,17 +14,17 @@ from random import Random
 
 @dataclass(frozen=True)
 class Manner:
-    """A policy by which ranks choose among ready passes.
+    """A policy by which ranks choose among ready passes. A ready pass has its inputs.
 
     Attributes:
         wait: how long a ready pass waits for a partner that comes soon, in forwards of a stage.
-        reach: how many of its next forwards, and of its next backwards, a rank searches.
+        reach: among how many of its next forwards, and of its next backwards, a rank chooses.
         forwards: from this microbatch on, two F of independent microbatches run together if there
-            is no B.
+            is no B; inf for never.
         backwards: two B run together if there is no F.
         weights: an F runs with a pending W if there is no B.
         keep: number of pending W that wait for a partner, while no F lacks memory.
-        spare: microbatches of a stage that each rank leaves free below its memory limit.
+        spare: microbatches of a stage that each rank leaves free below its memory limit; () for 0.
     """
 
     wait: float
@@ -44,7 +44,11 @@ GRID = [
 
 
 def changed(manner: Manner, ranks: int, random: Random) -> Manner:
-    """Return a policy with one of its values changed at random."""
+    """Return a policy with one of its values changed at random.
+
+    Args:
+        ranks: number of ranks.
+    """
     kind = random.randrange(7)
     if kind == 0:
         return replace(manner, wait=manner.wait * random.choice((0.5, 0.7, 1.4, 2.0)))

@@ -42,12 +42,12 @@ def pairs(
     """Return a table with overlapped pairs that make the step shorter by the clock of `costs`.
 
     Each stage keeps the order of its microbatches. A rank may run forwards sooner than in its
-    table, as the rule requires. A backward without a partner stays split if the table splits it.
+    table, because pairs need longer warm-ups.
 
     Args:
-        memory: most activation of a rank. None takes what the rule needs, or what the table holds
-            if that is more.
-        split: backwards without a partner are split even if the table has them fused.
+        memory: most activation of a rank, in the unit of the costs. None takes as much as longer
+            warm-ups need, or as the table holds if that is more.
+        split: backwards that run without a forward are split even if the table has them fused.
         tries: number of tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
     Raises: ScheduleError if no pair makes the step shorter. It names the rule, and the least memory
@@ -76,10 +76,10 @@ def pairs(
 
 
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
-    """Return the activation of each rank in a steady phase of pairs.
+    """Return the activation of each rank in a steady phase of pairs, in the unit of the costs.
 
-    In each pair a microbatch passes one stage, down the chain and up again. A rank has a pair for
-    each stage and microbatch.
+    In each pair a microbatch passes one stage, down the pipeline and up again. A rank has a pair
+    for each stage and microbatch.
     """
     place = schedule.placement
     held = costs.memory(place).b
@@ -98,10 +98,11 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> list[float]:
-    """Return the most activation that each rank may hold.
+    """Return the most activation that each rank may hold, in the unit of the costs.
 
     Args:
-        memory: the limit; None takes what pairs need, or what the table holds if that is more.
+        memory: the limit of every rank; None takes what pairs need, or what the table holds if that
+            is more.
     """
     asked = held_in_pairs(schedule, costs)
     if memory is not None:
@@ -111,7 +112,9 @@ def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> l
 
 
 def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
-    """Refuse a table with slices or other kinds of pass, and costs without communication.
+    """Refuse a table with slices or other kinds of pass than F, B, W and BW.
+
+    Costs without communication are refused too, because pairs have nothing to hide then.
 
     Raises: ScheduleError that says what to change.
     """
@@ -129,7 +132,10 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
 
 
 def refuse_idle(costs: Costs) -> None:
-    """Refuse costs without communication in any pass. Raises: ScheduleError that names the flag."""
+    """Refuse costs without communication in any pass: pairs would hide nothing.
+
+    Raises: ScheduleError that names the flag.
+    """
     if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
         raise ScheduleError(
             "pairs have nothing to hide, as no pass has communication. Say its share of a pass "
@@ -141,6 +147,7 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
     """Return the sentence that says why pairs do not help, and with which memory they do.
 
     Args:
+        limits: most activation of each rank.
         plain: the makespan without pairs.
     """
     text = f"{schedule.name} is no shorter with pairs than without, {plain:g}"
@@ -188,9 +195,11 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
 
 
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
-    """Return a makespan that no table of this placement and memory beats, with or without pairs.
+    """Return a lower bound on the makespan of any table of this placement, with or without pairs.
 
-    Returns None for two copies of the model, and for costs that name the time of a pair, fb.
+    Args:
+        memory: most activation of a rank, in the unit of the costs.
+    Returns: None for two copies of the model, and for costs that name the time of a pair, fb.
     """
     place = schedule.placement
     # The bound does not know two copies, nor a time of pairs that their passes do not give.

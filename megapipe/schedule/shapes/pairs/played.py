@@ -45,13 +45,15 @@ class _Manner(ctypes.Structure):
 def compiled_play(
     schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
-    """Return a function from a policy to (makespan, function that returns the rows).
+    """Return a function that simulates the table by a policy in C; None without a C compiler.
 
-    The function returns None if ranks deadlock. Without a compiler there is no function, but None.
+    It takes a Manner, the policy by which ranks choose among ready passes. It returns (makespan,
+    function that returns each rank's steps), or None if ranks deadlock. The steps are those of the
+    last simulation. A table with slices has no such function.
 
     Args:
-        limits: most activation of each rank.
-        split: backwards without a partner are split even if the table has them fused.
+        limits: most activation of each rank, in the unit of the costs.
+        split: backwards that run without a forward are split even if the table has them fused.
     """
     code = library()
     if code is None or schedule.cuts:
@@ -96,19 +98,30 @@ def compiled_play(
 
 
 def _passes(numbers: Sequence[int], m: int) -> Iterator[Pass]:
-    """Yield the passes of a step: kind and number of the first, then of the second or -1."""
+    """Yield the one or two passes of a step, which the C code writes as four integers.
+
+    Args:
+        numbers: (kind, pass) twice. A kind is an index in `_KINDS`. A pass is stage * m +
+            microbatch, or -1 for no second pass.
+        m: number of microbatches.
+    """
     for kind, x in (numbers[:2], numbers[2:]):
         if x >= 0:
             yield Pass(_KINDS[kind], *divmod(x, m))
 
 
 def _count(row: Sequence[Step]) -> int:
-    """Return the number of forwards of a row."""
+    """Return the number of forwards in a rank's row."""
     return sum(x.kind.is_forward for step in row for x in step)
 
 
 def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool) -> _Table:
-    """Return the table and its costs as the C code reads them."""
+    """Return the C struct of the table, its costs and memory limits.
+
+    Args:
+        limits: most activation of each rank.
+        split: backwards that run without a forward are split even if the table has them fused.
+    """
     place = schedule.placement
     m = schedule.all_microbatches
     stages = range(place.num_stages)
@@ -130,7 +143,11 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
             together[at] = costs.of_step(step, place)
 
     def lags(to: Sequence[int | None]) -> list[float]:
-        """Return the time of the message from each stage to its neighbour, 0 without one."""
+        """Return the time of the message from each stage to its neighbour, 0 without one.
+
+        Args:
+            to: the neighbour of each stage.
+        """
         ranks = place.rank_of
         found = []
         for s, t in zip(stages, to, strict=True):
@@ -141,11 +158,15 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
         return found
 
     def numbers(to: Sequence[int | None]) -> ctypes.Array[ctypes.c_int]:
-        """Return the neighbour of each stage, -1 without one."""
+        """Return the neighbour of each stage as a C array, with -1 for None."""
         return ints([-1 if t is None else t for t in to])
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
-        """Return the numbers of all forwards or backwards, in the order of the table."""
+        """Return all forwards or backwards, each as stage * m + microbatch, in the order of the table.
+
+        Args:
+            way: returns whether a kind of pass belongs to the list.
+        """
         return [x.stage * m + x.microbatch for x in schedule.passes() if way(x.kind)]
 
     local = [own[place.rank_of[s]].index(s) for s in stages]

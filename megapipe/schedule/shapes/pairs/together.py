@@ -27,14 +27,15 @@ _SMALL = 1e-9  # rounding
 def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
-    """Return (makespan, table) of the best policy; None if all deadlock.
+    """Return (makespan, table) of the best policy; None if ranks deadlock with every policy.
 
-    The policies are a grid, then random changes of one that is about as good as the best.
+    A policy says how ranks choose among ready passes. A grid of policies is tried, then random
+    changes of one that is about as good as the best.
 
     Args:
-        limits: most activation of each rank.
+        limits: most activation of each rank, in the unit of the costs.
         tries: number of policies.
-        split: backwards without a partner are split even if the table has them fused.
+        split: backwards that run without a forward are split even if the table has them fused.
     """
     timed = compiled_play(schedule, costs, limits, split)
     if timed is None:
@@ -76,11 +77,11 @@ def best_play(
 
 @dataclass
 class _Row:
-    """A rank during the simulation.
+    """The state of a rank during the simulation.
 
     Attributes:
         forwards, backwards: its passes to come, in their order.
-        room: memory left.
+        room: memory left, in the unit of the costs.
         owed: pending W.
         free: when its last step ends.
         out: its steps so far.
@@ -95,13 +96,13 @@ class _Row:
 
 
 class Play:
-    """A simulation of a table by a policy.
+    """A simulation of a table in which ranks choose among ready passes by a policy, a Manner.
 
-    `timed` returns its makespan, `run` its rows.
+    `timed` returns its makespan, `run` each rank's steps.
 
     Args:
-        limits: most activation of each rank.
-        split: backwards without a partner are split even if the table has them fused.
+        limits: most activation of each rank, in the unit of the costs.
+        split: backwards that run without a forward are split even if the table has them fused.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
@@ -125,7 +126,7 @@ class Play:
             self.backwards.append([x._replace(kind=Kind.B) for x in backwards])
 
     def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
-        """Return (makespan, function that returns the rows); None if ranks deadlock."""
+        """Return (makespan, function that returns each rank's steps); None if ranks deadlock."""
         rows = self.run(manner)
         if rows is None:
             return None
@@ -133,7 +134,7 @@ class Play:
         return max(ends[-1] for ends in clock.end if ends), lambda: rows
 
     def run(self, manner: Manner) -> Rows | None:
-        """Return rows with all passes; None if ranks deadlock."""
+        """Return each rank's steps, with all passes of the table; None if ranks deadlock."""
         self.manner = manner
         self.wait = manner.wait * self.forward
         spare = manner.spare or (0,) * len(self.limits)
@@ -167,7 +168,7 @@ class Play:
         return tuple(tuple(row.out) for row in self.rows)
 
     def _next(self, row: _Row, rank: int, now: float) -> Step | None:
-        """Return the step that a rank starts now; None if it waits."""
+        """Return the step that a rank starts at time `now`; None if it waits."""
         # Events of one time differ by rounding.
         late = now * (1 + _SMALL) + _SMALL * self.forward
         f_comes, f = self._first(row.forwards, late)
@@ -201,7 +202,12 @@ class Play:
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
-        """Return a backward without a forward: with another backward, with a W, or alone."""
+        """Return the step of a backward without a forward: with another backward, with a W, or alone.
+
+        Args:
+            b: the backward, whose input has arrived.
+            late: the present time, with a margin for rounding.
+        """
         if self.manner.backwards:
             comes, other = self._first(row.backwards, late, b)
             if other is not None and comes <= late:
@@ -213,14 +219,17 @@ class Play:
         return (alone,)
 
     def _owed(self, b: Pass) -> float:
-        """Return the memory that a deferred W holds more: positive if the backward recomputes."""
+        """Return by how much a pending W holds more memory than its B frees.
+
+        It is positive if the backward recomputes activations.
+        """
         return self.owes[b.stage] - self.held[b.stage]
 
     def _kind(self, row: _Row, owed: float) -> Kind:
-        """Return whether a backward without a forward is split, B, or fused, BW.
+        """Return the kind of a backward that runs without a forward: B if it is split, else BW.
 
         Args:
-            owed: the memory that its deferred W hold more.
+            owed: the memory that its pending W holds more than the backward frees.
         """
         # Where activations are recomputed, a deferred W holds more than its backward frees. When
         # only forwards were asked whether they fit, a plan held 72.0 GiB where 67.6 were allowed.
@@ -229,7 +238,12 @@ class Play:
         return Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
-        """Return a forward without a backward: with another forward, with a W, or alone."""
+        """Return the step of a forward without a backward: with another forward, with a W, or alone.
+
+        Args:
+            f: the forward, whose input has arrived.
+            late: the present time, with a margin for rounding.
+        """
         if f.microbatch >= self.manner.forwards:
             comes, other = self._first(row.forwards, late, f)
             if other is not None and comes <= late:
@@ -246,9 +260,10 @@ class Play:
         """Return (arrival, pass) of the first pass in an order whose input has arrived.
 
         Only the first pass of each stage is a candidate. If no input has arrived, it is the pass
-        whose input arrives first.
+        whose input arrives first, or (inf, None) if no arrival is known.
 
         Args:
+            late: the present time, with a margin for rounding.
             but: a pass to leave out.
         """
         best: tuple[float, Pass | None] = inf, None
@@ -265,7 +280,7 @@ class Play:
         return best
 
     def _do(self, rank: int, row: _Row, step: Step, now: float) -> None:
-        """Run a step, and wake its rank and the receivers of its results."""
+        """Start a step at time `now`, and record when its results arrive at other ranks."""
         end = now + self._length(step)
         row.free = end
         row.out.append(step)
@@ -300,7 +315,7 @@ class Play:
                 heappush(self.events, (comes, there))
 
     def _length(self, step: Step) -> float:
-        """Return the time of a step."""
+        """Return the time of a step, of one pass or an overlapped pair, in the time unit of the costs."""
         key = tuple([(x.kind, x.stage) for x in step])
         if key not in self.length:
             self.length[key] = self.costs.of_step(step, self.place)

@@ -21,12 +21,12 @@ CUTS = ("equal", "work")
 
 @dataclass(frozen=True)
 class Cutting:
-    """A way to cut sequences. `begins` returns the slices that begin a document.
+    """A way to cut sequences into slices. `begins` returns the slices that begin a document.
 
     Attributes:
         count: number of slices.
-        how: one of `CUTS`.
-        documents: number of documents, all of one length.
+        how: "equal" for slices of equal length, "work" for slices of equal compute time.
+        documents: number of documents in a sequence, all of one length.
     """
 
     count: int
@@ -35,7 +35,9 @@ class Cutting:
 
     @property
     def begins(self) -> tuple[tuple[int, ...], ...]:
-        """Return the slices that begin a document, as in `Schedule.documents`.
+        """Return the slices, other than slice 0, that begin a document, as in `Schedule.documents`.
+
+        It is one row for all microbatches, or () if there is one document.
 
         Raises: ScheduleError if a document has no whole number of slices.
         """
@@ -60,7 +62,7 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
     """Return the lengths of `count` slices as shares of the sequence.
 
     Args:
-        how: one of `CUTS`.
+        how: "equal" for slices of equal length, "work" for slices of equal compute time.
         documents: number of documents in the sequence, all of one length.
     Raises: ScheduleError for more slices than MOST_SLICES.
     """
@@ -84,7 +86,10 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
 
 
 def _shorter(costs: Costs, times: int) -> Costs:
-    """Return costs with attention's share alone, in a sequence `times` times as short."""
+    """Return costs whose attention has the share that it has in a sequence `times` times as short.
+
+    Only the shares of attention are right in these costs; the times are not.
+    """
     # A token attends to 1 / times as many tokens. All other work of a token stays.
     a = attention_of_all(costs) / times
     share = a / (a + 1 - a * times)
@@ -92,9 +97,9 @@ def _shorter(costs: Costs, times: int) -> Costs:
 
 
 def attention_of_all(costs: Costs) -> float:
-    """Return attention's share of F, B and W together.
+    """Return attention's share of the time of F, B and W together, from 0 to 1.
 
-    Their shares differ, but one cut serves all three.
+    The shares of F, B and W differ, but one cut serves all three.
     """
     times = [_mean(getattr(costs, name)) for name in ("f", "b", "w")]
     parts = [_mean(getattr(costs, f"attention_{name}")) for name in ("f", "b", "w")]
@@ -108,7 +113,7 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
         wanted: lengths in any unit.
         length: tokens of the sequence.
         multiple: each slice is a multiple of this, the number of ranks that share a slice.
-    Raises: ScheduleError if a slice would be empty, or the length is no multiple.
+    Raises: ScheduleError if a slice would be empty, or `length` is not a multiple.
     """
     count = len(wanted)
     if length % multiple or length < count * multiple:
@@ -131,14 +136,15 @@ def in_tokens(wanted: tuple[float, ...], length: int, multiple: int = 1) -> tupl
 def at_borders(
     lengths: tuple[int, ...], borders: tuple[int, ...], multiple: int = 1
 ) -> tuple[int, ...]:
-    """Return slices whose cuts are moved to the borders of documents.
+    """Return the tokens of each slice after moving cuts to the borders of documents.
 
     A cut moves to the nearest border that is a multiple, at most half of the way to the next cut on
     either side. Without such a border it stays.
 
     Args:
-        lengths: tokens of each slice.
+        lengths: tokens of each slice before.
         borders: tokens at which documents begin.
+        multiple: each slice is a multiple of this, the number of ranks that share a slice.
     """
     ends = [0, *accumulate(lengths)]
     moved = [0]
@@ -151,7 +157,7 @@ def at_borders(
 
 
 def _mean(value: PerStage) -> float:
-    """Return the mean over the stages, or the one value of all."""
+    """Return the mean over the stages, or the value itself if there is one for all stages."""
     if isinstance(value, tuple):
         return sum(value) / len(value)
     return value

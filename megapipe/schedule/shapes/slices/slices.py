@@ -47,11 +47,13 @@ def slices(
 
     Args:
         made_for: returns the table for a number of microbatches.
-        cuts: lengths of the slices.
-        memory: most activation of a rank, up to which forwards may come sooner. None takes the
-            least that slices need, as above.
+        cuts: lengths of the slices, in any unit.
+        memory: most activation of a rank, in the unit of the costs. Forwards may come sooner as
+            long as they fit. None takes the least memory that slices need.
+        documents: slices that begin a document, as in `Schedule.documents`.
     Returns: a table that `verify` has passed.
-    Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass.
+    Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass
+        than F, B, W and BW.
     """
     n = len(cuts)
     # Forwards move ahead of backwards below, so a pair could not stay together.
@@ -86,15 +88,23 @@ def slices(
 def of_one_length(
     name: str, made_for: Callable[[int], Schedule], microbatches: int, count: int
 ) -> Schedule:
-    """Return the schedule `name`: every microbatch has `count` slices of one length."""
+    """Return a schedule named `name` in which every microbatch has `count` slices of one length.
+
+    Args:
+        made_for: returns the table for a number of microbatches.
+    """
     return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
 
 
 def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
     """Return a table with each pass replaced by the passes of its slices.
 
-    Ramps become shorter, memory stays. It is for tables from files, which exist for one number of
-    microbatches only.
+    Warm-up and cool-down become shorter, memory stays. It is for tables from files, which exist for
+    one number of microbatches only.
+
+    Args:
+        cuts: lengths of the slices, in any unit.
+        documents: slices that begin a document, as in `Schedule.documents`.
     """
     refuse_uncuttable(schedule)
     n = len(cuts)
@@ -117,6 +127,10 @@ def of_microbatches(
     """Return a table whose microbatches are read as slices; the order of its passes stays.
 
     Each n consecutive microbatches become the n slices of one.
+
+    Args:
+        cuts: lengths of the n slices, in any unit.
+        documents: slices that begin a document, as in `Schedule.documents`.
     """
     # The pattern has n times as many microbatches, each as short as a slice.
     n = len(cuts)
@@ -135,7 +149,11 @@ def of_microbatches(
 
 
 def _longest(n: int, documents: Documents) -> int:
-    """Return the most slices of a document."""
+    """Return the most slices of a document, where a microbatch has n slices.
+
+    Args:
+        documents: slices that begin a document, as in `Schedule.documents`.
+    """
     borders = [(0, *begins, n) for begins in documents or ((),)]
     return max(b - a for row in borders for a, b in pairwise(row))
 
@@ -159,8 +177,10 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Refuse costs that name other stages or links, or that no slice can have.
+    """Refuse costs for a wrong number of stages or links, or costs that cannot be those of a slice.
 
+    Args:
+        cuts: lengths of the slices.
     Raises: ScheduleError that names the field.
     """
     # Checked before any simulation: an error there is taken for a table that cannot run.
@@ -190,9 +210,12 @@ def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
 
 
 def _refusal(pattern: Schedule, n: int, memory: float | None, least: float) -> str:
-    """Return the sentence that says why there is no table.
+    """Return the sentence that says why there is no table with slices.
 
     Args:
+        pattern: the table before it is cut, with n times the microbatches.
+        n: number of slices.
+        memory: the limit; None if there is none.
         least: memory of the first table that can run; 0 if none can.
     """
     if memory is None or not least:
