@@ -206,7 +206,7 @@ class _Merge:
         return found
 
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """Return each rank's steps with the added passes; None if the order of the rows cannot be kept."""
+        """Return each rank's steps with the added passes; None if the rows' order cannot be kept."""
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]
@@ -258,7 +258,7 @@ class _Merge:
         return (waits.pop(0)[-1],)
 
     def _arrival(self, step: Step) -> float:
-        """Return when the last input of a step arrives; inf if a pass that makes one has not run."""
+        """Return when the last input of a step arrives; inf if one has not been made yet."""
         comes = 0.0
         for x in step:
             lacks = self.lacks[x]
@@ -269,7 +269,7 @@ class _Merge:
         return comes
 
     def _do(self, number: int, rank: _Rank, step: Step, now: float) -> None:
-        """Start a step at time `now`, and record when its results arrive at the passes that need them.
+        """Start a step at time `now`, and record when its results arrive where they are needed.
 
         Args:
             number: the number of the rank.

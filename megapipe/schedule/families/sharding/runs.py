@@ -98,7 +98,7 @@ _ADDS = frozenset(kind for kind in Kind if adds_gradients(kind))
 
 
 def runs(schedule: Schedule, rank: int) -> list[Run]:
-    """Return each gather of a rank with the passes that read its weights, in the row's order."""
+    """Return each gather of a rank with the passes that read its weights, in row order."""
     found: list[tuple[Pass, list[Pass]]] = []
     # The users in the latest run of each stage.
     now: dict[int, list[Pass]] = {}
@@ -112,7 +112,7 @@ def runs(schedule: Schedule, rank: int) -> list[Run]:
 
 
 def sums(schedule: Schedule, rank: int) -> list[Sum]:
-    """Return each reduction of a rank with the passes whose gradients it sums, in the row's order."""
+    """Return each reduction of a rank with the passes whose gradients it sums, in row order."""
     found: list[Sum] = []
     now: dict[int, list[Pass]] = {}
     begin: dict[int, Pass] = {}

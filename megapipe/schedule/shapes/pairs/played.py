@@ -45,15 +45,16 @@ class _Manner(ctypes.Structure):
 def compiled_play(
     schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
-    """Return a function that simulates the table by a policy in C; None without a C compiler.
+    """Return a function that simulates the table by a policy in C.
 
     It takes a Manner, the policy by which ranks choose among ready passes. It returns (makespan,
-    function that returns each rank's steps), or None if ranks deadlock. The steps are those of the
-    last simulation. A table with slices has no such function.
+    function that returns each rank's steps), or None if ranks deadlock. Call the inner function
+    before the next simulation.
 
     Args:
         limits: most activation of each rank, in the unit of the costs.
         split: backwards that run without a forward are split even if the table has them fused.
+    Returns: None in place of the function without a C compiler, or for a table with slices.
     """
     code = library()
     if code is None or schedule.cuts:
@@ -162,7 +163,7 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
         return ints([-1 if t is None else t for t in to])
 
     def order(way: Callable[[Kind], bool]) -> list[int]:
-        """Return all forwards or backwards, each as stage * m + microbatch, in the order of the table.
+        """Return all forwards or backwards as stage * m + microbatch, in the order of the table.
 
         Args:
             way: returns whether a kind of pass belongs to the list.

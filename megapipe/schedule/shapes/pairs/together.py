@@ -202,7 +202,7 @@ class Play:
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
-        """Return the step of a backward without a forward: with another backward, with a W, or alone.
+        """Return the step of a backward without a forward: with a backward, with a W, or alone.
 
         Args:
             b: the backward, whose input has arrived.
@@ -238,7 +238,7 @@ class Play:
         return Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
-        """Return the step of a forward without a backward: with another forward, with a W, or alone.
+        """Return the step of a forward: with another forward, with a W, or alone.
 
         Args:
             f: the forward, whose input has arrived.
@@ -315,7 +315,7 @@ class Play:
                 heappush(self.events, (comes, there))
 
     def _length(self, step: Step) -> float:
-        """Return the time of a step, of one pass or an overlapped pair, in the time unit of the costs."""
+        """Return the time of a step, a pass or an overlapped pair, in the time unit of the costs."""
         key = tuple([(x.kind, x.stage) for x in step])
         if key not in self.length:
             self.length[key] = self.costs.of_step(step, self.place)

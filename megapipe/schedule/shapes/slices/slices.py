@@ -177,7 +177,7 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Refuse costs for a wrong number of stages or links, or costs that cannot be those of a slice.
+    """Refuse costs for a wrong number of stages or links, or costs that no slice can have.
 
     Args:
         cuts: lengths of the slices.
