@@ -206,7 +206,7 @@ class _Merge:
         return found
 
     def run(self) -> tuple[tuple[Step, ...], ...] | None:
-        """Return each rank's steps with the added passes; None if the rows' order cannot be kept."""
+        """Return each rank's steps with the added passes; None if the order cannot be kept."""
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]

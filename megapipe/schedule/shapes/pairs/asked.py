@@ -22,7 +22,7 @@ class Pairing:
     share: float = 0.0
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs with `share` as communication of F and B; unchanged if they name some."""
+        """Return the costs with `share` as communication of F and B; unchanged if they name any."""
         # Measured costs say more than a share that a flag guesses.
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
         if named or not self.share:

@@ -315,7 +315,7 @@ class Play:
                 heappush(self.events, (comes, there))
 
     def _length(self, step: Step) -> float:
-        """Return the time of a step, a pass or an overlapped pair, in the time unit of the costs."""
+        """Return the time of a step, a pass or overlapped pair, in the time unit of the costs."""
         key = tuple([(x.kind, x.stage) for x in step])
         if key not in self.length:
             self.length[key] = self.costs.of_step(step, self.place)
