@@ -9,11 +9,13 @@ T = TypeVar("T")
 
 
 class Rewinding(Iterator[T]):
-    """An iterator that can begin again, for a program that V sends back to its beginning.
+    """An iterator over a stage's data that `rewind` sets back to its first item.
+
+    V, the pass that validates the last update, may send a program back to its beginning.
 
     Args:
         at: returns the item of an index.
-        order: the indices, in the order of the items.
+        order: the indices, in the order in which their items are given.
     """
 
     # A function and not the items: a batch is made when it is taken, and none is kept here.
@@ -34,10 +36,12 @@ class Rewinding(Iterator[T]):
 
 
 class Noting(Iterator[T]):
-    """An iterator that keeps the items that it has given, for a forward that R runs again.
+    """An iterator that keeps the items it has given, so that R can run the same forward again.
+
+    R is the pass that recomputes a forward before its backward.
 
     Attributes:
-        given: these items, in order.
+        given: the items given so far, in order.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

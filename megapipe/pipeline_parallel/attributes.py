@@ -20,7 +20,8 @@ Wrap = Callable[[Chunks, Schedule], Chunks]
 def attribute_of(module: nn.Module, name: str) -> Any:
     """Return an attribute of the module, or of the module that it wraps as `.module`.
 
-    DistributedDataParallel wraps so. Raises: AttributeError if none of them has it.
+    DistributedDataParallel wraps a model in this way. Raises: AttributeError if neither the module
+    nor any module inside it has the attribute.
     """
     while not hasattr(module, name):
         inner = getattr(module, "module", None)
@@ -31,7 +32,7 @@ def attribute_of(module: nn.Module, name: str) -> Any:
 
 
 def config_of(module: nn.Module) -> Any:
-    """Return a model's config, where Megatron's models say the size of messages.
+    """Return a model's `.config`, the object from which Megatron-LM reads hidden_size and the like.
 
     Raises: ConfigError if the module has none.
     """
@@ -51,14 +52,14 @@ def chunks_of(
     model: nn.Module | Sequence[nn.Module],
     data: Any,
 ) -> Chunks:
-    """Return module and data of each stage of a rank.
+    """Return, by number of the stage, the (module, data iterator) of each stage of a rank.
 
     Args:
-        table: says which stages the rank has.
-        rank: of the pipeline.
+        table: the schedule, which says which stages the rank has.
+        rank: pipeline rank.
         model: one module, or a list with one for each stage in ascending order.
-        data: one iterator for all stages, or a list of them.
-    Raises: ConfigError for lists of other lengths.
+        data: one iterator for all stages, or a list with one for each stage.
+    Raises: ConfigError for a list whose length is not the number of stages.
     """
     # Megatron's callers give a list only where a rank has several chunks.
     stages = table.placement.stages_on(rank)

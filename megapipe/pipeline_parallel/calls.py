@@ -16,20 +16,21 @@ from megapipe.schedule.kinds import Lane
 
 
 class Call(NamedTuple):
-    """A pass in the form in which the executor runs it.
+    """A pass of a rank, with everything that the executor needs in order to run it.
 
     Attributes:
         item: the pass.
-        number: its microbatch or step. Where microbatches are cut, its slice among all slices.
-        takes: the passes whose results it uses, each with the rank that runs it. Empty at an end of
-            the model, and for W.
-        gives: number of times that its result is used here, by passes and by messages.
-        leaves: results of other ranks that it takes and a later pass takes too.
-        ends: it is the last pass of a microbatch on its stage.
-        overlaps: it runs on another stream than compute, at the same time as other passes.
-        before: functions of families, called with its stage before it begins.
-        after: likewise, called after it, or after both passes of a pair.
-        awaits: overlapping passes of another stream than its own that must end before it begins.
+        number: the number that the stage gets: of the microbatch; of the slice among the slices of
+            all microbatches, where they are cut; of the step, for a pass on weights.
+        takes: the passes whose results are its inputs, each with the rank that runs it. Empty at an
+            end of the model, and for W.
+        gives: number of times that its result is used on this rank, by passes and by sends.
+        leaves: results of other ranks among `takes` that a later pass of this rank takes too.
+        ends: whether no later pass of any microbatch runs on its stage.
+        overlaps: whether it runs on another stream than compute, at the same time as other passes.
+        before: functions called with its stage before it begins; families of passes add them.
+        after: functions called with its stage after it, or after both passes of a pair.
+        awaits: overlapping passes on a stream not its own that must end before it begins.
     """
 
     item: Pass
@@ -49,13 +50,16 @@ class Call(NamedTuple):
 def looked_up(
     program: Program, placement: Placement, rank: int, ahead: Ahead
 ) -> tuple[tuple[Call, ...] | Exchange, ...]:
-    """Return the program with each pass as a `Call`.
+    """Return one rank's program with each pass as a `Call`: the pass, its inputs, and their uses.
+
+    An item of the result is either a tuple of calls that run together, usually one, or an
+    `Exchange`: messages that are posted together.
 
     Args:
-        program: of one rank.
-        placement: of the stages.
-        rank: whose program it is.
-        ahead: the receives that may be posted before their turn.
+        program: the rank's program.
+        placement: the rank of each stage.
+        rank: the pipeline rank.
+        ahead: the receives that are posted before their place in the program.
     """
     items = receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
@@ -114,11 +118,11 @@ def looked_up(
 def _taken_again_later(
     takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]
 ) -> dict[Pass, frozenset[Pass]]:
-    """Return the results of other ranks that each pass takes and a later pass takes too.
+    """Return by pass: the results of other ranks that it takes and that a later pass takes too.
 
     Args:
-        takes: the results that each pass takes; the passes are in their order.
-        received: the results of other ranks.
+        takes: by pass, the passes whose results it takes; in the order of the program.
+        received: the passes of other ranks whose results arrive here.
     """
     found: dict[Pass, frozenset[Pass]] = {}
     later: set[Pass] = set()
@@ -131,9 +135,12 @@ def _taken_again_later(
 
 
 def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -> Schedule:
-    """Return a table of one rank's passes in a step, to ask it about links and needs.
+    """Return a schedule of one rank's passes, which can be asked what each pass takes and needs.
 
-    Its second row has the passes of other ranks whose results this rank is sent.
+    Args:
+        passes: this rank's passes, the first row of the schedule.
+        sent: passes of other ranks whose results this rank receives, the second row.
+        placement: the rank of each stage.
     """
     # The program does not say how many microbatches and slices the step has. Its passes do. Links
     # and needs depend on the numbers alone, so cuts of any length will do.

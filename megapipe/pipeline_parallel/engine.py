@@ -47,7 +47,16 @@ SLACK = 2
 def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """Return the program of each rank, and the most messages that each has under way."""
+    """Return each rank's program, and the most sends that each rank has under way at a time.
+
+    The result is cached, and the schedule is verified once.
+
+    Args:
+        schedule: the table of a step.
+        costs: the times by which the order of messages is chosen.
+        evaluate: run forwards alone.
+        hides: passes wait for collectives, during which other passes can run.
+    """
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
     schedule = as_run(schedule, hides=hides)
@@ -67,20 +76,21 @@ class ForwardBackward:
     """The forward and backward passes of one rank's steps. Call it once for each step.
 
     Args:
-        mesh: says who this rank is.
+        mesh: this rank's mesh.
         schedule: a table, or a name that `schedule.build` knows.
         chunks: stages per rank, for a name.
         p2p_mode: how messages are posted, a `transport.P2PMode`.
-        config: says hidden_size and sequence_parallel. It may have
+        config: has hidden_size and sequence_parallel. It may have
             num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, and
             pipeline_dtype, the type of messages. None for the model's own `.config`, which
             Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
-        options: of `schedule.build`, for a name.
+        options: further keywords of `schedule.build`, for a name.
     Attributes:
         transport: posts the messages of all steps.
-        kept: by name, what a family keeps from step to step.
-        wrap: changes the modules of training steps; None to run them as they are.
+        kept: by a family's name (see `families.family`), its state that lasts from step to step.
+        wrap: given the stages of a training step and its table, returns the stages that run, such
+            as ones with CUDA graphs. None to run them as they are.
     """
 
     mesh: ProcessMesh
@@ -155,7 +165,15 @@ class ForwardBackward:
         config: Any,
         microbatches: Callable[[], Microbatches],
     ) -> dict[int, PipelineStage]:
-        """Return the stages of the step by number."""
+        """Return the stages of this rank that run the step, by number of the stage.
+
+        Args:
+            step: the keywords of the step.
+            table: its schedule.
+            chunks: module and data iterator of each stage.
+            config: the model's configuration.
+            microbatches: makes a description of the microbatches, one for each stage.
+        """
         window = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
         kept = _kept(table, window or 0)
         of_stages: dict[int, dict[str, OfStage]] = {number: {} for number in chunks}
@@ -197,7 +215,16 @@ class ForwardBackward:
         microbatches: Microbatches,
         variable: bool,
     ) -> Messenger:
-        """Return the messenger of the step, which may have `in_flight` sends under way."""
+        """Return the object that sends and receives the step's messages.
+
+        Args:
+            step: the keywords of the step.
+            config: the model's configuration.
+            place: the rank of each stage.
+            in_flight: most sends under way before the oldest is waited for.
+            microbatches: knows the shapes of messages of slices.
+            variable: microbatches differ in length.
+        """
         assert self._dtype is not None
         length, batch, hidden = 0, 0, 0
         # One pipeline rank sends nothing, so it need not know the size of a message.
@@ -237,7 +264,7 @@ class ForwardBackward:
         )
 
     def table(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a step.
+        """Return the schedule of a step with this number of microbatches.
 
         Raises: ConfigError if it is a table for other numbers of ranks or microbatches.
         """
@@ -257,7 +284,7 @@ class ForwardBackward:
 
 
 def ends_of(place: Placement, stage: int, config: Any) -> Ends:
-    """Return the ends of the model that a stage has.
+    """Return the ends of the model, embedding or loss, that a stage has.
 
     config: has `depth_weight`, the factor on the loss of a depth of multi-token prediction.
     """
@@ -277,7 +304,10 @@ def ends_of(place: Placement, stage: int, config: Any) -> Ends:
 def _reported(
     stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None
 ) -> list[dict[str, Any]]:
-    """Return the dicts of loss_func by microbatch, and call `on_loss` with each loss."""
+    """Return what loss_func reported, one dict for each microbatch whose loss is here, in order.
+
+    on_loss: called with the loss of each microbatch in order; None to call nothing.
+    """
     losses: list[tuple[int, Loss]] = []
     results: dict[int, Any] = {}
     for stage in stages:

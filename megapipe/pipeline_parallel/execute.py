@@ -25,12 +25,15 @@ from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
 class Stage(Protocol):
-    """A stage as the executor sees it. `microbatch` may also be the number of a slice."""
+    """The methods of a stage that the executor calls, one for each kind of pass.
+
+    `microbatch` is the microbatch's number, or the slice's where microbatches are cut.
+    """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Return the output, which the stage does not keep; None at the loss.
+        """Return the output [s, b, h] as a tensor that the stage does not keep; None at the loss.
 
-        x: the input; None at the embedding.
+        x: the input [s, b, h]; None at the embedding.
         """
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
@@ -38,15 +41,15 @@ class Stage(Protocol):
 
         Args:
             microbatch: its number.
-            grad: of the output; None at the loss.
-            weights: also compute the gradients of weights. Otherwise `weight` will.
+            grad: gradient of the output; None at the loss.
+            weights: also compute the gradients of weights. Otherwise a later call of `weight` does.
         """
 
     def weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that a backward without weights has left out."""
+        """Compute the weight gradients that a backward with weights=False has left out."""
 
     def forget(self) -> None:
-        """Forget the forwards so far, because all of them run again."""
+        """Drop what forwards have saved, because all of them run again."""
 
     def same_waits(self, microbatch: int, other: int) -> bool:
         """Return whether backwards of both microbatches wait for collectives in the same places."""
@@ -66,10 +69,12 @@ _NOTHING = "{} made nothing for the next stage"
 
 
 class _Hand(dict[Pass, Tensor | InFlight | Begun]):
-    """The tensors that a rank holds between two items, by the pass that made them.
+    """The results that a rank holds between two items of its program, by the pass that made them.
+
+    A result may still be on its way (InFlight) or being computed on another stream (Begun).
 
     Attributes:
-        uses: how often each result will be used, if more than once.
+        uses: how often each result will still be used; 1 for a result that is not listed.
         running: overlapping passes that have begun and make no result for other passes.
     """
 
@@ -79,12 +84,12 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         self.running: dict[Pass, Begun] = {}
 
     def give(self, made_by: Pass, made: Tensor | Begun, uses: int) -> None:
-        """Hold a result until it has been used `uses` times."""
+        """Hold the result `made` of the pass `made_by` until it has been used `uses` times."""
         self[made_by] = made
         self.uses[made_by] = uses
 
     def taken(self, call: Call) -> list[Tensor]:
-        """Return the inputs of a pass, waiting for them where they are under way."""
+        """Take the inputs of a pass and return them, waiting for each that is under way."""
         given = []
         # In the order of the table, because sums of floats depend on their order.
         for made_by, _ in call.takes:
@@ -94,7 +99,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return given
 
     def take(self, made_by: Pass) -> Tensor:
-        """Use a result once, waiting for it if it is under way."""
+        """Return the result of a pass, waiting for it if it is under way, and count one use."""
         # It stays in hand while it is waited for: a diagnosis of a hang looks for it here.
         held = self[made_by]
         tensor = held if isinstance(held, Tensor) else held.wait()
@@ -136,23 +141,24 @@ def execute(
 ) -> None:
     """Run one rank's program from its first to its last item.
 
-    A pass begins as `PASSES` says. On the compute stream it is waited for at once. On another
-    stream it is waited for where it is first needed, or at the end. A message is waited for when a
-    pass uses it. An output is held until it is sent, and no longer.
+    A pass begins as the function in `PASSES` for its kind does. On the compute stream it is waited
+    for at once. On another stream it is waited for where it is first needed, or at the end. A
+    message is waited for when a pass uses it. An output is held until it is sent, and no longer.
 
     While a profiler records, every pass has a label such as `1F0`. Messages have `send 1F0 ->2` and
     `recv 0F1 <-0` (the wait for it). The wait for a pass of another stream has `wait 1G0`.
 
     Args:
         program: this rank's part of `schedule.lower`.
-        placement: of the stages.
+        placement: the rank of each stage.
         stages: this rank's stages by number, with the methods that `PASSES` calls.
         comm: moves tensors between ranks.
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is taken. It waits for the samples of the pass.
         position: kept up to date, for `pipeline_parallel.watch`.
         watch: takes the time of every pass, and of its waits for collectives.
-        together: runs steps of several passes. It may keep a thread from step to step.
+        together: runs the passes of one item together, if it has several. It may keep a thread from
+            step to step.
     Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
         never used.
     """
@@ -179,7 +185,15 @@ def _walk(
     on_stage_done: Callable[[int], None] | None,
     read: Callable[[Pass], None] | None,
 ) -> None:
-    """Run the items of a plan, and wait at the end for all that is under way."""
+    """Run the items of a plan, and wait at the end for everything that is under way.
+
+    Args:
+        plan: the program, with a `Call` for each pass.
+        runs: runs one item.
+        position: the item that now runs is noted here.
+        on_stage_done: called with a stage's number when its last pass is over.
+        read: called with each pass before it runs; it waits for samples.
+    """
     stages, hand, comm, watch, _ = runs
     # Labels cost time in each pass, so they are there only while a profiler records.
     step = runs.labelled if profiler._is_profiler_enabled else runs.item
@@ -217,9 +231,9 @@ def _walk(
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
-    """Go back to the beginning of the program.
+    """Drop all results and what forwards saved, to run the program again from its beginning.
 
-    Everything that other ranks have sent so far is in hand, or its receive is posted.
+    Everything that other ranks have sent so far is in `hand`, or its receive is posted.
     """
     hand.end(list(hand.running))
     # A receive that is posted cannot be taken back. Its tensor is dropped, and will come again.
@@ -232,10 +246,10 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
 
 
 class _Runs(NamedTuple):
-    """A rank that runs the items of a program.
+    """The means by which a rank runs the items of its program.
 
     `item` runs one item, and `labelled` does so with labels for a profiler. Both return whether the
-    program must begin again.
+    program must begin again, because V found that the last update was wrong.
     """
 
     stages: Mapping[int, Stage]
@@ -261,7 +275,7 @@ class _Runs(NamedTuple):
         return again
 
     def single(self, call: Call) -> bool:
-        """Run one pass, and return whether the program must begin again."""
+        """Run one pass. Return True if it is V and the program must begin again."""
         hand = self.hand
         watch = self.watch
         kind, stage, *_ = call.item
@@ -285,7 +299,7 @@ class _Runs(NamedTuple):
         return False
 
     def several(self, calls: Sequence[Call]) -> bool:
-        """Run passes together, and return False: none of them is V."""
+        """Run the passes of one item together; return False, since the program goes on."""
         given = [self.hand.taken(call) for call in calls]
         begin = self.watch.mark()
         made = self.together(calls, self.stages, given, self.watch)
@@ -316,7 +330,7 @@ class _Runs(NamedTuple):
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
-    """Hold the result of a pass, if another pass or a message takes it."""
+    """Hold the result `made` of a pass, if another pass or a message takes it."""
     # Other results are not held: a hand that is not empty at the end shows a table that was lowered
     # wrongly.
     if call.gives:

@@ -25,7 +25,11 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 
 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
-    """Return the pair that forward_step returned. Raises: ConfigError for anything else."""
+    """Return (output, loss_func), given what forward_step returned.
+
+    The loss_func is None on a stage that needs none. Raises: ConfigError for anything but such a
+    pair.
+    """
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not (is_pair and isinstance(returned[0], Tensor)):
         raise ConfigError(f"forward_step must return (output, loss_func), got {_form(returned)}.")
@@ -35,6 +39,8 @@ def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
 
 class Loss(NamedTuple):
     """The loss of one microbatch, and the numbers that loss_func reports with it.
+
+    `of` makes it, `share` returns its gradient, and `kept` returns it without graph.
 
     Attributes:
         value: one number, which is differentiated.
@@ -50,7 +56,7 @@ class Loss(NamedTuple):
     def of(returned: Any) -> Loss:
         """Return the loss, given the return value of loss_func.
 
-        Raises: ConfigError for anything but loss_func's two forms.
+        Raises: ConfigError for anything but (loss, dict) and (sum, number of tokens, dict).
         """
         if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             raise ConfigError(f"{_FORMS}, got {_form(returned)}.")
@@ -93,10 +99,10 @@ class Loss(NamedTuple):
     ) -> Tensor:
         """Return the gradient of the step's loss with respect to `value`.
 
-        It is 1 / microbatches. A sum over tokens is also divided by its tokens, at least 1.
+        It is scale / microbatches. A sum over tokens is also divided by its tokens, at least 1.
 
         Args:
-            microbatches: of the step.
+            microbatches: number of microbatches of the step.
             per_token: divide by neither. The end of the step divides by the tokens of the batch,
                 whose number is known only then.
             scale: a factor on the loss, see `optim.loss_scale`.
@@ -130,9 +136,10 @@ class Loss(NamedTuple):
         """Return the loss without its graph, for the log.
 
         Args:
-            depth: of multi-token prediction. For it Megatron-LM logs the mean over the tokens of
-                the microbatch, in which each microbatch counts equally.
-            cp: see `share`.
+            depth: number of the depth of multi-token prediction, 0 for the model's own loss. For a
+                depth Megatron-LM logs the mean over the tokens of the microbatch, in which each
+                microbatch counts equally.
+            cp: the ranks that share the microbatch's tokens.
         """
         value = self.value.detach()
         if not depth:
@@ -144,7 +151,10 @@ class Loss(NamedTuple):
 
 
 def _check_reported(name: str, number: Any) -> None:
-    """Raise ConfigError for a reported value that is neither one number nor (sum, count)."""
+    """Raise ConfigError for a reported value that is neither one number nor (sum, count).
+
+    name: its key in the dict of loss_func.
+    """
     numbers = number if isinstance(number, tuple | list) else (number,)
     elements = 0
     if all(map(_is_number, numbers)):
@@ -170,7 +180,7 @@ def _count(tokens: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _form(x: Any) -> str:
-    """Describe a value in an error message by its type or shape."""
+    """Return a description of a value for an error message: its type, or a tensor's shape."""
     if isinstance(x, Tensor):
         return f"a tensor {list(x.shape)} of {str(x.dtype).removeprefix('torch.')}"
     if isinstance(x, tuple | list):

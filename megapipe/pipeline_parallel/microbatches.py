@@ -24,42 +24,51 @@ Keep = Callable[[int, int, Tensor], Callable[[], Tensor]]
 
 
 class Microbatches:
-    """The microbatches of one stage, each in one part, which is the whole."""
+    """The microbatches of one stage. Here each has one part, the whole microbatch.
+
+    A subclass cuts a microbatch into several parts, its slices. Parts have consecutive numbers
+    through all microbatches. The stage asks these methods about the part of each pass.
+    """
 
     # A stage asks these for every pass, so a shape overrides only the answers that it changes.
     @property
     def count(self) -> int:
-        """Return the number of parts of a microbatch.
-
-        The numbers of parts go on from one microbatch to the next.
-        """
+        """Return the number of parts of each microbatch."""
         return 1
 
     def microbatch(self, number: int) -> int:
-        """Return the microbatch to which a part belongs."""
+        """Return the microbatch to which the part of this number belongs."""
         return number
 
     def tokens(self, number: int) -> tuple[range | None, int]:
-        """Return the tokens of a part and the length of its sequences; (None, 0) for all tokens."""
+        """Return (range of a part's tokens, length of the sequence); (None, 0) for all tokens."""
         return None, 0
 
     def stream(self, whole: Stream, number: int) -> Stream:
-        """Return the random stream of a part, given the stream of its microbatch."""
+        """Return the random stream of a part; `whole` is the stream of its microbatch."""
         return whole
 
     def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
-        """Return the stream with `keep`, which holds the keys and values that later parts read."""
+        """Return the stream with a function by which layers keep keys and values for later parts.
+
+        Args:
+            stream: the stream of the part.
+            number: of the part.
+            keep: called as (number, number of the last part that reads the keys, keys).
+        """
         return stream
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
         """Return the stream of a forward that begins, also when it runs again.
 
-        stream: returns the stream of a number.
+        Args:
+            number: of the part.
+            stream: returns the stream of a part, given its number.
         """
         return stream(number)
 
     def share(self, number: int) -> float:
-        """Return the share of its microbatch's tokens that a part has."""
+        """Return the number of a part's tokens divided by the number of its microbatch's tokens."""
         return 1.0
 
     def share_of(
@@ -69,18 +78,18 @@ class Microbatches:
 
         Args:
             number: of the part.
-            losses: of all parts so far.
+            losses: the losses of all parts so far, by number.
             share: returns this gradient for the loss of a whole microbatch.
         """
         # Known at once: a whole microbatch's loss has all its tokens. A part's is a function.
         return share(losses[number])
 
     def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
-        """Return each microbatch with its loss, given the losses of all parts."""
+        """Return a list of (microbatch, its loss), given the loss of each part by number."""
         return sorted(losses.items())
 
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
-        """Raise ConfigError for forwards without a loss, if parts of their results do not join.
+        """Raise ConfigError for forwards without a loss if results of parts cannot be joined.
 
         Args:
             loss_func: None if the forward has no loss.
@@ -88,7 +97,12 @@ class Microbatches:
         """
 
     def shape(self, whole: Shape, made_by: Pass) -> Shape | None:
-        """Return the shape of a part's message, given a microbatch's; None if it is the same."""
+        """Return the shape of a part's message; None if it is the shape of a whole microbatch.
+
+        Args:
+            whole: the shape of a whole microbatch's message.
+            made_by: the pass that makes the message.
+        """
         return None
 
 

@@ -20,7 +20,7 @@ from megapipe.tensor_parallel.rng import Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A step: the keywords of Megatron's forward_backward_func, and ours.
+    """The keywords of one step: Megatron's for forward_backward_func, and ours.
 
     In shapes s is a sequence length, b a microbatch size and h a hidden size. There are c
     context-parallel and t tensor-parallel ranks.
@@ -29,13 +29,13 @@ class Request:
         forward_step_func: (data_iterator, model) -> (output, loss_func).
         data_iterator, model: one, or a list with one for each chunk of this rank in ascending stage
             order. A stage with neither embedding nor loss may have None as its iterator.
-        num_microbatches: of the step, for each data-parallel rank.
+        num_microbatches: microbatches of the step, for each data-parallel rank.
         seq_length, micro_batch_size: s and b. Hidden states are [s/c, b, h]. A model whose
             config.sequence_parallel is on takes and gives [s/(c t), b, h]. A pipeline of one rank
             reads neither.
         schedule: the step's table; None for the engine's.
-        costs: of the stages. Messages are posted in the order that they give.
-        decoder_seq_length: s of the decoder, if it differs.
+        costs: times of passes and messages. Messages are posted in the order that they give.
+        decoder_seq_length: s of the decoder, if it differs; else None.
         forward_only: an evaluation: the same order of forwards, without gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect its results.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
@@ -43,13 +43,13 @@ class Request:
         loss_scale: returns the factor on every loss before backward, see `optim.loss_scale`.
         stream: returns the random stream of a microbatch.
         variable_seq_lengths: microbatches of this step differ in length.
-        documents: returns a microbatch's documents. Its slices end with them, where one ends near a
-            cut.
+        documents: returns a microbatch's documents, near whose ends its slices are cut; None to cut
+            all microbatches at the same tokens.
         around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is taken. It waits for the samples of the pass.
-        weights: of each chunk, what the table's passes of a whole stage call; None for no such
-            passes.
+        weights: for each chunk, the functions that passes on its weights call; None for a table
+            without such passes.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss.
         stopwatch: takes the time of every pass.
     """

@@ -30,13 +30,14 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 
 class _Saved(NamedTuple):
-    """The part of a forward that its backward needs.
+    """The tensors that a forward leaves for its backward.
 
     Attributes:
         x: the input; None at the embedding.
-        output: the output's place in the graph; None if nothing before it is trained. The output
-            itself is free once it is sent.
-        grad: of the loss, on a stage with a loss; None where a next stage sends the gradient.
+        output: the edge of the output in autograd's graph; None if nothing before it is trained.
+            The output itself is free once it is sent.
+        grad: gradient of the step's loss by this stage's own loss; None on a stage without one,
+            which receives its gradient from the next stage.
     """
 
     x: Tensor | None
@@ -48,22 +49,23 @@ class _Saved(NamedTuple):
 class PipelineStage:
     """One stage in one step: it runs Megatron's forward_step_func and differentiates it.
 
-    A number is a microbatch's, or a slice's among all slices where microbatches are cut.
+    The executor calls its methods for the passes F, B and W of a microbatch. A number is a
+    microbatch's, or a slice's among all slices where microbatches are cut.
 
     Args:
         request: the step. Losses are reported without the factors by which they count in the step.
         module: has `set_input_tensor`, and forward_step calls its forward.
-        data_iterator: the batches of forward_step.
-        mesh: says who this rank is.
+        data_iterator: the batches of forward_step; None for a stage that reads none.
+        mesh: this rank's mesh.
         number: of the stage.
-        ends: the ends of the model that the stage has.
-        last: the numbers that the table has last; None without a table.
+        ends: the ends of the model, embedding or loss, that the stage has.
+        last: numbers of the last microbatch (or slice) by kind of pass; None without a table.
         kept: the microbatches that keep all activations, so that nothing is recomputed.
         microbatches: whole microbatches, or their parts.
-        weights: work on the stage's weights as a whole.
+        weights: functions that work on all weights of the stage; None without such passes.
         own: the actions of families around the passes of the stage, by name of the family.
     Attributes:
-        losses: what loss_func returned for each number, without graph.
+        losses: the loss of each number, as loss_func returned it, without graph.
         results: other data that loss_func returned, or outputs of an evaluation without loss_func.
     """
 
@@ -103,7 +105,10 @@ class PipelineStage:
         return self.request.around_last_backward is not None
 
     def stream(self, number: int) -> Stream:
-        """Return the stream of a number: its random numbers, its tokens, and how losses count."""
+        """Return the stream of a number, which layers read while they run its forward.
+
+        It has the random numbers, the range of tokens, and the factor on the layers' own losses.
+        """
         step = self.request
         parts = self.microbatches
         # The same factors as in Loss.share.
@@ -127,9 +132,9 @@ class PipelineStage:
         return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Return the output [s, b, h] of an input [s, b, h].
+        """Run a forward and return its output [s, b, h], given the input x [s, b, h].
 
-        The input is None at the embedding, the output at the loss.
+        The input is None at the embedding, the output None at the loss.
         """
         run: Forward = self.run_forward
         for of_stage in self.own.values():
@@ -138,11 +143,11 @@ class PipelineStage:
         return self.context.copy().run(run, microbatch, x)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Return the gradient of the input, given the gradient of the output.
+        """Run a backward and return the gradient of its input; None at the embedding.
 
         Args:
             microbatch: its number.
-            grad: [s, b, h]; None at the loss.
+            grad: gradient of the output, [s, b, h]; None at the loss.
             weights: also compute the gradients of weights. Otherwise they wait for `weight`.
         """
         saved = self._saved.pop(microbatch)
@@ -183,13 +188,15 @@ class PipelineStage:
         data: Iterator[Any] | None = None,
         stream: Stream | None = None,
     ) -> Tensor | None:
-        """Run a forward in the context of the stage, and return its output.
+        """Run forward_step_func, save tensors for the backward, and return the output.
 
         Args:
             microbatch: its number.
-            x: the input.
-            data: the batches, if they are not the stage's.
-            stream: given for a forward that runs twice, first without a graph and then with one.
+            x: the input; None at the embedding.
+            data: the batches; None for the stage's own iterator.
+            stream: the stream of a forward that runs twice, first without a graph and then with
+                one; None for a forward that runs once.
+        Returns: the output without graph; None at the loss.
         """
         differentiates = torch.is_grad_enabled()
         if x is not None:
@@ -244,13 +251,13 @@ class PipelineStage:
         return output.detach()
 
     def weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that `backward` has left out."""
+        """Compute the weight gradients that `backward` with weights=False has left out."""
         # As in autograd's own backward: gradients must not grow a graph.
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
     def forget(self) -> None:
-        """Forget the forwards so far, because all of them run again. None has had a backward."""
+        """Drop what forwards have saved, because all of them run again. None has had a backward."""
         self._saved.clear()
         for of_stage in self.own.values():
             of_stage.forget()
@@ -258,7 +265,7 @@ class PipelineStage:
             self.data_iterator.rewind()
 
     def finish(self) -> None:
-        """Check that every forward of the step has had its backward and its weight pass."""
+        """Raise AssertionError if a forward of the step has had no backward or no weight pass."""
         assert not self._saved, f"microbatches without backward: {list(self._saved)}"
         owed = self.weight_grads.owed
         assert not owed, f"microbatches without weight pass: {owed}"
@@ -266,15 +273,15 @@ class PipelineStage:
     def loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
     ) -> tuple[Tensor, Grad]:
-        """Compute a loss, and note it or the other results of loss_func.
+        """Call loss_func, and note the loss, or the other data that loss_func returns.
 
         Args:
             microbatch: its number.
             output: of the model.
-            loss_func: as forward_step returned it.
+            loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
-        Returns: the tensor to differentiate, and its gradient; None for the gradient if the tensor
-            is no loss.
+        Returns: (tensor to differentiate, its gradient). The gradient is None if the tensor is no
+            loss.
         Raises: ConfigError for a training step without loss_func.
         """
         step = self.request
@@ -308,9 +315,9 @@ class PipelineStage:
 
 
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:
-    """Do torch.autograd.backward(output, grad) without its checks in Python.
+    """Add the gradients of the graph before `output` to its leaves, given the output's gradient.
 
-    The checks are a fifth of a small pass's CPU time.
+    It is torch.autograd.backward without the checks in Python, a fifth of a small pass's CPU time.
     """
     _engine_run_backward(
         (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -318,9 +325,9 @@ def _differentiate(output: GradientEdge, grad: Tensor) -> None:
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:
-    """Return the gradient that a backward left in its input.
+    """Return the gradient that a backward left in the stage's input x; None for None.
 
-    It is zero where the output does not depend on the input, and None without input.
+    It is zero where the output does not depend on the input.
     """
     if x is None:
         return None

@@ -23,16 +23,16 @@ from megapipe.schedule.measured.costs import Ran
 class Stopwatch:
     """The times of one step's passes in their order. Both passes of a pair have the pair's times.
 
-    Nothing waits for the device. Read the times when the step is over.
+    `ask`, `note` and `copying` take times and never wait for the device. The other methods read
+    the times, once the step is over. A mark is a point in time on the device's clock.
 
     Attributes:
         schedule: the table of the passes. Only `ran` and the functions below need it.
-        passes: of each pass or pair, marks when it asked for its input, had it, and was over; and
-            the number of passes, 1 or 2.
-        waits: marks before and after each wait of a pass for a collective.
-        copies: each O and L in the order of the table. With it stands a function that returns the
-            marks of its beginning and end, and the marks around each time that passes waited for
-            it.
+        passes: for each pass or pair (mark when it asked for its input, mark when it had it, mark
+            of its end, number of passes: 1 or 2).
+        waits: (mark before, mark after) each wait of a pass for a collective.
+        copies: for each O and L in order (the pass, a function that returns the marks of its
+            beginning and end, a list of waits for it). A wait is (mark before, mark after).
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:
@@ -55,15 +55,20 @@ class Stopwatch:
         return self._schedule
 
     def ask(self) -> None:
-        """Note that the next pass is to run, and may wait for its input."""
+        """Mark the time at which the next pass is due and may begin to wait for its input."""
         self._asked = self.mark()
 
     def note(self, begin: Any, passes: int = 1) -> None:
-        """Note that a pass has run, or a pair, and had its input at the mark `begin`."""
+        """Note a pass that has ended, or a pair.
+
+        Args:
+            begin: the mark at which it had its input.
+            passes: 2 for a pair, else 1.
+        """
         self.passes.append((self._asked, begin, self.mark(), passes))
 
     def copying(self, item: Pass, begin: Any, begun: Begun) -> Begun:
-        """Note a copy that has begun, and return it with a wait that is timed.
+        """Note a copy that has begun, and return it with a `wait` that takes its own time.
 
         Args:
             item: the pass, O or L.
@@ -83,7 +88,7 @@ class Stopwatch:
         return Begun(wait)
 
     def restart(self) -> None:
-        """Forget all times, because the step begins again."""
+        """Drop all times, because the step begins again."""
         self.passes.clear()
         self.waits.clear()
         self.copies.clear()
@@ -94,7 +99,7 @@ class Stopwatch:
         return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
-        """Return (asked, begin, end) of every pass, in seconds."""
+        """Return, for every pass, (asked for its input, had it, ended) in seconds."""
         rows: list[tuple[float, float, float]] = []
         # A pair has one row of marks, and a row of times for each of its passes.
         for asked, begin, end, passes in self.passes:
@@ -113,12 +118,15 @@ class Stopwatch:
         return rows
 
     def ran(self, rank: int) -> list[Ran]:
-        """Return the passes, which must be the passes of this pipeline rank in the table."""
+        """Return the measured passes of compute of this rank, whose pipeline rank is `rank`."""
         return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
 
 
 def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """Return [step][rank] -> the passes of compute, for steps under one table. Collective."""
+    """Return [step][pipeline rank] -> the measured passes of compute. Collective over pp.
+
+    steps: this rank's stopwatches of some steps, all under one table.
+    """
     rows = [_timed(steps[0].schedule, rank) for rank in range(pp.size)]
     mine = [watch.times() for watch in steps]
     for times in mine:
@@ -127,7 +135,10 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
 
 
 def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """Return [step][rank] -> the copies, for steps under one table. Collective."""
+    """Return [step][pipeline rank] -> the measured copies O and L. Collective over pp.
+
+    steps: this rank's stopwatches of some steps, all under one table.
+    """
     rows = [_timed(steps[0].schedule, rank, COPIES) for rank in range(pp.size)]
     mine = []
     for watch in steps:
@@ -139,7 +150,7 @@ def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]
 
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
-    """Return the mean over steps and ranks of `exposed_communication`. Collective."""
+    """Return the mean over steps and ranks of `exposed_communication`, in seconds. Collective."""
     # The mean over this rank's steps of the sum over ranks.
     mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)
     return float(pp.all_reduce(mine.to(pp.device)).mean()) / pp.size
@@ -151,12 +162,12 @@ def _gathered(
     pp: Axis,
     make: Callable[[Pass, Sequence[float]], Ran],
 ) -> list[list[list[Ran]]]:
-    """Return [step][rank] -> the passes of all ranks. Collective.
+    """Return [step][pipeline rank] -> the measured passes of all ranks. Collective over pp.
 
     Args:
-        mine: [step] -> three numbers for each pass of this rank.
+        mine: [step][pass] -> three times, in seconds, of this rank's passes.
         rows: [rank] -> its passes.
-        make: returns a pass, given its three numbers.
+        make: returns a measured pass, given the pass and its three times.
     """
     # Padded to the longest row of any rank, so that one all-gather takes all. In float64, because
     # a host's clock may have run for months: float32 would round it to seconds.
@@ -181,5 +192,5 @@ def _ran(item: Pass, marks: Sequence[float]) -> Ran:
 
 
 def _timed(schedule: Schedule, rank: int, lanes: Collection[Lane] = (Lane.COMPUTE,)) -> list[Pass]:
-    """Return the passes of a rank's row that run on one of these streams."""
+    """Return the passes of a rank's row that run on the given streams; by default compute alone."""
     return [p for step in schedule.ranks[rank] for p in step if p.kind.traits.lane in lanes]

@@ -44,10 +44,10 @@ def run_threads(
 
     Args:
         body: a rank's program.
-        tp, cp, dp, pp: sizes of the mesh.
+        tp, cp, dp, pp: numbers of tensor-, context-, data- and pipeline-parallel ranks.
         ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
-        shares: ranks of a pipeline that share weights, see `Plan.shares`.
-        timeout_s: of each collective.
+        shares: by name of a shared weight, the pipeline ranks that have it, see `Plan.shares`.
+        timeout_s: timeout of each collective, in seconds.
     Returns: the results in the order of ranks.
     Raises: the first error of any rank, at once. Ranks that wait for the failed one run into their
         timeouts.
@@ -100,7 +100,7 @@ def run_threads(
 
 
 def _wait(threads: Sequence[threading.Thread]) -> None:
-    """Wait up to GRACE_S for all of these threads together."""
+    """Wait until all of these threads have ended, together at most GRACE_S."""
     until = monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(until - monotonic(), 0))

@@ -43,7 +43,7 @@ PAIR = "overlapped_forward_backward"
 
 
 class _Saved(NamedTuple):
-    """A microbatch between its forward and its backward."""
+    """A microbatch's tensors between its forward and its backward; `loss` is None without one."""
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -51,9 +51,10 @@ class _Saved(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """DeepSeek's WeightGradStore as its modules use it in a backward.
+    """DeepSeek's WeightGradStore, with which a module's backward leaves weight gradients to W.
 
-    They call `if enabled: put(job) else: job()`.
+    Modules call `if WeightGradStore.enabled: WeightGradStore.put(job) else: job()`, where `job`
+    computes one weight gradient. `backward` connects the store with the stage that runs.
     """
 
     def __init__(self) -> None:
@@ -63,12 +64,12 @@ class DeferredWeightGrads:
 
     @property
     def enabled(self) -> bool:
-        """Whether a W pass will follow the backward that runs."""
+        """Whether the backward that runs in this thread leaves its weight gradients to a W pass."""
         owner = self._owner()
         return owner is not None and owner.is_deferring
 
     def put(self, job: Callable[[], None]) -> None:
-        """Leave a weight gradient to the W pass."""
+        """Keep a function that computes a weight gradient for the W pass. Call it now without W."""
         owner = self._owner()
         if owner is None:
             job()
@@ -83,7 +84,13 @@ class DeferredWeightGrads:
 
     @contextmanager
     def backward(self, owner: WeightGrads, microbatch: int, *, weights: bool) -> Iterator[None]:
-        """Enter the backward of a microbatch, with its weight gradients or without."""
+        """Return a context for the backward of a microbatch.
+
+        Args:
+            owner: the stage's store, in which `put` keeps functions until the W pass.
+            microbatch: its number.
+            weights: compute weight gradients at once; otherwise they are left to the W pass.
+        """
         self._of_thread[get_ident()] = owner
         try:
             if weights:
@@ -100,21 +107,23 @@ WeightGradStore = DeferredWeightGrads()
 
 @dataclass(eq=False)
 class PairedStage:
-    """A stage that runs a module of DeepSeek's contract.
+    """A stage that runs a module of DeepSeek's contract; the executor calls its methods for passes.
 
     Args:
         module: as the file describes. Without the classmethod a pair is its forward, then the
             backward.
-        inputs: of each microbatch; None where they arrive from the previous stage.
+        inputs: the module's arguments for each microbatch; None where they arrive from the
+            previous stage.
         criterion, labels: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch;
             None on stages without loss.
         shapes: of the tensors that one stage sends to the next; several travel as one message.
-        is_last: nothing is sent on.
-        overlaps: the classmethod runs pairs, if there is one.
-        keeps_outputs: keep the outputs of the last stage.
+        is_last: whether the stage is the last one, which sends no outputs.
+        overlaps: whether the classmethod runs pairs, if the module has it.
+        keeps_outputs: whether to keep the outputs of the last stage.
     Attributes:
-        losses: of each microbatch, without graph. Gradients are of their sum.
-        outputs: of each microbatch, without graph, if they are kept.
+        losses: the loss of each microbatch, without graph. Gradients are of the sum of losses.
+        outputs: the outputs of each microbatch, without graph, if they are kept.
+        weight_grads: the weight gradients that wait for W passes.
     """
 
     module: nn.Module
@@ -136,15 +145,22 @@ class PairedStage:
         self._saved: dict[int, _Saved] = {}
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run a forward: input (None at the first stage) -> output (None at the loss)."""
+        """Run a forward and return its output, as one tensor for the next stage.
+
+        Args:
+            microbatch: its number.
+            x: the input; None at the first stage.
+        Returns: the output; None at the last stage.
+        """
         # A copy, because a context cannot be entered twice: two forwards may run together.
         return self._context.copy().run(self._forward, microbatch, x)
 
     def backward(self, microbatch: int, grad: Tensor | None, *, weights: bool) -> Tensor | None:
-        """Run a backward.
+        """Run the backward of a microbatch.
 
         Args:
-            grad: gradient of the output; None at the loss.
+            microbatch: its number.
+            grad: gradient of the output; None at the last stage.
             weights: compute weight gradients too. Otherwise they are left to `weight`.
         Returns: the gradient of the input; None at the first stage.
         """
@@ -166,7 +182,11 @@ class PairedStage:
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the results of `forward` and of `backward_stage.backward`."""
+        """Run a forward of this stage together with a backward of `backward_stage`.
+
+        Returns: (output of the forward, gradient of the backward's input). The arguments and None
+            mean what they mean in `forward` and `backward`.
+        """
         if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
             return output, backward_stage.backward(backward_microbatch, grad, weights=weights)
@@ -184,26 +204,32 @@ class PairedStage:
         return output, backward_stage._grad_of(saved)
 
     def weight(self, microbatch: int) -> None:
-        """Compute the weight gradients that a backward without weights left out."""
+        """Compute the weight gradients that `backward` with weights=False left out (pass W)."""
         # As in autograd's own backward: gradients must not grow a graph.
         with torch.no_grad():
             self.weight_grads.run(microbatch)
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of both microbatches wait for collectives in the same places."""
+        """Return whether backwards of both microbatches wait for collectives in the same places.
+
+        Always True: these modules do not recompute, and microbatches are not cut.
+        """
         return True
 
     def forget(self) -> None:
-        """Forget the forwards so far."""
+        """Drop what forwards have saved, because all of them will run again."""
         self._saved.clear()
 
     def _forward(
         self, microbatch: int, x: Tensor | None, other: tuple[Any, ...] | None = None
     ) -> Tensor | None:
-        """Run the forward of a microbatch.
+        """Run the forward of a microbatch, save its tensors for the backward; return the output.
 
         Args:
-            other: the backward that runs together with it: module1, loss1, outputs1, grads1.
+            microbatch: its number.
+            x: the input; None at the first stage.
+            other: (module1, loss1, outputs1, grads1) of a backward that runs together with it; None
+                to run the forward alone.
         """
         train = torch.is_grad_enabled()
         if x is None:
@@ -237,7 +263,10 @@ class PairedStage:
         return None
 
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the tensor that is sent on: a single one as it is, the elements of several."""
+        """Return the outputs as one message: a single one as it is, several flattened and joined.
+
+        Raises: ConfigError if their shapes are not those in `shapes`.
+        """
         found = [list(output.shape) for output in outputs]
         expected = list(map(list, self.shapes))
         # The shape of a single tensor is the messenger's to check.
@@ -251,7 +280,7 @@ class PairedStage:
         return torch.cat([output.detach().flatten() for output in outputs])
 
     def _unpacked(self, message: Tensor | None) -> list[Tensor]:
-        """Return the tensors of a message."""
+        """Split a message into tensors of the shapes in `shapes`; no tensors for None."""
         if message is None:
             return []
         if len(self.shapes) == 1:
@@ -260,7 +289,7 @@ class PairedStage:
         return [part.view(*shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _grad_of(self, saved: _Saved) -> Tensor | None:
-        """Return the gradient of the input; None on the first stage."""
+        """Return the gradient of a microbatch's inputs as one message; None on the first stage."""
         if self.inputs is not None:
             return None
         # Zeros where the output does not depend on an input: the stage before expects a message.
@@ -269,7 +298,10 @@ class PairedStage:
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Run the backward of the outputs that have a gradient, as DeepSeek's function does."""
+    """Run the backward of the outputs whose gradient is not None, as DeepSeek's function does.
+
+    grads: one for each output.
+    """
     roots = []
     given = []
     for x, grad in zip(outputs, grads, strict=True):
@@ -290,17 +322,19 @@ def paired_step(
     shape: Shape,
     dtype: torch.dtype = torch.float32,
 ) -> dict[int, Tensor]:
-    """Run forward and backward of all microbatches.
+    """Run forward and backward of all microbatches over modules of DeepSeek's contract.
 
     Gradients of the sum of losses are added to every parameter's `.grad`.
 
     Args:
+        mesh: this rank's mesh.
+        schedule: a table, or a name that `schedule.build` knows.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
-            one of each chain; the gradients of the two copies of a slice are summed here.
-        inputs, labels: of every microbatch. Only the first stage reads inputs, and only the last
-            stage reads labels.
+            one of each direction. Each stage is on two ranks, whose gradients are summed here.
+        inputs, labels: by microbatch, the tensors given to the first stage and to the criterion.
+        criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
         shape, dtype: of the tensor that one stage sends to the next.
-    Returns: the loss of each microbatch whose last stage is here.
+    Returns: by number, the loss of each microbatch whose last stage is on this rank.
     """
     table = schedule
     if isinstance(table, str):

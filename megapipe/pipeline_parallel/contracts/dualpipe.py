@@ -53,19 +53,19 @@ def set_p2p_tensor_shapes(shapes: Sequence[Shape]) -> None:
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
-    """Set the one type of all these tensors."""
+    """Set the type of the tensors that a stage gives the next one, for this thread's steps."""
     _dtype.set(dtype)
 
 
 class _Pipe(nn.Module):
-    """The base of both classes.
+    """The base of DualPipe and DualPipeV. `step` runs all microbatches.
 
     Args:
         modules: this rank's two stages, in the order of the class. If both are of one class that
             has overlapped_forward_backward, that method runs the pairs, see `deepseek`.
         batch_dim: the dimension of inputs, labels and outputs that is cut into microbatches.
         process_group: the pipeline's ranks; default torch.distributed's own.
-        rank_mapping: the place in the pipeline of each rank of the group; default the same.
+        rank_mapping: the place in the pipeline of each rank of the group; default the rank itself.
     """
 
     _schedule: str
@@ -118,13 +118,14 @@ class _Pipe(nn.Module):
         Gradients of the sum of losses are added to every parameter's `.grad`.
 
         Args:
-            inputs: of the model's first stage, on ranks that have one; cut into microbatches.
-            num_chunks: microbatches of the whole pipeline.
+            inputs: the batch for the model's first stage, on ranks that have one; else None.
+            num_chunks: number of microbatches of the whole pipeline.
             criterion, labels: criterion(*outputs, *labels) is the loss of a microbatch, on ranks
-                that have a last stage.
+                that have a last stage. Inputs and labels are cut into microbatches here.
             return_outputs: also return the last stage's outputs.
-        Returns: (losses by microbatch, outputs), without a graph. Losses are None where no last
-            stage is; outputs are one tensor, a tuple, or None.
+        Returns: (losses, outputs), without a graph. Losses are one tensor with the loss of each
+            microbatch in order, or None without a last stage. Outputs are one tensor, a tuple, or
+            None.
         Raises: ConfigError without shapes and type of messages, or without a criterion.
             ScheduleError for numbers of ranks and microbatches that the table cannot have.
         """
@@ -181,7 +182,13 @@ class _Pipe(nn.Module):
         return Messenger(self._pp, shape, dtype, transport=_Mapped(self._pp, self._of_group))
 
     def _cut(self, given: Any, begin: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-        """Cut tensors along the batch, and return the parts by microbatch from `begin` on."""
+        """Cut tensors along the batch dimension, and return each microbatch's parts by its number.
+
+        Args:
+            given: a tensor or several; None stands for a tensor that this rank has not.
+            begin: number of the first microbatch.
+            microbatches: number of microbatches.
+        """
         if given is None or isinstance(given, Tensor):
             given = (given,)
         parts = []
@@ -202,20 +209,21 @@ class _Pipe(nn.Module):
 class DualPipe(_Pipe):
     """Two copies of the model in opposite directions (DeepSeek-V3 report, sec. 3.2.1).
 
-    The number p of ranks is even. Rank r has slice r of the model, for inputs of the first rank.
-    Its second module is slice p-1-r, for inputs of the last rank. Either of these two ranks is
-    given its half of the batch, and the labels of the other's half. The copies of a slice are on
-    ranks r and p-1-r. Adding their gradients is left to the caller, as DeepSeek does.
+    The model is cut into p consecutive stages for an even number p of ranks. The first module of
+    rank r is stage r, for batches that enter at rank 0. Its second module is stage p-1-r, for
+    batches that enter at rank p-1. Each of these two ranks is given half of the inputs, and the
+    labels of the other rank's half. The copies of a stage are on ranks r and p-1-r. The caller adds
+    their gradients, as with DeepSeek's class.
     """
 
     _schedule = "dualpipe"
 
 
 class DualPipeV(_Pipe):
-    """One copy of the model down and up the p ranks (Qi et al. 2025).
+    """One copy of the model, from rank 0 to rank p-1 and back (Qi et al. 2025).
 
-    The modules of rank r are slices r and 2p-1-r of the model. Rank 0 is given the batch and the
-    labels.
+    The model is cut into 2p consecutive stages. The modules of rank r are stages r and 2p-1-r. Rank
+    0 is given the inputs and the labels.
     """
 
     _schedule = "dualpipe-v"
@@ -247,7 +255,10 @@ def _table(
 
 
 class _Mapped(Transport):
-    """Posts messages by places in the pipeline, over a group with its ranks in another order."""
+    """A transport over a group whose ranks are in another order than the pipeline.
+
+    The operations given to `post` name a peer by its place in the pipeline.
+    """
 
     def __init__(self, pp: Any, of_group: Sequence[int]) -> None:
         # As DeepSeek posts them. A batch needs no links, which a caller's group does not have.

@@ -42,13 +42,15 @@ def get_forward_backward_func(
     """Return the function that runs one step's forward and backward passes.
 
     Args:
-        pp_size, vp_size: as Megatron's. Their defaults are the mesh's pipeline size and the number
-            of model chunks.
+        pp_size, vp_size: as Megatron's: number of pipeline ranks, and of model chunks per rank.
+            Their defaults are the mesh's pipeline size and the number of modules at the first step.
         schedule_pg_collection: Megatron's several modules on grids of their own; refused.
-        mesh: who this rank is; by default the mesh that ProcessMesh.create made.
-        schedule: a table, or what `schedule.build` takes. The default is 1f1b, and interleaved with
-            several chunks.
-        p2p_mode, config, variable_seq_lengths: as in engine.ForwardBackward.
+        mesh: this rank's mesh; by default the one that ProcessMesh.create made.
+        schedule: a table, or a name or file for `schedule.build`. The default is 1f1b, and
+            interleaved with several chunks.
+        p2p_mode: how messages are posted, a `transport.P2PMode`; None for plain.
+        config: a Megatron config in place of the model's own.
+        variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
     Raises: ConfigError if pp_size is not the mesh's, here or at the first step.
     """
     if schedule_pg_collection is not None:
@@ -67,7 +69,7 @@ _ENGINES = 8
 
 
 class _Engine(NamedTuple):
-    """An engine, and what it was made for: values that must be equal, and identical objects."""
+    """An engine and its arguments. Steps with equal `values` and identical `objects` share it."""
 
     values: tuple[Any, ...]
     objects: tuple[Any, ...]
@@ -194,7 +196,7 @@ class Step:
         return results
 
     def check_size(self, mesh: ProcessMesh) -> None:
-        """Raises: ConfigError if pp_size is not the mesh's."""
+        """Raise ConfigError if pp_size is given and is not the mesh's number of pipeline ranks."""
         if self.pp_size not in (None, mesh.pp.size):
             raise ConfigError(
                 f"get_forward_backward_func: pp_size is {self.pp_size}, and the mesh has "
@@ -204,10 +206,9 @@ class Step:
 
     @property
     def _kept(self) -> dict[str, Any]:
-        """The state that lasts from step to step.
+        """Return the dict of what lasts from step to step: engines and the number of microbatches.
 
-        The mesh keeps it and not this object, as Megatron's callers ask for a new function in each
-        step.
+        The mesh holds it, as Megatron's callers ask for a new function, such as this, in each step.
         """
         mesh = self.mesh or ProcessMesh.current()
         return self._alone if mesh is None else mesh.kept
@@ -215,7 +216,10 @@ class Step:
     def _engine_for(
         self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any
     ) -> ForwardBackward:
-        """Return the engine of an earlier step with the same arguments, or make one."""
+        """Return the engine of an earlier step with the same arguments, or make one.
+
+        chunks: number of modules of this rank.
+        """
         group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
         # To make an engine is collective, as ranks agree on their messages. So nothing may count
         # here that one rank changes alone, such as the chunk that parallel_state's callers are at.
@@ -248,7 +252,10 @@ class Step:
         chunks: int,
         group_size: int | None,
     ) -> ForwardBackward:
-        """Return a new engine."""
+        """Return a new engine; `p2p` and `pg_collection` replace the mesh if they are not None.
+
+        group_size: config.microbatch_group_size_per_vp_stage, or None.
+        """
         if pg_collection is not None:
             mesh = mesh_of(pg_collection, getattr(p2p, "pp", None))
         mesh = mesh or ProcessMesh.required()
@@ -281,13 +288,13 @@ class Step:
         )
 
     def _stream(self, trained: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
-        """Return the randomness of megapipe's layers.
+        """Return the engine's keyword `stream`: a function from a microbatch to its random stream.
 
-        It differs for each microbatch, step and data-parallel rank.
+        The stream differs for each microbatch, step and data-parallel rank.
 
         Args:
             trained: microbatches of this step, 0 in an evaluation.
-            consumed: microbatches before this step; None for those counted on this mesh.
+            consumed: microbatches before this step; None for the number counted on this mesh.
         """
         kept = self._kept
         first = kept.get("microbatches", 0) if consumed is None else consumed
@@ -303,8 +310,9 @@ def _entry(table: Schedule | str) -> Entry | None:
 
 
 def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
-    """Return config.microbatch_group_size_per_vp_stage for `schedule.build`.
+    """Return config.microbatch_group_size_per_vp_stage as a keyword of `schedule.build`.
 
+    size: its value. No keyword is returned for None and for Megatron's default, `ranks`.
     Raises: ConfigError for a schedule without groups, where it would do nothing.
     """
     # The number of pipeline ranks is Megatron's default.
@@ -322,7 +330,7 @@ def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """Return settings of a Megatron config that our own engine takes as arguments."""
+    """Return the config's calculate_per_token_loss and loss_scale, if set, for the engine."""
     # Absent and None say nothing, so that the engine's own defaults hold.
     settings: dict[str, Any] = {}
     per_token = getattr(config, "calculate_per_token_loss", None)
@@ -341,7 +349,7 @@ def _mark_first_microbatch(modules: Sequence[nn.Module]) -> None:
 
 
 def _forget_last_step(modules: Sequence[nn.Module]) -> None:
-    """Let routers of experts forget what they saw in the last step; it would grow without end."""
+    """Let routers of experts drop their records of the last step, which would only grow."""
     for module in modules:
         for part in module.modules():
             forget = getattr(part, "forget", None)
@@ -359,7 +367,7 @@ def _check_shapes(adjust: AdjustShapes, shape: tuple[int, ...]) -> None:
 
 
 def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
-    """Return the number of tokens of all microbatches whose loss is on this rank."""
+    """Return the number of tokens, a tensor [], of all microbatches whose loss is on this rank."""
     counts = [loss.tokens for loss in losses if loss.tokens is not None]
     if not counts:
         return torch.zeros((), dtype=torch.int, device=mesh.device)
@@ -368,7 +376,7 @@ def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Run Megatron's timer around a step."""
+    """Run the timer `forward-backward` of config.timers, if it has one, around a step."""
     timers = getattr(config, "timers", None)
     if timers is not None:
         barrier = getattr(config, "barrier_with_L1_time", False)

@@ -34,7 +34,10 @@ REFUSED = (
 
 
 def check_config(config: Any, mesh: ProcessMesh) -> None:
-    """Raises: ConfigError for each field that would do nothing here, or contradicts the mesh."""
+    """Check the fields of a Megatron config that ask for calls around passes.
+
+    Raises: ConfigError for each field that would do nothing here, or contradicts the mesh.
+    """
     # A field that is ignored in silence would train another model than the user asked for.
     problems = []
     for name in REFUSED:
@@ -58,13 +61,16 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
 class GradSync:
     """Turns the synchronisation of gradients off, except where a stage's gradients are complete.
 
-    It is on while the last backward of each stage runs, for that stage. If there is a
-    grad_sync_func, it is on instead while that function is called, when the stage is done.
+    The synchronisation of a stage is on while its last backward runs. If the config has a
+    grad_sync_func, it is on instead during the call of that function, after the stage's last pass.
+    The engine enters `off` for a step and `around_last_backward` for each last backward. It calls
+    `on_stage_done` after a stage's last pass, and `finalize` at the end.
 
-    A no_sync_func may be one for all chunks, and then opens and closes for all. That is safe: it is
-    closed for no longer than one backward, and no gradient of another chunk arrives meanwhile.
+    One no_sync_func for all chunks opens and closes for all of them. That is safe: it is closed for
+    no longer than one backward, and no gradient of another chunk arrives meanwhile.
 
     Args:
+        config: the Megatron config.
         chunks: the modules of this rank by stage, in ascending order.
     """
 
@@ -82,7 +88,10 @@ class GradSync:
 
     @contextmanager
     def off(self, training: bool) -> Iterator[None]:
-        """Enter a step: call param_sync_func of every chunk, then keep the synchronisation off."""
+        """Call param_sync_func of every chunk, and turn synchronisation off inside this context.
+
+        training: whether the step has backwards; without them nothing is turned off.
+        """
         for stage, sync in self._param_sync.items():
             sync(self.chunks[stage].parameters())
         try:
@@ -119,7 +128,7 @@ class GradSync:
         self._turn_off(which)
 
     def around_last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Return a context for the last backward of a stage."""
+        """Return a context for the last backward of a stage, in which its gradients synchronise."""
         return nullcontext() if self._grad_sync else self._on(stage)
 
     def on_stage_done(self, stage: int) -> None:
@@ -130,7 +139,13 @@ class GradSync:
                 self._grad_sync[stage](self.chunks[stage].parameters())
 
     def finalize(self, tokens: Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
-        """Call finalize_model_grads_func([chunks], tokens), with the keywords that it has."""
+        """Call finalize_model_grads_func([chunks], tokens), if the config has it.
+
+        Args:
+            tokens: number of tokens of the step, a tensor []; None if losses are means.
+            pg_collection: the process groups, passed on as a keyword if the function takes it.
+            force_all_reduce: passed on in the same way.
+        """
         finalize = getattr(self.config, "finalize_model_grads_func", None)
         if finalize is None:
             return
@@ -145,10 +160,14 @@ class GradSync:
 def _per_chunk(
     config: Any, name: str, chunks: int, *, one_for_all: bool = False
 ) -> Sequence[Callable[..., Any]]:
-    """Return the functions of a field, one per chunk; none if the field is absent.
+    """Return the functions of a config's field, one per chunk; none if the field is absent or None.
 
     Args:
+        config: the Megatron config.
+        name: of the field.
+        chunks: number of chunks.
         one_for_all: a single function is allowed for several chunks.
+    Raises: ConfigError for another number of functions.
     """
     found = getattr(config, name, None)
     if found is None:

@@ -23,8 +23,9 @@ from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode,
 class P2PCommunicator:
     """Sends and receives of one pipeline rank, called in Megatron's order.
 
-    A first or last stage lacks a neighbour, and that half of a call does nothing. Where Megatron
-    takes lists, with a shape or tensor per message, a single one comes back single.
+    The first and the last stage lack a neighbour; the half of a call that concerns it does nothing.
+    Where Megatron takes lists, with a shape or tensor per message, a list gives a list, and a
+    single one gives a single result.
 
     Args:
         pp_group: the pipeline's process group, or our Axis.
@@ -66,12 +67,12 @@ class P2PCommunicator:
 
     @property
     def total_stages(self) -> int:
-        """The number of pipeline ranks, in Megatron's word."""
+        """Return the number of pipeline ranks, which Megatron calls stages here."""
         return self.pp.size
 
     @property
     def current_stage(self) -> int:
-        """The place of this rank in the pipeline."""
+        """Return the position of this rank in the pipeline, from 0."""
         return self.pp.rank
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
@@ -99,7 +100,7 @@ class P2PCommunicator:
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Any:
-        """Exchange an output for a gradient with the next stage; None on the last stage."""
+        """Send an output to the next stage and return its gradient; None on the last stage."""
 
         def call(x: Any, shape: Any) -> Any:
             if is_last_stage:
@@ -111,7 +112,7 @@ class P2PCommunicator:
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
-        """Exchange a gradient for an output with the previous stage; None on the first stage."""
+        """Send a gradient to the previous stage and return its output; None on the first stage."""
 
         def call(x: Any, shape: Any) -> Any:
             if is_first_stage:
@@ -127,9 +128,14 @@ class P2PCommunicator:
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """Send an output to the next rank, and return the previous rank's.
+        """Send an output to the next rank, and receive the previous rank's output.
 
-        Returns: the tensor; with overlap_p2p_comm (tensor, handles to wait for).
+        Args:
+            output_tensor: the output; None to send nothing.
+            recv_prev: whether to receive.
+            tensor_shape: shape of the received tensor.
+            overlap_p2p_comm: return before the messages have completed.
+        Returns: the received tensor or None; with overlap_p2p_comm (tensor, handles to wait for).
         """
         shape = tensor_shape if recv_prev else None
         got, _, handles = self._communicate(
@@ -144,9 +150,14 @@ class P2PCommunicator:
         tensor_shape: Shape,
         overlap_p2p_comm: bool = False,
     ) -> Any:
-        """Send a gradient to the previous rank, and return the next rank's.
+        """Send a gradient to the previous rank, and receive the next rank's gradient.
 
-        Returns: the tensor; with overlap_p2p_comm (tensor, handles to wait for).
+        Args:
+            input_tensor_grad: the gradient; None to send nothing.
+            recv_next: whether to receive.
+            tensor_shape: shape of the received tensor.
+            overlap_p2p_comm: return before the messages have completed.
+        Returns: the received tensor or None; with overlap_p2p_comm (tensor, handles to wait for).
         """
         shape = tensor_shape if recv_next else None
         _, got, handles = self._communicate(
@@ -164,7 +175,8 @@ class P2PCommunicator:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Send and receive in all four directions at once.
 
-        Returns: (output of the previous rank, gradient of the next rank).
+        Returns: (output of the previous rank, gradient of the next rank). An element is None if its
+            recv_prev or recv_next is False.
         """
         from_prev = tensor_shape if recv_prev else None
         from_next = tensor_shape if recv_next else None
@@ -184,10 +196,14 @@ class P2PCommunicator:
         recv_next: Shape | None = None,
         wait: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, dict[str, InFlight]]:
-        """Run one call in up to four directions.
+        """Post up to two sends and two receives, to and from the previous and the next rank.
 
-        Returns: (tensor of the previous rank, tensor of the next rank, handles by direction). There
-            are no handles if they have been waited for.
+        Args:
+            send_next, send_prev: the tensors to send; None to send nothing.
+            recv_prev, recv_next: shapes of the tensors to receive; None to receive nothing.
+            wait: wait for all of them.
+        Returns: (tensor of the previous rank, tensor of the next rank, handles). The handles are by
+            argument's name, such as recv_prev, and empty after a wait.
         """
         # Sends to the next rank pair with receives from the previous one before any gradient moves.
         # Two ranks that are both of each other's neighbours then agree on the order. Even ranks
@@ -229,12 +245,17 @@ class P2PCommunicator:
         return got.get("recv_prev"), got.get("recv_next"), {} if wait else handles
 
     def _peer(self, direction: str) -> int:
-        """Return the rank of the pipeline in a direction, such as recv_prev."""
+        """Return the pipeline rank at the other end of a direction, such as "recv_prev"."""
         step = 1 if direction.endswith("next") else -1
         return (self.pp.rank + step) % self.pp.size
 
     def _shape_op(self, direction: str, x: Tensor | Shape) -> Op:
-        """Return the message of a shape; one that is received is overwritten."""
+        """Return the operation that sends or receives the shape of a message as a tensor.
+
+        Args:
+            direction: such as "recv_prev".
+            x: the tensor whose shape is sent; or the expected shape, overwritten by the real one.
+        """
         sends = isinstance(x, Tensor)
         shape = x.shape if isinstance(x, Tensor) else tuple(x)
         return Op(sends, self._peer(direction), torch.tensor(shape, device=self.pp.device))
@@ -249,7 +270,7 @@ class P2PCommunicator:
 
 
 def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
-    """Return a process group as an axis, and an axis as it is."""
+    """Return the Axis of a process group; an Axis is returned as it is."""
     if isinstance(group, Axis):
         return group
     # Gloo also lists CUDA as a device, but its tensors live on CPUs here.
@@ -265,11 +286,11 @@ def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
 def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
     """Return the mesh that a Megatron ProcessGroupCollection describes.
 
-    Its groups are tp and, if there, pp, dp, cp and dp_cp.
+    The collection has the group tp and may have pp, dp, cp and dp_cp.
 
     Args:
-        pp: the pipeline, where another group than the collection's is used. Without both there is
-            one pipeline rank.
+        pp: the pipeline, if it is not the collection's own. Without both there is one pipeline
+            rank.
     Raises: ConfigError for a collection without tp.
     """
     names = ("pp", "tp", "dp", "cp", "dp_cp")
@@ -291,10 +312,13 @@ def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
 
 
 def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
-    """Call for each tensor or shape of a list. A single one gives a single result.
+    """Call a function for each tensor or shape of a list, and return the list of results.
 
     Args:
-        shapes: a list too, or a single shape, for calls with a tensor and a shape.
+        tensors: a list; for a single tensor or shape the single result is returned.
+        call: the function.
+        shapes: its second argument: a list with one for each tensor, or one for all; None for calls
+            with one argument.
     """
     many = _is_list(tensors)
     rows = [tensors if many else [tensors]]
@@ -306,5 +330,5 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
 
 
 def _is_list(x: Any) -> bool:
-    """Return whether x lists tensors or shapes. A list of numbers is one shape."""
+    """Return whether x is a list of tensors or shapes; a list of numbers is a single shape."""
     return isinstance(x, list) and not all(isinstance(n, int) for n in x)

@@ -29,82 +29,96 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
 class OfStage:
-    """The actions of a family around the passes of one stage in one step; these do nothing.
+    """The actions of a family around the passes of one stage in one step.
 
-    `stage` is a `PipelineStage`. It holds such an object for each family that the table has, by the
-    family's name. `microbatch` is the number of a microbatch, or of a slice among all slices.
+    The methods here change nothing; a family's subclass overrides some. A `PipelineStage`, called
+    `stage` here, has one such object for each family whose passes are in the table. `microbatch` is
+    the number of a microbatch, or of a slice among all slices.
     """
 
     # Before the step: what the stage gets.
 
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return the batches of the stage's forwards, given the batches of the rank."""
+        """Return the iterator for the stage's forwards; `given` is the rank's or None."""
         return given
 
     def ends(self, given: Ends) -> Ends:
-        """Return the ends of the model that the stage has, given its ends by the table."""
+        """Return the ends of the model that the stage has; `given` is its ends by the table."""
         return given
 
     def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
-        """Return the stream of a microbatch or a slice, which its layers find while they run."""
+        """Return the random stream that layers of a microbatch or slice find while they run.
+
+        Args:
+            stream: the stream so far.
+            number: of the microbatch or slice.
+            microbatches: describes the microbatches of the stage.
+        """
         return stream
 
     # Around a forward. Only differentiated forwards save anything.
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
-        """Return the function that runs a forward, given the usual one."""
+        """Return the function that runs this microbatch's forward; `usual` is the stage's own."""
         return usual
 
     def takes_input(self, x: Tensor | None) -> Tensor | None:
-        """Return the input of a differentiated forward in the form that the module gets."""
+        """Return the tensor that the module gets in place of the input x of a forward with a graph.
+
+        Both are None at the embedding.
+        """
         return x
 
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context in which the module runs a differentiated forward."""
+        """Return a context in which the module runs a forward with a graph."""
         return nullcontext()
 
     def saved(self, microbatch: int, output: Tensor | None, leaf: Tensor | None) -> None:
-        """End a differentiated forward.
+        """Note that a forward with a graph has ended.
 
         Args:
             microbatch: its number.
             output: of the stage.
-            leaf: the input, where the graph begins. The stage holds it for its gradient alone.
+            leaf: the input, where the graph begins; None at the embedding. The stage holds it only
+                to read its gradient.
         """
 
     def takes_loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
     ) -> bool:
-        """Return whether a pass of the family computes the loss of this output.
+        """Return whether a pass of the family computes the loss of this output, not the forward.
 
         Args:
             microbatch: its number.
             output: of the model.
-            loss_func: as forward_step returned it.
+            loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
-            again: the forward has run before, so the family knows all this.
+            again: the forward has run before, so these arguments were given before.
         """
         return False
 
     # Before a backward.
 
     def gradient(self, microbatch: int, own: Tensor | None) -> Tensor | None:
-        """Return the gradient of the output by the stage's own loss, given the usual one."""
+        """Return the gradient of the output by this stage's loss; `own` is the stage's own result.
+
+        Both are None for a stage without loss.
+        """
         return own
 
     # After V has found a wrong update.
 
     def forget(self) -> None:
-        """Forget the forwards so far, because the program runs again from its beginning."""
+        """Drop what forwards have noted, because the program runs again from its beginning."""
 
 
 class Setting(NamedTuple):
-    """A step on a rank before it runs.
+    """A step on a rank before it runs, as a family's `stages` gets it.
 
     Attributes:
         table: the step's schedule.
-        chunks: module and data of each stage of the rank.
-        step: the request.
+        chunks: module and data iterator of each stage of the rank.
+        step: the keywords of the step.
         kept: the state that the family keeps from step to step.
     """
 
@@ -115,16 +129,16 @@ class Setting(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers that decide the shapes of messages.
+    """The numbers on which the shapes of messages depend, as a family's `shapes` gets them.
 
     Attributes:
-        place: the stages.
-        whole: shape of hidden states [s, b, h] of whole sequences.
+        place: the rank of each stage.
+        whole: shape [s, b, h] of the hidden states of whole sequences.
         here: number of a sequence's tokens that this rank has.
         dtype: of messages.
         evaluates: the step has forwards only.
         variable: microbatches differ in length.
-        context: number of ranks that share a sequence.
+        context: number of context-parallel ranks.
     """
 
     place: Placement
@@ -150,17 +164,17 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of passes in a run.
+    """A family of passes in a run: the kinds of passes it adds and how the engine runs them.
 
     Attributes:
-        name: a stage has its `OfStage` under this name, and an engine the state that it keeps.
-        begin: how a pass of each of its kinds begins.
-        keeps: returns the state that a rank keeps from step to step, given the rank's device.
+        name: the key of its `OfStage` at a stage, and of its state at an engine.
+        begin: by kind of pass, a function that begins a pass of that kind on a stage.
+        keeps: given the rank's device, returns the state that lasts from step to step.
         stages: returns the `OfStage` of each stage that has one, by the stage's number.
-        around: returns what runs around passes, given the table of a rank.
+        around: given the table of a rank, returns functions to call before and after passes.
         shapes: returns a function from the pass that makes a message to the message's shape. The
-            function returns None for hidden states. Without such a function there is no message of
-            another shape.
+            function returns None for hidden states. None in its place means that the family has no
+            messages of other shapes.
     """
 
     # Most families need few of these. A family of passes that only call the trainer's functions has

@@ -22,13 +22,14 @@ from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
 class Graphed(nn.Module):
-    """A stage's module that replays a graph if a slot is free and the call has the captured form.
+    """A stage's module whose calls replay CUDA graphs, one slot of graphs per microbatch in flight.
 
-    Any other call goes to the module itself.
+    A call replays if a slot is free and its arguments have the form of the captured ones. Any other
+    call goes to the module itself.
 
     Args:
         module: the stage.
-        lasts: its output is read until the end of the step, see `replayed`.
+        lasts: the output is read until the end of the step, so a replay returns a copy.
     Attributes:
         forms: different forms of the calls that went to the module and might have had a graph.
         slots: the captured graphs, one slot for each microbatch in flight.
@@ -53,21 +54,22 @@ class Graphed(nn.Module):
         self._anchor = torch.zeros((), device=next(module.parameters()).device, requires_grad=True)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's own attribute, which wrapping must not hide."""
+        """Return an attribute of the wrapped module, if this object has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """Keep the input of the next call."""
+        """Keep the input of the next call; None on a stage without input."""
         self._input = x
 
     @property
     def between_layers(self) -> Callable[..., AbstractContextManager[None]]:
-        """Return the module's `between_layers`, if it has one, which keeps a pass from graphs.
+        """Return the module's `between_layers`; a pass inside its context runs without a graph.
 
-        Gradients of such a pass report layer by layer, by hooks that a graph would not call.
+        Layers of such a pass report their gradients by hooks, which a graph would not call.
+        Raises: AttributeError if the module has none.
         """
         inner = attribute_of(self.module, "between_layers")
 
@@ -81,7 +83,7 @@ class Graphed(nn.Module):
         return reporting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, or its graph, on the input that was set and these arguments."""
+        """Run the module, or replay its graph, on the input that was set and these arguments."""
         x = self._input
         self._input = None
         form, leaves = Form.of(x, (args, kwargs))
@@ -100,7 +102,7 @@ class Graphed(nn.Module):
         return self.module(*args, **kwargs)
 
     def begin(self, number: int, pool: Callable[[], Capture], *, splits: bool) -> int:
-        """Begin a step with `number` microbatches in flight, and return how many slots were added.
+        """Prepare a step: capture the slots that it lacks, and return how many were captured.
 
         Args:
             number: most microbatches that the step has in flight on this stage.
@@ -145,7 +147,10 @@ class Graphed(nn.Module):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether the module has hooks, or one of its parameters has more than one."""
+    """Return whether a module, or a parameter of its own, has hooks that graphs would not call.
+
+    One hook of a parameter is allowed, because it is the optimizer's.
+    """
     own = (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -164,15 +169,15 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class Graphs:
-    """The graphs of a rank's stages, captured between steps, when no message is on its way.
+    """The CUDA graphs of a rank's stages. Call it before each step to capture and use them.
 
-    The first are captured before the step after `warmup` steps. More are captured before a step
-    whose table has more microbatches in flight.
+    Graphs are captured between steps, when no message is on its way: first after `warmup` steps,
+    and later before a step whose table has more microbatches in flight.
 
     Args:
         pool: makes a private pool of memory to capture in, see `device.graph_pool`.
         warmup: steps without graphs.
-        say: prints a line on what became of a stage of this rank.
+        say: prints a line: the graphs captured on a stage, or why there are none.
     """
 
     def __init__(
@@ -185,9 +190,13 @@ class Graphs:
         self._warned: set[int] = set()
 
     def __call__(self, chunks: Chunks, table: Schedule) -> Chunks:
-        """Return the chunks of a training step with modules that use graphs, as `engine.wrap`.
+        """Return the stages of a training step, each with its module in a `Graphed`.
 
-        It is called once before each step, and captures what the step's table needs.
+        It is called once before each step, and captures the graphs that the step's table needs.
+
+        Args:
+            chunks: module and data iterator of each stage.
+            table: the step's schedule.
         """
         for number, (module, _) in chunks.items():
             if number not in self.stages:
@@ -200,7 +209,10 @@ class Graphs:
         return {number: (self.stages[number], data) for number, (_, data) in chunks.items()}
 
     def _begin(self, number: int, stage: Graphed, table: Schedule) -> None:
-        """Capture what the table needs on a stage, and say what became of it."""
+        """Capture the graphs that the table needs on a stage, and print the result.
+
+        number: of the stage.
+        """
         has_w = splits(table, number)
         if stage.begin(in_flight(table, number), self._pool, splits=has_w):
             kinds = "F, B and W" if has_w else "F and B"

@@ -29,7 +29,8 @@ class Form:
 
     Attributes:
         x: shape, strides, type and device of the stage's input; None without input.
-        leaves: of the arguments. A tensor counts by its form, anything else by its value.
+        leaves: the arguments without their nesting. A tensor is replaced by its shape, strides,
+            type and device; anything else is kept.
         tree: how the arguments are nested.
     """
 
@@ -39,14 +40,19 @@ class Form:
 
     @staticmethod
     def of(x: Tensor | None, given: Any) -> tuple[Form, list[Any]]:
-        """Return the form of an input with the given arguments, and the arguments' leaves."""
+        """Return (form of a call, its arguments without their nesting).
+
+        Args:
+            x: the stage's input; None without input.
+            given: (args, kwargs) of the call.
+        """
         leaves, tree = tree_flatten(given)
         return Form(_form(x), tuple(map(_form, leaves)), tree), leaves
 
 
 @dataclass(frozen=True)
 class _Like:
-    """The form of a tensor: all of it except its numbers. `buffer` makes a tensor of this form."""
+    """Everything of a tensor except its numbers. `buffer` makes a tensor of zeros like it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -74,13 +80,14 @@ class Slot:
     A microbatch uses a slot in this order: `take`, `forward`, `backward`, `end`.
 
     Args:
-        capture: captures in a pool of the slot's own, see `device.graph_pool`.
+        capture: runs a function and returns its result and a function that replays its kernels.
+            It captures in a pool of the slot's own, see `device.graph_pool`.
         module: the stage.
         set_input: gives the module its input.
-        form: of the calls that the graphs serve.
-        splits: the table has B and W; otherwise B has the products for weights too.
+        form: the form of the calls that the graphs serve.
+        splits: the table has B and W; otherwise the graph of B computes weight gradients too.
         on_free: called with the slot when its microbatch has had its last pass.
-    Raises: RuntimeError for what cannot be captured.
+    Raises: RuntimeError for a module that cannot be captured.
     """
 
     def __init__(
@@ -143,21 +150,26 @@ class Slot:
         self.grad_x = grads[0] if grads else None
 
     def take(self, x: Tensor | None, leaves: Sequence[Any]) -> None:
-        """Copy a microbatch's input and arguments to where the graphs read them."""
+        """Copy a microbatch's input and arguments to the buffers that the graphs read.
+
+        Args:
+            x: the input; None without input.
+            leaves: the arguments without their nesting.
+        """
         with torch.no_grad():
             for own, given in zip([self.x, *self.leaves], [x, *leaves], strict=True):
                 if isinstance(own, Tensor):
                     own.copy_(given, non_blocking=True)
 
     def end(self) -> None:
-        """Compute the products for weights that B has put off, and free the slot."""
+        """Compute the weight gradients that B has left to W, if it has, and free the slot."""
         if self.weight is not None:
             self.weight()
         self._on_free(self)
 
 
 class _Replayed(torch.autograd.Function):
-    """The call of a module by graphs. Its gradients have no graph of their own."""
+    """The autograd function whose forward and backward replay a slot's graphs of F and B."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, slot: Slot, owner: WeightGrads, lasts: bool) -> Tensor:

@@ -15,7 +15,10 @@ from megapipe.errors import ConfigError
 def size_of(
     seq_length: int | None, micro_batch_size: int | None, config: Any
 ) -> tuple[int, int, int]:
-    """Return [s, b, h] of whole sequences. Raises: ConfigError for missing numbers."""
+    """Return (s, b, h): sequence length, microbatch size and config.hidden_size.
+
+    Raises: ConfigError if one of the numbers is missing.
+    """
     hidden = getattr(config, "hidden_size", None)
     sizes = {
         "seq_length": seq_length,
@@ -41,6 +44,7 @@ def dtype_of(
 
     Args:
         modules: this rank's stages.
+        pp: the pipeline's ranks.
         dtype: the type that a configuration names; None for the type of all parameters.
     Raises: ConfigError if the ranks find several types and send messages.
     """
@@ -64,5 +68,5 @@ def dtype_of(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a type's name without its module."""
+    """Return a type's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

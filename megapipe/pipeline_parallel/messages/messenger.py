@@ -24,7 +24,10 @@ _MADE = tuple(Made)
 
 
 class Messenger:
-    """Sends and receives what a pipeline rank's program says.
+    """Sends and receives the messages of a pipeline rank's program.
+
+    `exchange` posts messages, `finish` waits for the last sends, and `open_links` connects ranks
+    before the first step.
 
     Args:
         pp: the pipeline axis.
@@ -32,7 +35,7 @@ class Messenger:
         transport: posts the operations; plain by default.
         shape_of: returns the shape of a message of another kind, given the pass that makes it, and
             None for hidden states.
-        beyond_neighbours: messages also go to other ranks, over the axis' own group.
+        beyond_neighbours: messages also go to ranks that are no neighbours, over the axis's group.
         variable_seq_lengths: the shape of each message is sent before it. Of `shape` only the
             number of dimensions counts then.
         sends_in_flight: number of sends under way before the oldest is waited for. It bounds the
@@ -65,7 +68,7 @@ class Messenger:
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn."""
+        """Return which receives may be posted before their place in the program."""
         # A receive of unknown size has no buffer yet.
         keeps_turns = self.variable_seq_lengths
         # With a shared vocabulary a GPU's ranks also wait for messages of the whole group. By
@@ -76,10 +79,12 @@ class Messenger:
         return Ahead(0, frozenset()) if keeps_turns else self.transport.receives_ahead
 
     def open_links(self, placement: Placement) -> None:
-        """Use every link of a placement once, in one order on all ranks.
+        """Send one message each way between all ranks that will exchange messages. Collective.
 
         NCCL connects two ranks of a communicator at their first message, and both must be there. In
         the middle of a step two ranks could each wait for the other in a different connection.
+
+        placement: says which ranks exchange messages.
         """
         self.pp.barrier()
         rank_of = placement.rank_of
@@ -101,10 +106,10 @@ class Messenger:
     def exchange(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages, and return the ones that arrive here, by the pass that made them.
+        """Post messages, and return the received tensors by the pass that made each.
 
         Args:
-            messages: this rank is the src or dst of each; in the global order of `schedule.lower`.
+            messages: in the global order of `schedule.lower`; this rank sends or receives each.
             payload: returns the tensor of a message that leaves here, given its pass.
         """
         if self.variable_seq_lengths:
@@ -121,7 +126,7 @@ class Messenger:
         return self._track(messages, ops)
 
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
-        """Return a tensor in the form in which it leaves.
+        """Return the result of a pass as a contiguous tensor that can be sent.
 
         Raises: ConfigError if it does not fit the receiver's buffer. Otherwise the error would come
             from gloo or NCCL, in their words and on the other rank.
@@ -146,7 +151,7 @@ class Messenger:
     def _exchange_with_shapes(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages one by one, each right after its shape.
+        """Post messages one by one, each right after its shape; return what `exchange` returns.
 
         All shapes first would not do: the other rank may have grouped these messages differently.
         """
@@ -171,7 +176,10 @@ class Messenger:
         return received
 
     def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
-        """Post operations, keep the sends, and return the receives by pass."""
+        """Post operations, remember the sends, and return the received tensors by pass.
+
+        ops: one for each message.
+        """
         received: dict[Pass, InFlight] = {}
         for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
             in_flight = InFlight(op.tensor, work)
@@ -215,7 +223,7 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """Return a part of a program without V, with its receives earlier."""
+    """Return a part of a program, in which no pass is V, with its receives posted earlier."""
 
     def early(m: Message) -> bool:
         return m.dst == rank and m.src in ahead.peers

@@ -21,10 +21,10 @@ Shape = Sequence[int]
 
 
 class P2PMode(StrEnum):
-    """A way to post the operations of one call.
+    """A way to post the sends and receives of one call.
 
     plain: one by one; each completes on its own.
-    batched: as one group, which is one NCCL launch on the axis' communicator.
+    batched: as one group, which is one NCCL launch on the axis's communicator.
     ring: as groups with at most one send and one receive per neighbour. A group completes as a
         unit.
     """
@@ -35,13 +35,13 @@ class P2PMode(StrEnum):
 
 
 class Handle(Protocol):
-    """An operation that completes at some time."""
+    """The handle of a send or receive that was posted, as torch.distributed's Work."""
 
     def wait(self) -> Any:
-        """Return once it has completed."""
+        """Wait until the operation has completed."""
 
     def is_completed(self) -> bool:
-        """Return whether it has completed. Sends of gloo return False until they are waited for."""
+        """Return whether the operation has completed; False for gloo's sends before a wait."""
 
 
 class Op(NamedTuple):
@@ -49,6 +49,12 @@ class Op(NamedTuple):
 
     Gloo pairs a send with the receive of the same tag, so a lost message stops the ranks at the
     place where it is missing. NCCL has no tags and pairs by order.
+
+    Attributes:
+        sends: whether it is a send.
+        peer: position of the other rank in the pipeline.
+        tensor: the tensor to send, or the buffer to receive into.
+        tag: number of the message.
     """
 
     sends: bool
@@ -58,17 +64,24 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The number of receives that may be posted before their turn, and the ranks they come from."""
+    """The receives that may be posted before their place in the program.
+
+    Attributes:
+        places: by how many receives earlier each is posted; 0 for none.
+        peers: pipeline ranks that send them.
+    """
 
     places: int
     peers: frozenset[int]
 
 
 class InFlight:
-    """A tensor that may still be on its way.
+    """A tensor that is being sent or received. `wait` returns it at the end.
 
     Args:
-        then: called once the tensor has arrived or left.
+        tensor: the tensor, or the buffer that receives it.
+        work: the handle of the operation.
+        then: called once the tensor has arrived or left; None to call nothing.
     """
 
     __slots__ = ("_then", "_work", "tensor")
@@ -82,7 +95,7 @@ class InFlight:
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` would return at once. A handle that cannot know says False."""
+        """Return whether `wait` would return at once. A handle that cannot know says False."""
         return self._work.is_completed()
 
     def wait(self) -> Tensor:
@@ -97,11 +110,15 @@ class InFlight:
 
 
 class Transport:
-    """Posts operations over the group of an axis.
+    """Posts sends and receives over the group of an axis.
+
+    `post` starts several in the way that the mode names, `one` starts one.
 
     Args:
         pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
-            know, as in threads. If the axis has links, plain messages between neighbours use them.
+            know, as in threads. If the axis has links (a communicator for each direction between
+            neighbours), plain messages use them.
+        mode: the way to post the operations of one call.
     """
 
     def __init__(self, pp: Axis, mode: str = P2PMode.PLAIN) -> None:
@@ -110,7 +127,7 @@ class Transport:
 
     @property
     def receives_ahead(self) -> Ahead:
-        """The receives that may be posted before their turn."""
+        """Return which receives may be posted before their place in the program."""
         none = Ahead(0, frozenset())
         # A batch must stay together: its peers post the same group.
         if self.mode is not P2PMode.PLAIN:
@@ -134,7 +151,7 @@ class Transport:
     def post(self, ops: list[Op]) -> Sequence[Handle]:
         """Start the operations and return a handle for each.
 
-        They start in the order of the list, as far as the mode has an order.
+        Plain ones start in the order of the list. A group has no order of its own.
         """
         if not ops:  # a batch of nothing is an IndexError in torch
             return []
@@ -148,7 +165,7 @@ class Transport:
         return handles
 
     def one(self, op: Op) -> Handle:
-        """Start one operation."""
+        """Start one operation and return its handle."""
         # NCCL runs the operations of one communicator in order. A link has one communicator for
         # each direction, so there a send never waits for a receive that was posted before it.
         if op.sends:
@@ -160,7 +177,7 @@ class Transport:
         return post([op.tensor], op.peer, op.tag)
 
     def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
-        """Return the communicator for messages from src to dst, None if the axis' group has them.
+        """Return the communicator for messages from src to dst, None if the axis's group has them.
 
         With a shared vocabulary one more communicator serves ranks that are no neighbours.
         """
@@ -170,7 +187,7 @@ class Transport:
         return self.pp.links[number] if number < len(self.pp.links) else None
 
     def _batch(self, ops: list[Op]) -> Sequence[Handle]:
-        """Start the operations as one group."""
+        """Start the operations as one group, and return a handle for each."""
         # Gloo coalesces nothing, and P2POp refuses the groups of threads.
         if self.pp.device.type != "cuda":
             return [self.one(op) for op in ops]
@@ -183,9 +200,9 @@ class Transport:
         return works if len(works) == len(ops) else works * len(ops)
 
     def _ring(self, ops: list[Op]) -> _Unit:
-        """Start one round of the ring.
+        """Start the operations of one round of the ring, and return the handle of all of them.
 
-        Uses torch.distributed.ring_exchange in builds that have it, which stock PyTorch has not.
+        Uses torch.distributed.ring_exchange in builds that have it; stock PyTorch does not.
         Otherwise the round is a group like a batch.
         """
         native = getattr(dist, "ring_exchange", None)
@@ -206,7 +223,7 @@ class Transport:
 
 
 class _Unit:
-    """Operations that complete together. Each of them has this object as its handle."""
+    """A handle of several operations that complete together."""
 
     def __init__(self, works: Sequence[Handle]) -> None:
         self._works = list(works)
@@ -221,7 +238,7 @@ class _Unit:
 
 
 def _rounds(ops: list[Op]) -> list[list[Op]]:
-    """Split operations into consecutive groups in which no direction to a peer occurs twice."""
+    """Split operations into consecutive groups with at most one send and one receive per peer."""
     rounds: list[list[Op]] = []
     seen: set[tuple[bool, int]] = set()
     for op in ops:

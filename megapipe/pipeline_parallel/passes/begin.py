@@ -15,11 +15,12 @@ from megapipe.schedule import Kind
 
 
 class Begun(NamedTuple):
-    """A pass that has begun, such as a copy or a collective.
+    """A pass that has begun and not yet ended, such as a copy or a collective.
 
     Attributes:
-        wait: waits for the end of the pass and returns what it makes.
-        span: of a copy: returns the marks of its beginning and end. Call it once the copy is over.
+        wait: waits for the end of the pass, and returns its result or None.
+        span: of a copy: returns (mark of its beginning, mark of its end), as a stopwatch takes
+            them. Call it once the copy is over. None for other passes.
     """
 
     wait: Callable[[], Tensor | None]
@@ -27,7 +28,7 @@ class Begun(NamedTuple):
 
 
 class Again:
-    """A result after which the program runs again from its beginning."""
+    """The result of pass V that makes the program run again from its beginning."""
 
 
 AGAIN: Final = Again()
@@ -44,20 +45,21 @@ whoever runs them keeps that order.
 
 @dataclass(frozen=True)
 class Weights:
-    """Work on the weights of a stage as a whole. The trainer gives it, and the passes call it.
+    """Work on all weights of a stage. The trainer gives it, and passes on weights call it.
 
     `reduce` and `gather` begin their work, and return a function that waits for its end.
 
     Attributes:
         reduce: sums the stage's gradients over data parallelism.
-        gather: gathers the weights over data parallelism: updated ones, or for a run of passes.
+        gather: gathers the weights over data parallelism: updated ones, or sharded ones for some
+            consecutive passes (a run).
         update: updates the weights that the rank owns; None where no table has U.
-        validate: checks what the step before has updated. It returns whether the update was wrong,
-            so that the passes before it run again. None where no table has V.
+        validate: checks the updates of the previous step. It returns True if they were wrong, so
+            that the passes before it run again. None where no table has V.
         begin: allocates memory for the gradients of a run of passes.
         drop: frees the weights that were gathered for a run of passes.
-        layer_done: called as (layer, number of layers) once the gradients of the layer's and of all
-            later layers' weights have the part of every microbatch. None if nobody asks.
+        layer_done: called as (layer, number of layers) once all microbatches have added to the
+            gradients of this layer and all later ones. None if nobody asks.
     """
 
     reduce: Callable[[], Callable[[], None]]
@@ -70,7 +72,7 @@ class Weights:
 
 
 def weights_of(stage: Any) -> Weights:
-    """Return a stage's work on its weights. Raises: ConfigError if nobody has given it any."""
+    """Return the functions that work on a stage's weights. Raises: ConfigError if it has none."""
     # A stage that Megatron's loop runs has none: its passes of weights are the caller's own.
     weights: Weights | None = stage.weights
     if weights is None:
@@ -82,7 +84,10 @@ def weights_of(stage: Any) -> Weights:
 
 
 def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
-    """Return the input of a forward: the sum of what it is given, unless the stage joins it."""
+    """Return the input of a stage's forward, given the results that it takes; None for none.
+
+    It is their sum, unless `stage.ends.joins` joins them in another way.
+    """
     ends: Ends | None = getattr(stage, "ends", None)
     # Stages of a contract, such as DeepSeek's, have no ends.
     return sum_of(given) if ends is None else ends.joins(given)
@@ -95,12 +100,12 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
 
 
 class Ends(NamedTuple):
-    """The ends of the model that a stage has.
+    """The ends of the model, embedding or loss, that a stage has.
 
     Attributes:
-        holds_loss: its forward ends in loss_func.
-        goes_on: it gives hidden states to a next stage, maybe in addition to a loss.
-        depth: its depth of multi-token prediction, from 1; 0 if it has none.
+        holds_loss: whether its forward ends in loss_func.
+        goes_on: whether it gives hidden states to a next stage, maybe in addition to a loss.
+        depth: number of its depth of multi-token prediction, from 1; 0 if it has none.
         counts: factor on its loss.
         joins: returns the input of a forward, given the results that the forward takes.
     """

@@ -28,9 +28,10 @@ class Lengths:
     """The lengths of a microbatch's slices, in tokens of the whole sequence on all ranks.
 
     Attributes:
-        usual: the lengths of a microbatch whose documents are not asked for.
+        usual: the lengths if documents do not matter.
         multiple: each length is a multiple of this number.
-        documents: returns a microbatch's documents; slices end at their borders where one is near.
+        documents: returns a microbatch's documents, at whose borders slices end where one is near;
+            None to cut every microbatch in the usual lengths.
     """
 
     usual: tuple[int, ...]
@@ -51,11 +52,12 @@ class Lengths:
 class Slices(Microbatches):
     """The slices of the microbatches on one stage, numbered through all microbatches.
 
-    With 2 slices, microbatch 3 has the numbers 6 and 7.
+    With 2 slices, microbatch 3 has the numbers 6 and 7. `Microbatches` describes the methods.
 
     Attributes:
-        lengths: of the slices of each microbatch.
-        prefixes: by microbatch, what layers keep for its later slices, until its last forward.
+        lengths: of the slices of each microbatch, in tokens.
+        prefixes: by microbatch, the keys and values that layers keep for its later slices. An item
+            goes when the last slice's forward begins.
     """
 
     lengths: Lengths
@@ -130,7 +132,7 @@ class Slices(Microbatches):
         return whole[0] * lengths[made_by.slice] // sum(lengths), *whole[1:]
 
     def _loss_of(self, number: int, losses: Mapping[int, Loss]) -> Loss:
-        """Return the loss of the microbatch that a slice belongs to."""
+        """Return the loss of the whole microbatch to which the slice of this number belongs."""
         first = self.microbatch(number) * self.count
         return joined([losses[n] for n in range(first, first + self.count)])
 
@@ -159,8 +161,9 @@ def joined(losses: Sequence[Loss]) -> Loss:
 
 
 def _sum(name: str, values: Sequence[Any]) -> Any:
-    """Return the sum of the (sum, count) pairs that loss_func reports of each slice under a name.
+    """Return the sum of the (sum, count) pairs in `values`, one for each slice.
 
+    name: the key under which loss_func reports them.
     Raises: ConfigError for single numbers.
     """
     first = values[0]
@@ -184,11 +187,12 @@ def slices_of(
     """Return a function that makes a stage's slices, or None for a table of whole microbatches.
 
     Args:
-        table: the table that cuts microbatches.
+        table: the schedule.
         length: tokens of a sequence; None if sequences differ in length.
-        mesh: whose ranks share the tokens of a sequence.
-        config: may have `sequence_parallel`, see `ranks_of_tokens`.
-        documents: returns a microbatch's documents, for cuts that follow their borders.
+        mesh: this rank's mesh; its context-parallel ranks share the tokens of a sequence.
+        config: may have `sequence_parallel`, with which tensor-parallel ranks share them too.
+        documents: returns the documents of a microbatch, given its number, for cuts at their
+            borders; None to cut all microbatches at the same tokens.
     Raises: ConfigError if the sequence cannot be cut as the table says.
     """
     if not table.cuts:

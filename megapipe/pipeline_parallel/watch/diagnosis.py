@@ -21,12 +21,12 @@ TERMINATED = "asked to stop (SIGTERM)"
 
 
 class Link(NamedTuple):
-    """A message seen from one end.
+    """A message between two pipeline ranks, seen from one end.
 
     Attributes:
-        what: the pass that makes it.
-        peer: the rank in the world at the other end.
-        sends: it leaves here.
+        what: the pass that makes it, as text.
+        peer: the global rank at the other end.
+        sends: whether this rank sends it.
     """
 
     what: str
@@ -41,18 +41,18 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The place where a rank is.
+    """A rank's statement on where it is, for the other ranks to read.
 
     Attributes:
-        name: as "rank 1 (pipeline rank 1, stage 1)"; the first number is the rank in the world.
-        place: the pass or call it is in, with its iteration.
+        name: as "rank 1 (pipeline rank 1, stage 1)"; the first number is the global rank.
+        place: the pass or call in which the rank is, with its iteration.
         step: the iteration alone.
-        since_s: seconds that it has been there.
-        waits: the message it waits for.
+        since_s: seconds that it has been in this place.
+        waits: the message that it waits for; None if it waits for none.
         ahead: messages of this step that it has not come to yet; None if it has not begun the
             step's passes.
-        note: how it came to report.
-        cause: an error of its own, which no other rank has caused.
+        note: why it reports, such as "timed out".
+        cause: its own error, which no other rank has caused; None without one.
     """
 
     name: str
@@ -87,6 +87,11 @@ def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
     """Return the report of this rank at this moment.
 
     The thread of the watch calls it, and the main thread may move on meanwhile.
+
+    Args:
+        mesh: this rank's mesh.
+        note: why the rank reports.
+        cause: its own error, if it has one.
     """
     position = mesh.position
     item, since = position.at or (None, monotonic())
@@ -122,7 +127,7 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     """Return a sentence that names the rank that holds up the others, and who waits for it.
 
     Args:
-        reports: by rank, of the ranks that answered.
+        reports: by global rank, the reports of the ranks that answered.
         world: number of ranks.
     """
     # 1. A rank's own error explains all that others see.
@@ -162,9 +167,10 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
 
 
 def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
-    """Return the rank at the end of a chain of waits and what it did or does.
+    """Follow the waits of a rank from peer to peer to one that does not wait in turn.
 
-    Returns: None for a rank that waits for no message, and for a circle of waits.
+    Returns: (that rank, the rest of a sentence on its place and the missing message). None if
+        `rank` waits for no message, or if the waits form a circle.
     """
     seen = set()
     while (waits := reports[rank].waits) and rank not in seen:
@@ -186,7 +192,10 @@ def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
 
 
 def _waits(mesh: ProcessMesh, item: Any) -> Link | None:
-    """Return the message that the main thread waits for; None if it waits for none."""
+    """Return the message that the main thread waits for; None if it waits for none.
+
+    item: the item of the program that now runs; None outside of a program.
+    """
     hand = mesh.position.hand
     comm = mesh.position.comm
     if item is None or comm is None:
@@ -210,7 +219,12 @@ def _waits(mesh: ProcessMesh, item: Any) -> Link | None:
 
 
 def _ahead(mesh: ProcessMesh, item: Any) -> Iterable[Link]:
-    """Yield messages whose place in the plan has not come, and sends that may not have left."""
+    """Yield the messages that this rank has still to send or receive in this step.
+
+    Sends that were posted and may not have left are among them.
+
+    item: the item of the program that now runs.
+    """
     plan = list(mesh.position.plan or ())
     for message, _ in list(mesh.position.comm.sends):
         yield _link(mesh, message)

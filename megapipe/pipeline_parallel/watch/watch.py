@@ -68,13 +68,13 @@ PAUSE_S = 0.05
 class Watch:
     """Watches over one rank while it is entered: `with Watch(mesh): train()`.
 
-    When a message or collective fails or times out, a rank ends in an error or is gone, the run
-    ends. Each rank prints one line, one of them also the first mismatch, and the process exits with
-    a code of its own. Ctrl-C ends it with 130.
+    When a message or collective fails or times out, or a rank ends in an error or disappears, the
+    run ends. Each rank prints one line, and one rank also the first mismatch: who waits for whom.
+    The process exits with a code that says why. Ctrl-C ends it with 130.
 
-    An error for the user passes through, and so does a normal end; ranks that wait for this one are
-    informed of both. A rank whose launcher or store is gone ends too. Otherwise a run that is
-    started again would meet its old ranks.
+    A UserError passes through, and so does a normal end; ranks that wait for this one are informed
+    in both cases. A rank whose launcher or store is gone ends too. Otherwise a run that is started
+    again would meet its old ranks.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -132,9 +132,11 @@ class Watch:
         self._close()
 
     def _take_leave(self, limit_s: float) -> None:
-        """Wait for the other ranks to leave, if this rank keeps the store.
+        """Count this rank as one that has left. If it keeps the store, wait for the other ranks.
 
         If it left first, the others would take the run for one that broke off.
+
+        limit_s: the longest wait, in seconds.
         """
         left = self._ask(lambda store: store.add("left", 1))
         until = time.monotonic() + limit_s
@@ -158,7 +160,7 @@ class Watch:
         self._ear.close()
 
     def _run(self) -> None:
-        """Look at the rank every POLL_S, and at once when the bell rings or a signal comes."""
+        """Check this rank every POLL_S seconds, and at once after an error or a signal."""
         said = ""
         while not self._closed:
             try:
@@ -176,10 +178,9 @@ class Watch:
                 said = text
 
     def _look(self, heard: bytes) -> None:
-        """End the process if there is a reason to; a user's wish and an own error come first.
+        """End the process if there is a reason; Ctrl-C and this rank's own error come first.
 
-        Args:
-            heard: numbers of the signals that came.
+        heard: numbers of the signals that came, one byte each.
         """
         if self._closed:
             return
@@ -201,8 +202,8 @@ class Watch:
     def _interrupted(self) -> bool:
         """Return whether this Ctrl-C ends the run.
 
-        Where a first Ctrl-C saves, only a second one does. The first one that torchrun passes on
-        is no second one.
+        Where the first Ctrl-C makes the run save, only a second one ends it. Torchrun passes the
+        first one on, and this repetition does not count as the second.
         """
         handler = signal.getsignal(signal.SIGINT)
         if not getattr(handler, "first_saves", False):
@@ -216,7 +217,7 @@ class Watch:
         return now - first > relay_s
 
     def _alone(self) -> str | None:
-        """Return why no other rank can be heard any more, and none will be started; else None."""
+        """Return a text if no other rank can be reached any more, and why; else None."""
         if LAUNCHER is not None and os.getppid() != LAUNCHER:
             return "its launcher has ended"
         if self._lost:
@@ -233,7 +234,7 @@ class Watch:
         return bool(self._ask(lambda store: store.check(["failed"])))
 
     def _leave(self, why: str, number: int) -> NoReturn:
-        """Exit by a signal; one rank of each machine says so."""
+        """Exit with 128 + `number`, a signal's; one rank of each machine prints `why`."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             position = self.mesh.position
             where = "in" if position.at or position.plan is None else "after"
@@ -241,10 +242,10 @@ class Watch:
         _exit(128 + number)
 
     def _terminated(self) -> NoReturn:
-        """Exit by SIGTERM, as a failure or not.
+        """Exit after SIGTERM, as a failure unless all ranks received it.
 
-        If all ranks were asked to stop, nothing is wrong. If only some were, a rank has failed:
-        torchrun ends so the ranks that outlive it.
+        If only some received it, a rank has failed: torchrun ends the ranks that outlive it by
+        SIGTERM.
         """
         report = report_of(self.mesh, TERMINATED)
         size = self.mesh.world.size
@@ -258,7 +259,10 @@ class Watch:
         self._end(report, 128 + signal.SIGTERM)
 
     def _end(self, report: Report, code: int) -> NoReturn:
-        """Say where this rank is, hear the others, name the first mismatch, exit."""
+        """Print this rank's report, on the first rank to fail also the mismatch, and exit.
+
+        code: exit code of the process.
+        """
         try:
             self._tell(report)
         except Exception as error:
@@ -289,7 +293,7 @@ class Watch:
             time.sleep(POLL_S)
 
     def _collect(self) -> dict[int, Report]:
-        """Return the reports of all ranks that have posted one within ANSWER_S."""
+        """Return, by global rank, all reports that were posted within ANSWER_S seconds."""
         ranks: set[int] = set()
         size = self.mesh.world.size
         until = time.monotonic() + ANSWER_S
@@ -304,7 +308,7 @@ class Watch:
         return {rank: Report.from_json(text) for rank, text in zip(ranks, texts, strict=False)}
 
     def _post(self, report: Report) -> None:
-        """Post a report, and then this rank's number in the one list that `_collect` reads."""
+        """Put a report in the store, then this rank's number in the list that `_collect` reads."""
         rank = self.mesh.world.rank
         text = report.to_json()
 
@@ -315,7 +319,10 @@ class Watch:
         self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
-        """Return the store's answer; None without one. A store that is gone is not asked again."""
+        """Return call(store); None if no answer comes in `limit_s` seconds.
+
+        A store that is gone is not asked again.
+        """
         answer: list[T] = []
 
         def ask() -> None:
@@ -346,7 +353,7 @@ class Watch:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing: the watch hears the signal by its number."""
+    """Do nothing, as a signal's handler: the watch hears the signal by its number."""
 
 
 def _say(text: str) -> None:
@@ -360,7 +367,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a message or collective has failed, which another rank may have caused."""
+    """Return whether the error is a failed message or collective, maybe another rank's fault."""
     of_gloo = any(part in str(error) for part in ("gloo", _CLOSED))
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_gloo)
 
@@ -373,7 +380,10 @@ It is the only one of its errors without the name gloo.
 
 
 def _short(text: str) -> str:
-    """Return in two words what gloo or NCCL says in a page; of another error its first line."""
+    """Return an error's text in few words.
+
+    Known errors of gloo and NCCL have two words. Of any other error it is the first line.
+    """
     known = {
         "Timed out": "timed out",
         _CLOSED: "timed out",

@@ -36,13 +36,13 @@ KEYS = "core_attn"
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage that a graph saved.
+    """A storage that a graph saved, on the device or as a copy on the host.
 
     Attributes:
         storage: None while it is on the host.
         size: its bytes.
-        held: the gauge that counts it while it is on the device.
-        goes: it is one of the storages that should move.
+        held: the count of bytes on the device, to which it adds its size.
+        goes: a layer that --offload-modules selects saved it, so it should move.
         stays: it is the output, which cannot move.
         buffer: its copy on the host; None while there is none.
     """
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class _View(NamedTuple):
-    """A saved tensor as a view of a slot's storage. `tensor` makes it again."""
+    """A saved tensor, described as a view of a slot's storage. `tensor` makes the tensor again."""
 
     slot: _Slot
     dtype: torch.dtype
@@ -75,12 +75,12 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, slot: _Slot) -> Self:
-        """Return the view that a tensor is of the slot's storage."""
+        """Return the description of a tensor, which is a view of the slot's storage."""
         offset = int(tensor.storage_offset())
         return cls(slot, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), offset)
 
     def tensor(self) -> Tensor:
-        """Return the tensor. Its storage must be on the device."""
+        """Return the tensor; the slot's storage must be on the device."""
         assert self.slot.storage is not None, "used while it is on the host"
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
         return empty.set_(self.slot.storage, self.offset, self.size, self.stride)
@@ -88,12 +88,12 @@ class _View(NamedTuple):
 
 @dataclass(eq=False)
 class _Kept:
-    """The saved storages of a microbatch.
+    """The storages that the forward of one microbatch saved.
 
     Attributes:
-        slots: by the address of their storage.
-        begun: their copies to the host, as `CopyLane.begin` returned them.
-        leaf: the input, where the graph begins.
+        slots: by the address of their memory.
+        begun: the copies to the host, as `CopyLane.begin` returned them; None before O.
+        leaf: the input, where the graph begins; None at the embedding.
     """
 
     slots: dict[int, _Slot] = field(default_factory=dict)
@@ -103,18 +103,18 @@ class _Kept:
 
 @dataclass(eq=False)
 class Activations(OfStage):
-    """The saved activations of one stage, microbatch by microbatch.
+    """The saved activations of one stage; `offload`, `load` and `repeat` run passes O, L and R.
 
-    A microbatch here is a slice where microbatches are cut, by its number among all slices.
+    `microbatch` is the number of a slice among all slices, where microbatches are cut.
 
     Args:
         module: the stage. Its parameters stay on the device.
-        host: the rank's buffers and copies.
-        sizes: to be filled in, of a microbatch or of each of its slices.
-        share: share of the bytes that moves, see `Host`. The first in the order of forward move.
-        out: microbatches with an O.
+        host: the rank's buffers on the host and its streams of copies.
+        sizes: the bytes of a microbatch or of each of its slices, to be filled in.
+        share: share of the saved bytes that moves. The storages saved first move.
+        out: microbatches with an O, whose activations move.
         again: microbatches with an R, whose forward runs twice.
-        modules: modules whose saved tensors move, see `Host`.
+        modules: Megatron-LM's names of modules whose saved tensors move; empty for all.
     """
 
     module: nn.Module
@@ -145,7 +145,7 @@ class Activations(OfStage):
         return usual
 
     def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run the forward without a graph, which `repeat` makes."""
+        """Run a forward without a graph, and keep its input, data and random stream for R."""
         stream = stage.microbatches.begun(microbatch, stage.stream)
         data: Noting[Any] | None = None
         batches: list[Any] = []
@@ -193,7 +193,7 @@ class Activations(OfStage):
         return _View.of(keys, slot).tensor
 
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for a forward, which notes the tensors that its graph saves."""
+        """Return a context for a forward, which puts each tensor that its graph saves in a slot."""
         kept = _Kept()
         self._kept[microbatch] = kept
         # The hooks hold the dict and not `kept`: see `_drop`.
@@ -237,13 +237,13 @@ class Activations(OfStage):
         return self.sizes[number % len(self.sizes)]
 
     def hold(self, microbatch: int, x: Tensor | None, count: int = 1) -> None:
-        """Count an input that is kept until its forward runs again; count -1 takes it off."""
+        """Add `count` times the bytes of an input x, which is kept for R, to the bytes held."""
         size = self._size(microbatch)
         size.input = 0 if x is None else x.nbytes
         self.held.add(count * size.input)
 
     def offload(self, microbatch: int) -> Copy:
-        """Begin O, and return the copy."""
+        """Begin O, the copies of a microbatch's storages to the host; return them as one copy."""
         kept = self._kept[microbatch]
         host = self.host
         self._to_go.discard(microbatch)
@@ -266,7 +266,10 @@ class Activations(OfStage):
         return Copy(host.out, kept.begun, needed=False)
 
     def _chosen(self, kept: _Kept) -> list[_Slot]:
-        """Return the slots that O moves: the first in the order of forward, up to the share."""
+        """Return the storages that O moves: those saved first, up to `share` of the bytes.
+
+        The output and a storage that anything else holds are left out.
+        """
         wanted = [slot for slot in kept.slots.values() if slot.goes]
         left = self.share * sum(slot.size for slot in wanted)
         chosen = []
@@ -279,7 +282,7 @@ class Activations(OfStage):
         return chosen
 
     def load(self, microbatch: int) -> Copy:
-        """Begin L, and return the copy."""
+        """Begin L, the copies of a microbatch's storages to the device; return them as one copy."""
         kept = self._kept[microbatch]
         host = self.host
         # The keys that went with this slice come back with it: no earlier backward reads them.
@@ -321,7 +324,7 @@ class Activations(OfStage):
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:
-    """Return whether only a slot holds the storage."""
+    """Return whether nothing but one reference, a slot's, holds the storage."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
@@ -336,7 +339,7 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 
 
 def moves_of(setting: Setting) -> dict[int, Activations]:
-    """Return the activations of each stage; none if the step's table does not move them."""
+    """Return, by stage, the object that moves its activations; none if no pass moves any."""
     table, chunks, step, host = setting
     if step.forward_only or table.kinds.isdisjoint(MOVES):
         return {}

@@ -18,7 +18,7 @@ _PARTS = 8
 
 
 def size_class(size: int) -> int:
-    """Return the size of a buffer for `size` bytes.
+    """Return the bytes to allocate for `size` bytes, so that a buffer fits requests of near sizes.
 
     It is at most an eighth more, or the next multiple of _ALIGNED if that is larger.
     """
@@ -29,14 +29,14 @@ def size_class(size: int) -> int:
 
 @dataclass(eq=False)
 class Sizes:
-    """Bytes of one microbatch of a stage, or of the slice in one place of every microbatch.
+    """Activation bytes of one microbatch of a stage, or of the slice in one place of microbatches.
 
     They are the numbers of the last such microbatch of a step.
 
     Attributes:
-        saved: by the graph of its forward.
-        copied: to the host.
-        input: kept for a forward that runs again.
+        saved: saved by the graph of its forward.
+        copied: copied to the host.
+        input: the input, kept for a forward that runs again.
         keys: keys and values kept for later slices.
     """
 
@@ -60,13 +60,13 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """An O or L that has begun. Call it to wait for its end, if the next pass needs that.
+    """A pass O or L that has begun. Call it to wait for its end, if the next pass needs that.
 
     Attributes:
-        stream: copies in one direction.
+        stream: the stream of copies in one direction.
         begun: the copies, as `CopyLane.begin` returned them.
-        needed: the next pass needs their end. It does not for an O: the memory that it frees is
-            given to work that comes after the copy.
+        needed: whether the next pass needs their end. It does not for an O: the memory that it
+            frees is given to work that comes after the copy.
     """
 
     stream: CopyLane
@@ -78,21 +78,23 @@ class Copy:
             self.stream.wait(self.begun)
 
     def span(self) -> tuple[Any, Any]:
-        """Return the marks of its beginning and end. Call it once the copy is over."""
+        """Return (mark of its beginning, mark of its end). Call it once the copy is over."""
         return self.stream.span(self.begun)
 
 
 class Host:
     """A rank's buffers on the host, kept from step to step, and its streams of copies.
 
+    `take` returns a buffer and `give` frees one; `begin` starts a step.
+
     Attributes:
-        out, back: copies to the host, and to the device.
-        held: bytes of activations that the stages of the last step had on the device.
-        sizes: by stage, `Sizes` of a microbatch or of each of its slices. Only stages of the last
-            table with O, L or R have them.
-        bytes: of all buffers together.
+        out, back: the streams of copies to the host, and to the device.
+        held: counts the bytes of activations that the rank's stages have on the device.
+        sizes: by stage, `Sizes` of a microbatch or of each of its slices, for the last table with
+            O, L or R.
+        bytes: bytes of all buffers together.
         modules: Megatron-LM's names of the modules whose saved tensors move; empty for all.
-        share: of the bytes of these tensors that moves, in each microbatch.
+        share: share of the bytes of these tensors that moves, in each microbatch.
     """
 
     def __init__(self, device: torch.device) -> None:

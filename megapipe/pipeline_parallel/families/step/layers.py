@@ -16,14 +16,15 @@ from megapipe.pipeline_parallel.families.family import OfStage, Setting
 
 
 class Reporting(OfStage):
-    """A stage whose layers report.
+    """A stage whose layers report during the last backward that their gradients are complete.
 
-    Its module has `between_layers(cut)`, which returns a context for a forward. In this context
-    forward calls `cut` with the hidden states before each layer, and goes on with the result. The
-    context is one pass's: another pass of the module may run in between.
+    Its module has `between_layers(cut)`, which returns a context for a forward. In this context the
+    module calls x = cut(x) with the hidden states before each layer. The context holds for one pass
+    alone: another pass of the module may run in between.
 
     Args:
-        done: called as (layer, number of layers), see `Weights.layer_done`.
+        done: called as (layer, number of layers) when the gradients of the layer's weights and of
+            all later layers' weights are complete.
         last: number of the last microbatch or slice that adds to gradients. The others do not
             report.
     """
@@ -39,7 +40,10 @@ class Reporting(OfStage):
         return context
 
     def _cut(self, stage: Any) -> Callable[[Tensor], Tensor]:
-        """Return a cut that calls `done` when all layers after it have had their backward."""
+        """Return the function that the module calls before each layer; it returns x unchanged.
+
+        When the backward reaches that place, `done` is called for the layer after it.
+        """
         seen: list[None] = []
 
         def report(layer: int) -> None:
@@ -58,7 +62,9 @@ class Reporting(OfStage):
 
 
 def stages_of(setting: Setting) -> dict[int, Reporting]:
-    """Return the stages whose layers report: the trainer asks for it, and the module can."""
+    """Return, by number, the stages whose layers report: the trainer asks for it in the stage's
+    `Weights.layer_done`, and the module has `between_layers`.
+    """
     table, chunks, step, _ = setting
     if step.forward_only or not step.weights:
         return {}

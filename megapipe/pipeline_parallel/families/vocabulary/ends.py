@@ -28,13 +28,15 @@ from megapipe.tensor_parallel.vocabulary import combine, packed_loss, size_of_lo
 
 
 class Shared(OfStage):
-    """A stage of a pipeline whose ranks share the vocabulary.
+    """A stage of a pipeline whose ranks each have a share of the vocabulary.
+
+    `combine` runs pass C: it computes the loss from the parts that all shares computed.
 
     Args:
-        place: the stages.
+        place: the rank of each stage.
         number: of this stage.
-        share: its rows of embedding and head; None if another stage of the rank has them.
-        read: the batches for its own forwards, which the share reads too.
+        share: the rank's rows of embedding and head; None if another stage of the rank has them.
+        read: the batches for the stage's own forwards; the share reads a copy.
         evaluates: the step has no gradients, and only the model's own loss.
     """
 
@@ -66,10 +68,13 @@ class Shared(OfStage):
         return given._replace(joins=self._joined) if self._embeds else given
 
     def _joined(self, given: list[Tensor]) -> Tensor:
-        """Return the input of a stage that embeds, given the results that its forward takes.
+        """Return the input of a stage that embeds tokens.
 
-        It is the sum of the tokens that all shares have looked up, from the stage's first token on.
-        A depth takes its hidden states followed by these tokens, as [s + s, b, h].
+        It is the sum of the embeddings from all shares, cut to this stage's s tokens: depth d of
+        multi-token prediction embeds the tokens from number d on. A depth's input is its hidden
+        states followed by the embeddings, [s + s, b, h].
+
+        given: the embeddings from each share; for a depth the hidden states come first.
         """
         depth = self._depth
         shares = given
@@ -97,7 +102,7 @@ class Shared(OfStage):
         Args:
             stage: whose loss it is.
             microbatch: its number.
-            shares: the messages of S of all shares, in the order of the table.
+            shares: the results of S, one of each share, in the order of the table.
         Returns: the message that shares need for their weight gradients; None in an evaluation.
         """
         x, loss_func, cp = self._ends.pop(microbatch)
@@ -126,7 +131,7 @@ class Shared(OfStage):
 
 
 def stages_of(setting: Setting) -> dict[int, Shared]:
-    """Return the connection of each stage; none if the vocabulary is not shared.
+    """Return, by number, the connection of each stage to the shares; none without shares.
 
     Raises: ConfigError if a stage with a share has no data.
     """
@@ -156,13 +161,14 @@ def stages_of(setting: Setting) -> dict[int, Shared]:
 
 
 def _losses(place: Placement, *, evaluates: bool) -> int:
-    """Return the number of losses of a microbatch. An evaluation has none of depths."""
+    """Return the number of losses of a microbatch: one, and in training one for each MTP depth."""
     return 1 if evaluates else 1 + place.depths
 
 
 def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
-    """Return the shapes of messages to and from shares, or None if no vocabulary is shared.
+    """Return a function from the pass that makes a message to its shape; None without shares.
 
+    The function returns None for hidden states of the usual shape.
     Raises: ConfigError for sequences that shares cannot work on.
     """
     place = sizes.place

@@ -27,13 +27,14 @@ FLAG = "--vocab-parallel-pipeline"
 
 
 class VocabularyShare(nn.Module):
-    """A rank's share of the vocabulary, which reads every microbatch as the model would.
+    """A rank's share of the rows of embedding and head, with the methods that its passes call.
 
-    The user's forward_step calls it in place of the model. It then looks its tokens up.
+    The user's forward_step is called with this module in place of the model. It reads a microbatch
+    and gives the tokens to `forward`, which looks them up.
 
     Args:
         module: the stage with the rows, `embedding.word_embeddings` and `output_layer`.
-        forward_step: Megatron's (data_iterator, model).
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         data: the batches.
         depths: number of depths of multi-token prediction. Depth d reads the microbatch's tokens
             from the d-th on. The heads of all depths are one pass, because no gradient returns
@@ -71,14 +72,14 @@ class VocabularyShare(nn.Module):
         position_ids: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """Look tokens up, and note them and the labels.
+        """Return the embeddings of the tokens whose rows are here, and note tokens and labels.
 
         Args:
             tokens: [b, s], global ids.
             labels: [b, s], global ids.
             position_ids: not used: the first stage adds embeddings of positions.
-        Returns: this share's part of the embedded tokens, [s + depths, b, h]. Each depth embeds s
-            tokens from its own number on.
+        Returns: [s + depths, b, h], zeros for tokens of other shares. Depth d uses the s tokens
+            from number d on.
         Raises: ConfigError without labels.
         """
         # Each rank reads the labels from its own batch, so that nobody has to send them.
@@ -95,7 +96,7 @@ class VocabularyShare(nn.Module):
         return look_up(own_tokens, words.weight)
 
     def look_up(self, microbatch: int) -> Tensor:
-        """Run E: read the microbatch, and return this share's part of its embedded tokens."""
+        """Run E: read a microbatch and return its embeddings from this share, as `forward` does."""
         with torch.no_grad():
             output, _ = output_of(self._forward_step(self._data, self))
         assert self._read is not None, "forward_step calls its model"
@@ -106,10 +107,10 @@ class VocabularyShare(nn.Module):
         return output
 
     def give(self, microbatch: int, *hidden: Tensor) -> Tensor:
-        """Run S: compute the share's part of the losses and of their input gradients.
+        """Run S: return this share's part of the losses and of their input gradients, one message.
 
         hidden: last hidden states of the model, then of each depth; [s, b, h], or [s/t, b, h] under
-            sequence parallelism.
+            sequence parallelism over t ranks.
         """
         differentiated = torch.is_grad_enabled()
         labels = self._labels.pop(microbatch)
@@ -126,7 +127,10 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
-        """Run T: add the head's gradient, given C's messages of the model and of each depth."""
+        """Run T: add the gradient of the head's rows here to their main_grad.
+
+        losses: the messages that C made, of the model's loss and then of each depth's.
+        """
         weight = self._use[1].weight
         kept = self._kept.pop(microbatch)
         if weight.requires_grad:
@@ -134,10 +138,10 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
-        """Run EW: add the embedding's gradient.
+        """Run EW: add the gradient of the embedding's rows here to their main_grad.
 
-        grads: of the embedded tokens [s, b, h], for the model and for each depth. A depth's come
-            after the gradient of its hidden states, in one tensor.
+        grads: gradients of the embedded tokens [s, b, h], for the model and for each depth. A
+            depth's tensor has the gradient of its hidden states before it.
         """
         weight = self._use[0].weight
         tokens = self._tokens.pop(microbatch)
@@ -150,9 +154,10 @@ class VocabularyShare(nn.Module):
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:
-    """Return a submodule of the stage, or of the model that it wraps as `.module`.
+    """Return the submodule called `name`, which has rows of the vocabulary.
 
-    Raises: ConfigError if there is none of this name with rows of the vocabulary.
+    module: the stage, or a wrapper with the stage as `.module`.
+    Raises: ConfigError if there is no such submodule.
     """
     while not hasattr(module, "embedding"):
         inner = getattr(module, "module", None)
@@ -172,7 +177,10 @@ def _rows(module: nn.Module, name: str) -> VocabularyRows:
 
 
 def _main_grad(weight: nn.Parameter) -> Tensor:
-    """Return the tensor to which gradients are added: main_grad, or without an optimizer .grad."""
+    """Return the tensor to which a weight's gradients are added.
+
+    It is main_grad, or .grad (made here if it is None) where no optimizer has made main_grad.
+    """
     main: Tensor | None = getattr(weight, "main_grad", None)
     if main is not None:
         return main

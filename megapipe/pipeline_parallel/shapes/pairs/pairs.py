@@ -17,9 +17,9 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 
 
 class Pairs:
-    """Runs the pairs of a rank. Its second thread lives from step to step.
+    """Runs the pairs of passes of a rank. Its second thread stays from step to step.
 
-    device: the rank's.
+    device: the rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,14 @@ class Pairs:
         given: Sequence[list[Tensor]],
         watch: Stopwatch,
     ) -> tuple[Made, Made]:
-        """Run both passes and return their results; see `execute.RunTogether`."""
+        """Run both passes of a pair and return their two results.
+
+        Args:
+            calls: the two passes, in the order of the table.
+            stages: this rank's stages by number.
+            given: the inputs of each pass.
+            watch: takes the times at which a pass waits and no other one runs.
+        """
         one, other = calls
         f = one.item
         b = other.item

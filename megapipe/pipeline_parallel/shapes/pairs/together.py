@@ -37,11 +37,14 @@ GRACE_S = 5.0
 
 
 class _Ended(BaseException):
-    """The end of a pass because the other one has failed."""
+    """An exception that ends one pass of a pair because the other one has failed."""
 
 
 class How(Enum):
-    """The way in which two passes run: together, with either beginning, or one after the other."""
+    """The way in which two passes run: together, with either beginning, or one after the other.
+
+    `one` is the pass that the table has first.
+    """
 
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
 
@@ -57,10 +60,10 @@ the other pass computes meanwhile. W waits for nothing, so it comes last.
 def how(
     one: Pass, other: Pass, same_waits: Callable[[], bool], *, synchronises: bool = False
 ) -> How:
-    """Return the way in which two passes run, given in their order in the table.
+    """Return the way in which two passes run.
 
     Args:
-        one, other: the passes.
+        one, other: the passes, in the order of the table.
         same_waits: returns whether both microbatches wait for collectives in the same places.
         synchronises: Megatron's code synchronises gradients in a stage's last backward. It sees all
             gradients that arrive meanwhile, so no two backwards run together.
@@ -103,12 +106,14 @@ class _Side:
 
 @dataclass(eq=False)
 class Shared:
-    """The state that both threads share. Only the thread with the turn writes it.
+    """The state that the threads of both passes share. Only the thread with the turn writes it.
+
+    `to_first` and `to_second` give the turn to that pass.
 
     Attributes:
-        first, second: the passes.
-        job: the second pass; None ends its thread.
-        turn: the second pass has the turn.
+        first, second: the state of each pass.
+        job: the function that runs the second pass; None ends its thread.
+        turn: whether the second pass has the turn.
     """
 
     first: _Side = field(default_factory=_Side)
@@ -117,7 +122,7 @@ class Shared:
     turn: bool = False
 
     def to_second(self) -> None:
-        """Let the second pass go on until it gives the turn back or is over."""
+        """Let the second pass run, and wait until it gives the turn back or is over."""
         first = self.first
         # Nothing to do if the second pass is over: the first waits for its own collective then.
         if not self.second.over:
@@ -128,7 +133,7 @@ class Shared:
                 raise _Ended
 
     def to_first(self) -> None:
-        """Let the first pass go on until it gives the turn back or is over."""
+        """Let the first pass run, and wait until it gives the turn back or is over."""
         second = self.second
         if not self.first.over:
             self.turn = False
@@ -139,7 +144,7 @@ class Shared:
 
 
 def _work(pair: Shared) -> None:
-    """Run the second passes in their thread, one after another."""
+    """Run the second pass of every pair, one after another; the body of the second thread."""
     torch.autograd.set_multithreading_enabled(False)
     while True:
         pair.second.go.acquire()
@@ -155,7 +160,7 @@ def _work(pair: Shared) -> None:
 class Together:
     """Runs passes of a rank two at a time; its second thread lives as long as this object.
 
-    device: the rank's.
+    device: the rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,10 +170,10 @@ class Together:
     def run(
         self, one: Callable[[], T], other: Callable[[], U], how: How, watch: Watch
     ) -> tuple[T, U]:
-        """Run two passes and return both results.
+        """Run two passes and return (result of `one`, result of `other`).
 
         Args:
-            one, other: the passes.
+            one, other: functions that run the passes.
             how: the way in which they run.
             watch: takes the times at which each waits.
         Raises: the error of either. The other pass has ended then.
@@ -182,7 +187,7 @@ class Together:
             return one(), other()
 
     def _run(self, first: Callable[[], T], second: Callable[[], U], watch: Watch) -> tuple[T, U]:
-        """Run two passes together, the first in this thread."""
+        """Run two passes together, `first` in this thread, and return both results."""
         pair = self._pair = self._pair or self._begun()
         made: list[U] = []
         failed: list[BaseException] = []
@@ -240,7 +245,10 @@ class Together:
 
 
 def _settings(device: torch.device) -> Callable[[], Any]:
-    """Return a context for another thread, with the settings that torch keeps for this one."""
+    """Return a function that makes a context in which another thread has this thread's settings.
+
+    These are grad mode, autocast, and the device's current stream.
+    """
     grad = torch.is_grad_enabled()
     stream = same_stream(device)
     casts = None
