@@ -31,8 +31,8 @@ class Stopwatch:
         passes: for each pass or pair (mark when it asked for its input, mark when it had it, mark
             of its end, number of passes: 1 or 2).
         waits: (mark before, mark after) each wait of a pass for a collective.
-        copies: for each O and L in order (the pass, a function that returns the marks of its
-            beginning and end, a list of waits for it). A wait is (mark before, mark after).
+        copies: for each O and L in order: (the pass, a function that returns the marks of its
+            beginning and end, its waits). Each wait is (mark before, mark after).
     """
 
     def __init__(self, device: torch.device, schedule: Schedule | None = None) -> None:

@@ -50,10 +50,10 @@ def build_run(
         plan: the plan of the run.
         report: writes the log.
         provider: builds this rank's stages.
-        forward_step: Megatron's, see pipeline_parallel.loss.
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         eod: end-of-document id of the tokenizer.
-        hooks: what the program changes.
-    Returns: the run, and the number of parameters on each pipeline rank.
+        hooks: changes that the user's program makes to the run.
+    Returns: (the run, the number of parameters on each pipeline rank).
     Raises: ConfigError on every rank if replicas of the model differ.
     """
     modules, parameters = _modules(config, mesh, plan, provider)
@@ -89,7 +89,7 @@ def _modules(
 ) -> tuple[list[nn.Module], Sequence[int]]:
     """Build this rank's stages.
 
-    Returns: the stages, and the number of parameters on each pipeline rank.
+    Returns: (the stages in ascending order, the number of parameters on each pipeline rank).
     """
     place = plan.schedule.placement
     own = [plan.spans[stage] for stage in place.stages_on(mesh.pp.rank)]
@@ -142,9 +142,10 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
 
 
 def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
-    """Return CUDA graphs if --cuda-graph-impl asks for them and this run can have them.
+    """Return the CUDA graphs of this rank's stages; None if the run has none.
 
-    Otherwise returns None. Prints a line that says which, if they are asked for.
+    It has them if --cuda-graph-impl asks for them and the device and schedule allow them. A line on
+    that is printed if the flag is given.
     """
     config = report.config
     mesh = report.mesh

@@ -41,7 +41,10 @@ DatasetsProvider = Callable[[Config, Tokenizer], Datasets]
 
 
 def start_block(config: Config) -> str:
-    """Return a line for each flag that holds already or has no effect; an empty text for none."""
+    """Return the text to print at the start: a line for each flag that changes nothing.
+
+    Such a flag is at its value already, or has no effect here. The text is empty for none.
+    """
     rows = [*config.noop_flags, *idle(config)]
     if not rows:
         return ""
@@ -52,12 +55,12 @@ def start_block(config: Config) -> str:
 
 
 def as_here(config: Config) -> Config:
-    """Return the configuration as this build of torch can run it, see checks.machine."""
+    """Return the configuration with the settings that this build of torch can run."""
     return on_cpus(config) if built_for_cpus() else config
 
 
 def settled(config: Config, model: ModelConfig) -> Config:
-    """Return the configuration with this model, without flags that have no effect on its layers.
+    """Return the configuration with this model, and without flags that do nothing for its layers.
 
     `start_block` still reports these flags.
     """
@@ -70,7 +73,7 @@ def settled(config: Config, model: ModelConfig) -> Config:
 
 @dataclass(frozen=True)
 class Launch:
-    """The checked parts of a run.
+    """The checked parts of a run, as `pretrain` takes them to build it.
 
     Attributes:
         config: the configuration, with everything that tokenizer and checkpoint determine.
@@ -121,18 +124,24 @@ def checked(config: Config, provider: Provider, datasets: DatasetsProvider) -> L
 
 
 def check(config: Config, datasets: DatasetsProvider = build_datasets) -> None:
-    """Print what would run, and start nothing; args and errors as `report`."""
+    """Print the text of `report`: what would run. Nothing is started.
+
+    Args:
+        config: the configuration of the flags.
+        datasets: returns the datasets of a launch.
+    Raises: UserError with every problem.
+    """
     print(report(config, datasets), flush=True)
 
 
 def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
-    """Return what would run, in lines.
+    """Return the lines on what would run.
 
     With --check-paths no, missing files are listed instead of refused.
 
     Args:
         config: the configuration of the flags.
-        datasets: the launch's; a program's own is not called.
+        datasets: returns the datasets of a launch. A function of the user's program is not called.
     Raises: UserError with every problem.
     """
     config = replace(config, world_size=config.check.world_size or _launched())
@@ -186,7 +195,10 @@ def report(config: Config, datasets: DatasetsProvider = build_datasets) -> str:
 
 
 def _seconds(config: Config, plan: Plan) -> str:
-    """Return the line on the time of a step; empty for a run on CPUs whose rates nobody gave."""
+    """Return the line on the predicted time of a step.
+
+    It is empty if the device's speed is not known: a run on CPUs without --rates.
+    """
     device = device_of(config)
     if device is None:
         return ""
@@ -195,12 +207,12 @@ def _seconds(config: Config, plan: Plan) -> str:
 
 
 def _launched() -> int:
-    """Return the number of ranks that the launcher has started."""
+    """Return the number of ranks that the launcher, such as torchrun, has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _layout(config: Config) -> str:
-    """Return the line that says how the processes share model and batch."""
+    """Return the line on the numbers of ranks along each axis, and of samples in a batch."""
     par = config.parallel
     context = ""
     if par.context_parallel_size > 1:
@@ -216,16 +228,17 @@ def _layout(config: Config) -> str:
 def _refuse(
     config: Config, plan: Plan, start: Path | None, datasets: DatasetsProvider, tokenizer: Tokenizer
 ) -> list[str]:
-    """Find problems of folders, checkpoint, program and data. Nothing is written to disk.
+    """Raise ConfigError with all problems of folders, checkpoint, program and data.
+
+    Nothing is written to disk.
 
     Args:
         config: the configuration.
         plan: the plan of the run.
         start: the checkpoint to load, or None.
-        datasets: the launch's.
+        datasets: returns the datasets of a launch.
         tokenizer: the tokenizer.
-    Returns: problems that are only this machine's: a full disk, with --check-paths no.
-    Raises: ConfigError with every other problem.
+    Returns: problems that only this machine has, such as a full disk, with --check-paths no.
     """
     flags = config.checkpoint
     # A full disk here says nothing about the disk of the run.
@@ -274,10 +287,15 @@ def _refuse(
 def _reordered(
     config: Config, start: Path, tokenizer: Tokenizer, train: Part | None
 ) -> TokenDataset | None:
-    """Return the training samples in order, if the run's length differs from the checkpoint's.
+    """Return the training samples if their order may differ from the checkpoint's; else None.
 
-    The order can differ only then, and ordering a large dataset takes a while. Returns None
-    otherwise.
+    It may differ only if this run's length differs. Ordering a large dataset takes a while.
+
+    Args:
+        config: the configuration.
+        start: the checkpoint to load.
+        tokenizer: the tokenizer.
+        train: the files and weights of the training set; None without one.
     """
     if train is None or config.checkpoint.finetune:
         return None
@@ -295,9 +313,9 @@ def _reordered(
 
 
 def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
-    """Return the number of ids, and lines on assumptions.
+    """Return (number of token ids, lines on assumptions).
 
-    If the tokenizer cannot be read, the number is assumed, and a line says so.
+    tokenizer: None if it cannot be read. The number is then assumed, and a line says so.
     """
     if tokenizer is not None:
         return tokenizer.vocab_size, []

@@ -32,12 +32,12 @@ from megapipe.training.steps.totals import Totals
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose passes are over and whose update is not yet known to be right.
+    """A step whose passes are over, and whose update was made before the norm was known.
 
     Attributes:
         update: the update, begun.
-        totals: the sums of the losses.
-        leaving: whether any rank wants to stop.
+        totals: the sums of the losses over all ranks, still under way.
+        leaving: whether any rank wants to stop, still under way.
     """
 
     update: Update
@@ -50,8 +50,8 @@ class Handover:
     """The state that a step hands over to the next one.
 
     Attributes:
-        result: the outcome of the last complete step, if it was not reported yet.
-        open: the step that the next one completes.
+        result: the outcome of the last complete step; None if it was reported already.
+        open: the step that the next one completes; None if no step is open.
         good: number of steps in a row that were neither clipped nor skipped.
         leaving: whether any rank wants to stop.
     """
@@ -65,19 +65,19 @@ class Handover:
 class Driver:
     """Runs the steps of a run.
 
-    `step` runs the next step; with --enable-optimizer-post-validation it may stay open until the V
-    of the following one. `end` completes an open step. `whole` runs a step to its end. `ended`
-    reports it.
+    `step` runs the next step; with --enable-optimizer-post-validation it may stay open: its update
+    is checked by V, a pass of the following step. `end` completes an open step. `whole` runs a step
+    to its end. `ended` reports it.
 
     A step ends at once if the following work needs its weights, or if the run may end after it. It
     also ends at once where a guess rarely holds: after a clipped or skipped step, until
     --post-validation-after steps in a row were neither.
 
     Args:
-        run: what this rank has of the run.
-        hooks: what the program changes.
+        run: this rank's part of the run.
+        hooks: changes that the user's program makes to the run.
         saving: knows the last checkpoint, which messages name.
-        batches_at: returns the microbatches of a step.
+        batches_at: returns the microbatches of a step, given the number of samples before it.
     """
 
     def __init__(self, run: Run, hooks: Hooks, saving: Saving, batches_at: BatchesAt) -> None:
@@ -94,10 +94,10 @@ class Driver:
             )
 
     def step(self, before: Handover, leaving: Callable[[], bool]) -> Handover:
-        """Run the next step.
+        """Run the next step, and return the state for the step after it.
 
         Args:
-            before: what the last step handed over.
+            before: the state that the last step handed over.
             leaving: returns whether this rank wants to stop.
         """
         if self._barrier:
@@ -105,7 +105,7 @@ class Driver:
         return self._step(before, leaving)
 
     def whole(self) -> StepResult:
-        """Run one step from its passes to its end."""
+        """Run one step from its passes to its update, and return its outcome."""
         run = self.run
         progress = run.progress
         consumed = progress.consumed_train_samples
@@ -120,13 +120,13 @@ class Driver:
         return result
 
     def ended(self, result: StepResult) -> None:
-        """Call the callbacks after a step and report it."""
+        """Call the callbacks after a step and report its outcome."""
         run = self.run
         self.hooks.call("after_step", run, result)
         run.report.iteration(result, run.progress, run.rate(), run.optimizer)
 
     def _batches(self, consumed: int) -> Sequence[Microbatch]:
-        """Return the microbatches of the step after `consumed` samples.
+        """Return the microbatches of the step that follows after `consumed` samples.
 
         The stages are set to the step's batch size, which --rampup-batch-size changes.
         """
@@ -143,7 +143,15 @@ class Driver:
         return Awaited(step, run.report.reading)
 
     def _step(self, before: Handover, leaving: Callable[[], bool]) -> Handover:
-        """Run all passes of a step, with this rank's update; an open step ends during them."""
+        """Run all passes of a step, with this rank's update among them.
+
+        A step that `before` left open is completed during these passes.
+
+        Args:
+            before: the state that the last step handed over.
+            leaving: returns whether this rank wants to stop.
+        Returns: the state for the next step. This step is open in it if its update was a guess.
+        """
         run = self.run
         now = before
         updates: list[Update] = []
@@ -156,7 +164,7 @@ class Driver:
         sums = run.optimizer.reduction()
 
         def scale() -> float:
-            """Return this step's loss scale; a guess while the last step is open."""
+            """Return this step's loss scale; assume that an open step was not skipped."""
             if now.open is not None:
                 # As if the open step were not skipped. If it was, its V has these forwards run
                 # again, under the scale that a skipped step leaves.
@@ -204,11 +212,11 @@ class Driver:
         return replace(now, result=None, open=begun)
 
     def end(self, step: OpenStep, good: int) -> Handover:
-        """Wait for the numbers of a step and complete it.
+        """Wait for the norm and losses of an open step, complete it, and return the new state.
 
         Args:
             step: the step.
-            good: number of good steps in a row before it, see Handover.
+            good: number of steps before it, in a row, that were neither clipped nor skipped.
         """
         run = self.run
         progress = run.progress
@@ -226,7 +234,10 @@ class Driver:
         return Handover(result, good=good, leaving=leaving)
 
     def _waits(self, n: int, before: Handover) -> bool:
-        """Return whether iteration n must end at once."""
+        """Return whether iteration n must end at once, so that its update waits for the norm.
+
+        before: the state that the last step handed over.
+        """
         config = self.run.config
         guesses = before.good >= config.parallel.post_validation_after
         if not guesses or self.hooks.callbacks or before.leaving:

@@ -26,16 +26,17 @@ def evaluate(
     iters: int,
     weights: Sequence[Weights] | None = None,
 ) -> dict[str, float]:
-    """Return the means of what loss_func reports: the sum of all values over the sum of all counts.
+    """Return the mean of each value that loss_func reports, by name.
 
-    Megatron-LM takes the same means.
+    It is the sum of all values over the sum of all counts, as in Megatron-LM.
 
     Args:
         stages: this rank's stages, with the batch size of evaluations.
-        batches_at: returns the microbatches of a step.
-        consumed: samples evaluated before.
+        batches_at: returns the microbatches of a step, given the number of samples before it.
+        consumed: number of samples evaluated before.
         iters: number of global batches.
-        weights: see `Stages.run`.
+        weights: for each stage of this rank, the functions that passes on its weights call; None
+            for a table without such passes.
     """
     size = stages.config.global_batch_size
     totals = []
@@ -51,8 +52,8 @@ class Evaluation:
     `look` evaluates if an iteration asks for it, `finish` at the end of the run.
 
     Args:
-        run: what this rank has of the run.
-        hooks: what the program changes.
+        run: this rank's part of the run.
+        hooks: changes that the user's program makes to the run.
         reading: reads this rank's samples.
         data: the datasets.
         check_files: raises if a data file was cut off, which would kill the process that reads it.
@@ -85,7 +86,7 @@ class Evaluation:
             self._run.report.pause()
 
     def finish(self) -> None:
-        """Evaluate on both sets at the end of the run."""
+        """Evaluate on the validation and the test set at the end of the run."""
         data = self._run.config.data
         n = self._run.progress.iteration
         if data.skip_train or data.eval_interval:
@@ -100,9 +101,10 @@ class Evaluation:
         """Evaluate once and report.
 
         Args:
-            batches_at: returns the microbatches of a step; None without such a set.
-            where: names the evaluation in the report.
-            consumed: first sample; by default where the last evaluation has stopped.
+            batches_at: returns the microbatches of a step, given the number of samples before it.
+                Without such a set it is None, and nothing is evaluated.
+            where: names the evaluation in the report, such as "iteration 100".
+            consumed: number of the first sample; by default where the last evaluation has stopped.
         """
         run = self._run
         progress = run.progress

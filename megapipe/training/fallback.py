@@ -57,7 +57,7 @@ def newest_sound(config: CheckpointConfig, mesh: ProcessMesh) -> Path | None:
 
 
 def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
-    """Return the problems of a checkpoint, found by all ranks together."""
+    """Return a text for each problem of a checkpoint. Each rank verifies a part of its files."""
 
     def verify_share() -> list[str]:
         try:
@@ -74,7 +74,14 @@ def _damage(folder: Path, mesh: ProcessMesh) -> list[str]:
 
 
 def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> str:
-    """Rename damaged checkpoints in the folder of --save; return the end of a message."""
+    """Rename damaged checkpoints, if they are in the folder of --save.
+
+    Args:
+        config: the checkpoint flags.
+        sound: the checkpoint that is loaded instead.
+        damaged: the folders of damaged ones.
+    Returns: the end of a message, which names the renamed folders.
+    """
     if config.save is None or not sound.parent.samefile(config.save):
         return ""
     # First the pointer: if the process is killed here, it names a checkpoint that exists.
@@ -85,7 +92,7 @@ def _set_aside(config: CheckpointConfig, sound: Path, damaged: list[Path]) -> st
 
 
 def resumed(run: Run, contents: Mapping[str, str]) -> Run:
-    """Load the newest undamaged checkpoint and return the run positioned after it.
+    """Load the newest undamaged checkpoint, and return the run with its progress.
 
     Returns `run` itself if there is nothing to load.
 
@@ -117,9 +124,11 @@ def resumed(run: Run, contents: Mapping[str, str]) -> Run:
 
 
 def _with_experts(dense: Path, run: Run) -> Path:
-    """Return a checkpoint in --save whose experts are made of a dense one's MLPs.
+    """Return a checkpoint in --save whose MoE experts are copies of a dense checkpoint's MLPs.
 
-    The first rank converts it (--moe-use-upcycling).
+    Rank 0 converts the checkpoint (--moe-use-upcycling). Collective over the world.
+
+    dense: the folder of the dense checkpoint.
     """
     from megapipe.convert.upcycle import upcycle
 

@@ -22,7 +22,7 @@ def loss_func(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, Tensor, 
 
     Args:
         loss_mask: [b, s], the weight of each token's loss.
-        token_losses: [b, s].
+        token_losses: [b, s], the cross entropy of each token.
     """
     # A sum and a count, not a mean: microbatches and ranks may have different numbers of tokens,
     # and their means would have equal weights.

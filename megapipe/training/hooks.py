@@ -19,11 +19,11 @@ from megapipe.training.steps.step import StepResult
 
 
 class Callback:
-    """Methods that every rank calls during a run; override the ones you need.
+    """Methods that every rank calls during a run; a subclass overrides the ones that it needs.
 
-    `run` has config, mesh, modules, optimizer and progress. A collective in a callback is a
-    collective of all ranks. An exception ends the run. Under ZeRO-3 the full weights are gathered
-    for each overridden method.
+    `run` is this rank's part of the run: config, mesh, modules, optimizer and progress. A
+    collective in a callback is a collective of all ranks. An exception ends the run. Under ZeRO-3
+    the full weights are gathered for each overridden method.
     """
 
     def before_step(self, run: Run) -> None:
@@ -36,6 +36,7 @@ class Callback:
         """Act after an evaluation.
 
         Args:
+            run: this rank's part of the run.
             where: `iteration N`, with `on validation set` or `on test set` at the end of the run.
             losses: means over the evaluation, by the names that loss_func reports.
         """
@@ -46,14 +47,15 @@ class Callback:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Changes that a program makes to a run, besides model, data and loss.
+    """Changes that the user's program makes to a run, besides model, data and loss.
 
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
-        lr: (samples that the run has advanced by) -> learning rate, instead of --lr and its curve.
+        lr: (samples that the run has advanced by) -> learning rate; None for --lr and its curve.
         callbacks: called in this order.
-        reads_on: selects stages that get batches in addition to those with embedding or loss. On
-            all other stages the data_iterator of forward_step is None.
+        reads_on: given the layers of a stage, returns whether it gets batches. Stages with
+            embedding or loss always do. On all other stages the data_iterator of forward_step is
+            None.
     """
 
     groups: Groups = usual_groups
@@ -62,7 +64,10 @@ class Hooks:
     reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
     def reading_stages(self, spans: Sequence[LayerSpan]) -> frozenset[int]:
-        """Return the stages that `reads_on` selects, given the layers of every stage."""
+        """Return the stages that `reads_on` selects.
+
+        spans: the layers of every stage.
+        """
         return frozenset(stage for stage, span in enumerate(spans) if self.reads_on(span))
 
     def call(self, event: str, run: Run, *args: Any) -> None:

@@ -100,7 +100,8 @@ def pretrain(
 def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[ProcessMesh, Plan]]:
     """Meet the other ranks, which must have equal flags and programs; close the mesh at the end.
 
-    Yields: the mesh and the plan. If the order is searched, it is the plan of rank 0.
+    programs: the user's functions, whose files are compared.
+    Yields: (this rank's mesh, the plan). If the order of passes is searched, rank 0's plan.
     """
     config = launch.config
     if config.precision.deterministic_mode:
@@ -140,7 +141,17 @@ def _build(
     started: float,
     hooks: Hooks,
 ) -> Training:
-    """Build this rank's part of the run; a device with too little memory is a ConfigError."""
+    """Build this rank's part of the run.
+
+    Args:
+        launch: the checked parts of the run.
+        mesh: this rank's mesh.
+        plan: the plan of the run.
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
+        started: time.monotonic() at the start of the process.
+        hooks: changes that the user's program makes to the run.
+    Raises: ConfigError for a device with too little memory.
+    """
     with room(mesh, plan):
         return Training(
             launch.config,
@@ -166,16 +177,16 @@ class Training:
         config: the run's configuration, checked.
         mesh: this rank's mesh.
         provider: builds this rank's stages.
-        forward_step: Megatron's, see pipeline_parallel.loss.
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         data: the datasets.
         eod: end-of-document id of the tokenizer.
         started: time.monotonic() at the start of the process, for --exit-duration-in-mins.
         layers: a description of the layers, for the log.
         plan: the plan of the run; None to make it of `config`.
-        hooks: what the program changes.
+        hooks: changes that the user's program makes to the run.
 
     Attributes:
-        run: what this rank has of the run.
+        run: this rank's modules, optimizer and progress, which all other parts share.
         driver: runs the steps.
         evaluation: runs the evaluations.
         saving: saves checkpoints.
@@ -282,6 +293,7 @@ class Training:
     def _between_steps(self, n: int, stopping: Stopping) -> bool:
         """Check replicas, evaluate and save, if that is due after iteration n.
 
+        stopping: decides whether the run ends early.
         Returns: whether the run is to stop now.
         """
         run = self.run
@@ -303,7 +315,12 @@ class Training:
         return bool(reason)
 
     def _collect_garbage(self, n: int, *, after_first: bool) -> None:
-        """Collect garbage after the first step, and at --manual-gc-interval."""
+        """Run Python's garbage collector after the first step, and at --manual-gc-interval.
+
+        Args:
+            n: the iteration that has ended.
+            after_first: whether it is the first of this process.
+        """
         interval = self.run.config.guards.manual_gc_interval
         if after_first or (interval and n % interval == 0):
             gc.collect()
@@ -312,7 +329,10 @@ class Training:
             gc.freeze()
 
     def _shorten_timeout(self, first: int) -> None:
-        """After the first step set --distributed-timeout-seconds-after-init."""
+        """Set --distributed-timeout-seconds-after-init on all groups after the first step.
+
+        first: the first iteration of this process.
+        """
         run = self.run
         seconds = run.config.parallel.distributed_timeout_seconds_after_init
         # The first step takes longest, as caches and communicators warm up: it has the longer

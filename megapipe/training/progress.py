@@ -14,7 +14,8 @@ from megapipe.training.steps.step import StepResult
 class Progress:
     """The iterations and samples of a run so far, saved with every checkpoint.
 
-    `advance` counts a step. `last_iteration` returns the end of the run.
+    `after` restores it from a checkpoint. `advance` counts a step. `last_iteration` returns the end
+    of the run, and `scheduled_samples` the place on the learning-rate curve.
 
     Attributes:
         iteration: iterations so far, skipped ones included.
@@ -69,5 +70,8 @@ class Progress:
 
     @property
     def scheduled_samples(self) -> int:
-        """Return the samples by which the learning rate has advanced on its curve."""
+        """Return the number of samples by which the learning rate has advanced on its curve.
+
+        Samples of skipped iterations do not count.
+        """
         return self.consumed_train_samples - self.skipped_samples

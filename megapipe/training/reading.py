@@ -22,11 +22,11 @@ BatchesAt = Callable[[int], Sequence[Microbatch]]
 
 @dataclass(frozen=True)
 class Awaited(Sequence[Microbatch]):
-    """The microbatches of a step, which may still be read by other threads.
+    """The microbatches of a step; indexing waits until other threads have read one.
 
     Attributes:
-        step: the microbatches; indexing waits for one.
-        waiting: returns a context that is entered while one is waited for.
+        step: the microbatches.
+        waiting: returns a context that is entered during each wait.
     """
 
     step: Sequence[Microbatch]
@@ -46,9 +46,10 @@ class Awaited(Sequence[Microbatch]):
 
 @dataclass(frozen=True)
 class Reading:
-    """Reads this rank's samples.
+    """Reads this rank's samples, and none if its stages need no tokens.
 
-    `training` and `evaluation` return functions that read a step.
+    `training` and `evaluation` return functions that read a step. `looks` says whether a stage of
+    this rank needs tokens.
 
     Attributes:
         config: the run's configuration.
@@ -63,7 +64,7 @@ class Reading:
     also_read: Collection[int] = ()
 
     def training(self, dataset: TokenDataset | None, progress: Progress) -> BatchesAt:
-        """Return the reader of training steps.
+        """Return a function from the number of samples before a step to its microbatches.
 
         Args:
             dataset: the training samples; None if the split leaves none.
@@ -89,9 +90,10 @@ class Reading:
         return self._batches(config, dataset, wraps=False)
 
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
-        """Return the reader of evaluations, or None without a dataset.
+        """Return a function from the number of samples before a step to its microbatches.
 
         It has no end: a run with more evaluations than planned begins again at the first sample.
+        Returns None without a dataset.
         """
         if dataset is None:
             return None
@@ -101,8 +103,8 @@ class Reading:
     def looks(self) -> bool:
         """Return whether a stage of this rank needs tokens.
 
-        Ends of a model and prediction depths do, and stages that ask for them. All stages do if
-        attention or positions end with documents.
+        Stages with embedding, loss or a prediction depth do, and stages in `also_read`. All stages
+        do if attention or positions end with documents.
         """
         data = self.config.data
         if data.reset_attention_mask or data.reset_position_ids:
@@ -111,7 +113,13 @@ class Reading:
         return any(gets_batches(self.place, stage, self.also_read) for stage in own)
 
     def _batches(self, config: Config, dataset: TokenDataset, *, wraps: bool) -> BatchesAt:
-        """Return the reader of steps with this batch size; `wraps` begins again at the end."""
+        """Return a function from the number of samples before a step to its microbatches.
+
+        Args:
+            config: has the batch size.
+            dataset: the samples.
+            wraps: begin again at the first sample after the last one.
+        """
         # Ranks between the ends of a pipeline read nothing and start no threads.
         if not self.looks:
             return lambda consumed: ()

@@ -34,17 +34,17 @@ _WORTH = 0.01
 
 
 def with_rescheduling(hooks: Hooks, config: Config, plan: Plan) -> Hooks:
-    """Return the hooks with a callback that does what --reschedule-after asks for, if it does."""
+    """Return the hooks, with a callback for --reschedule-after if that flag is given."""
     if config.parallel.reschedule_after is None:
         return hooks
     return replace(hooks, callbacks=(*hooks.callbacks, Rescheduling(config, plan)))
 
 
 class Rescheduling(Callback):
-    """Measures steps 2 to N, searches a better table, takes it, and reports the gain.
+    """Measures steps 2 to N, searches for a faster table, changes to it, and reports the gain.
 
-    The new table may hold the activations for which --memory-limit-gib leaves memory. Without that
-    flag a rank may hold as much as the heaviest rank does under the plan's table.
+    The new table may use the activation memory that --memory-limit-gib allows. Without that flag a
+    rank may hold as much as the heaviest rank does under the plan's table.
     """
 
     def __init__(self, config: Config, plan: Plan) -> None:
@@ -70,7 +70,7 @@ class Rescheduling(Callback):
         next(self._story, None)
 
     def _reschedule(self, run: Run) -> Iterator[None]:
-        """Do everything from the first measured step to the report; each yield is one step."""
+        """Do everything from the first measured step to the report; yield once for each step."""
         # The first step warms up.
         yield
         before, steps = yield from self._timed(run)
@@ -115,7 +115,10 @@ class Rescheduling(Callback):
         )
 
     def _timed(self, run: Run) -> Generator[None, None, tuple[list[float], StepsRan]]:
-        """Let N - 1 steps pass; return their times, and the times of all passes."""
+        """Wait for N - 1 steps; yield before each one.
+
+        Returns: (seconds of each step, [step][pipeline rank] -> its measured passes).
+        """
         times: list[float] = []
         steps: list[list[list[Ran]]] = []
         for _ in range(self.after - 1):
@@ -125,7 +128,7 @@ class Rescheduling(Callback):
         return times, steps
 
     def _allowed_bytes(self) -> tuple[float, ...]:
-        """Return the bytes of activations that each rank may hold."""
+        """Return the bytes of activations that each pipeline rank may hold."""
         plan = self.plan
         # Devices are equal: what fits on the heaviest rank fits on each.
         if self.limit_gib is None:
@@ -133,9 +136,10 @@ class Rescheduling(Callback):
         return tuple(self.limit_gib * GIB - state for state in plan.state_bytes)
 
     def _found(self) -> object:
-        """Return the search's result in JSON types: None so far, an error, or a table and costs.
+        """Return the search's result in JSON types; None before it is known.
 
-        Ranks without a search return None.
+        It is an error's text, or [table, seconds under the old table, seconds under the new one,
+        costs]. Ranks other than 0 do not search and return None.
         """
         if self._search is None:
             return None

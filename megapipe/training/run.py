@@ -23,9 +23,10 @@ from megapipe.training.steps.stages import Stages
 
 @dataclass(frozen=True)
 class Run:
-    """One rank's part of a run.
+    """One rank's part of a run, which steps, evaluations, saves and callbacks share.
 
     `say` prints a line. `rate` and `rates` return the learning rates of the next step.
+    `schedule_of` returns the table for another batch size.
 
     Attributes:
         config: the run's configuration.
@@ -37,7 +38,8 @@ class Run:
         optimizer: this rank's optimizer.
         progress: iterations and samples so far; every step changes it.
         curve: the learning-rate curve of the flags, or of the loaded checkpoint.
-        own_rate: (samples) -> learning rate, the program's (Hooks.lr) instead of the curve's.
+        own_rate: (samples) -> learning rate, which the user's program gives in place of `curve`;
+            else None.
     """
 
     config: Config
@@ -57,7 +59,7 @@ class Run:
         return self.plan.schedule.placement.num_chains > 1
 
     def say(self, text: str) -> None:
-        """Print on the rank that writes the log."""
+        """Print a line, on the rank that writes the log."""
         self.report.say(text)
 
     def schedule_of(self, config: Config) -> Schedule:
@@ -79,7 +81,7 @@ class Run:
         return learning_rate(self.curve, samples)
 
     def rates(self) -> Rates:
-        """Return all rates of the next step."""
+        """Return the learning rates and weight decay of all parameter groups for the next step."""
         samples = self.progress.scheduled_samples
         ends_lr = decoupled_rate(self.curve, samples, self.config.optimizer)
         return Rates(self.rate(), ends_lr, weight_decay(self.curve, samples))

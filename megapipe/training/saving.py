@@ -25,14 +25,14 @@ from megapipe.training.run import Run
 
 
 class Saving:
-    """The checkpoints of a run.
+    """Saves the checkpoints of a run.
 
     `save` saves, or begins to. `look` reports a save in the background once this rank knows how it
     ended. `finish` waits for it on all ranks, `close` on this rank alone.
 
     Args:
-        run: what this rank has of the run.
-        hooks: what the program changes.
+        run: this rank's part of the run.
+        hooks: changes that the user's program makes to the run.
         contents: digests of data and tokenizer, which a resumed run compares.
 
     Attributes:
@@ -70,7 +70,7 @@ class Saving:
     def save(self, *, last: bool = False) -> None:
         """Save, or begin to save in the background. Collective over the world.
 
-        The save before is completed first.
+        A background save that is still under way is completed first.
 
         Args:
             last: the run ends with this save.
@@ -132,7 +132,8 @@ class Saving:
 
         Args:
             last: the run ends with this save.
-        Raises: CheckpointError, as `save`.
+        Raises: CheckpointError on all ranks if it fails, except with --save-failure continue
+            before the last save.
         """
         if self._background is None:
             return
@@ -153,12 +154,14 @@ class Saving:
             self.look()
 
     def _tried(self, save: Callable[[], object], last: bool, *, alarmed: bool = False) -> bool:
-        """Return whether a save succeeded.
+        """Call a function that saves; return whether it succeeded, and print a failure.
 
         Args:
             save: saves, or waits for a save.
             last: whether a failure ends the run in any case.
-            alarmed: the ALARM for a failure has been printed, but not what follows from it.
+            alarmed: a warning of this failure was printed before, so only the consequence is
+                printed here.
+        Raises: CheckpointError for a failure that ends the run.
         """
         try:
             save()
@@ -183,7 +186,10 @@ class Saving:
         return flags.save_retain_interval, flags.save_keep_last, own
 
     def _say(self, n: int, removed: Sequence[int]) -> None:
-        """Report a complete checkpoint and the iterations that were removed for it."""
+        """Print that the checkpoint of iteration n is complete.
+
+        removed: iterations whose checkpoints were removed for it.
+        """
         flags = self._run.config.checkpoint
         self._run.say(f"  successfully saved checkpoint from iteration {n:7d} to {flags.save}")
         # Only the first rank knows what its writer has removed.

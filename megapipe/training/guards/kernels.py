@@ -14,9 +14,9 @@ _WORDS = {
 
 
 def use_common(mesh: ProcessMesh) -> list[str]:
-    """Leave out the kernels that another rank lacks. Collective over the world on CPUs.
+    """Turn off the CPU kernels that another rank lacks. Collective over the world on CPUs.
 
-    Returns: lines for the user.
+    Returns: lines for the user that name these kernels.
     """
     if mesh.device.type != "cpu":
         return []

@@ -37,7 +37,7 @@ Parts = dict[str, list[int]]
 
 @contextmanager
 def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
-    """Turn a lack of memory inside this context into a ConfigError: the flags must change.
+    """Return a context that turns a lack of memory into a ConfigError: the flags must change.
 
     On GPUs it also prints whether the communicators' buffers fit, see `fits`.
     """
@@ -59,7 +59,9 @@ def room(mesh: ProcessMesh, plan: Plan) -> Iterator[None]:
 
 
 def fits(peak: float, mesh: ProcessMesh, memory: float) -> str:
-    """Return a line on the GPU memory that the plan does not count, a warning if it is too much.
+    """Return a line on the GPU memory of NCCL's buffers, which the plan does not count.
+
+    It is a warning if they do not fit.
 
     Args:
         peak: the plan's peak on this rank, in bytes.
@@ -102,7 +104,8 @@ def check_ownership(
 ) -> list[int]:
     """Check that every layer and parameter is on exactly one stage of each chain.
 
-    Collective over the pipeline.
+    A chain of stages is one whole model. DualPipe has two, in opposite directions. Collective over
+    the pipeline.
 
     Args:
         modules: the stages of this rank in ascending order. A layer is a module `...layers.N`.
@@ -145,8 +148,11 @@ def check_ownership(
 
 
 def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
-    """Check that all layers are ours, whose attention sees the tokens of other ranks.
+    """Check that every layer has megapipe's attention, which sees the tokens of all cp ranks.
 
+    Args:
+        modules: this rank's stages.
+        ranks: number of context-parallel ranks.
     Raises: ConfigError for a layer of another kind.
     """
     named = [pair for module in modules for pair in module.named_modules()]
@@ -164,7 +170,15 @@ def _check_attention(modules: Sequence[nn.Module], ranks: int) -> None:
 def _without_storage(
     provider: StageProvider, model: ModelConfig, span: LayerSpan, tp: Axis
 ) -> nn.Module:
-    """Build a part of the model on torch's meta device."""
+    """Build a part of the model on torch's meta device, to learn its names and shapes.
+
+    Args:
+        provider: builds it.
+        model: the model's configuration.
+        span: the layers and ends of the part.
+        tp: the tensor-parallel ranks.
+    Raises: ConfigError if the provider needs values, which this device does not have.
+    """
     try:
         # A second build of the whole model, but of shapes alone: it costs milliseconds.
         with torch.device("meta"):
@@ -178,7 +192,10 @@ def _without_storage(
 
 
 def _parts(module: nn.Module, tp: Axis) -> Parts:
-    """Return the layers and parameters of a stage."""
+    """Return the shape of each parameter of a stage by name, over all tensor-parallel ranks.
+
+    Each layer is in the dict too, by its name with an empty shape.
+    """
     # Layers too, so that a layer without parameters counts.
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}
     for name, param in module.named_parameters():
@@ -196,11 +213,11 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
 
 
 def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
-    """Yield the problems of the stages of one chain.
+    """Yield a text for each layer or parameter that is not on exactly one stage, or differs.
 
     Args:
-        whole: the whole model.
-        stages: the stages' parts.
+        whole: layers and parameters of the whole model, as `_parts` returns them.
+        stages: by stage, its layers and parameters.
     """
     stages = {stage: dict(parts) for stage, parts in stages.items()}
     for name in whole:
@@ -222,7 +239,12 @@ def _compare(whole: Parts, stages: dict[int, Parts]) -> Iterator[str]:
 
 
 def _unite(name: str, stages: dict[int, Parts]) -> None:
-    """Replace the vocabulary shards of a parameter by the parameter, if all are there."""
+    """Replace shards of a vocabulary's parameter by one parameter, if all shards are there.
+
+    Args:
+        name: of the whole parameter; shard k of n is called name[k/n].
+        stages: by stage, its layers and parameters; changed in place.
+    """
     shards = []
     for stage, parts in stages.items():
         for part in parts:

@@ -26,7 +26,7 @@ OF_LAST = 100
 
 
 class Guard:
-    """Judges the numbers of a run. All ranks have equal numbers and come to the same result.
+    """Judges the losses and norms of a run. All ranks have equal numbers and agree.
 
     `step` runs a step and judges it, `judge` judges one that cannot run again.
 
@@ -47,10 +47,12 @@ class Guard:
         """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: runs the step.
+            run: runs the step. It is given a function from the mean losses to whether nothing must
+                be updated.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
+        Returns: the outcome of the last time that the step ran.
         Raises: TrainingError for a number that is not finite twice, or after too many bad steps in
             a row.
         """
@@ -85,15 +87,16 @@ class Guard:
     def judge(
         self, result: StepResult, iteration: int, scale: float, last_saved: int, again: str = ""
     ) -> None:
-        """Judge a step.
+        """Warn about a step whose loss spikes or is not finite, or raise an error.
 
         Args:
             result: the step's outcome.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
-            again: says in the error that the step ran twice.
-        Raises: TrainingError, as `step`.
+            again: a text for the error if the step ran twice.
+        Raises: TrainingError for a number that is not finite, unless flags or the loss scale allow
+            it, or after too many bad steps in a row.
         """
         precision = self.precision
         limits = self._limits()
@@ -109,7 +112,7 @@ class Guard:
         self._count(result, iteration, limits, searching)
 
     def _injects(self, iteration: int) -> bool:
-        """Return whether --error-injection-rate makes this iteration a drill.
+        """Return whether --error-injection-rate simulates an error in this iteration.
 
         The draw is the same on all ranks and after a restart.
         """
@@ -117,7 +120,7 @@ class Guard:
         return rate > 0 and random.Random(f"{self.seed} {iteration}").randrange(rate) == 0
 
     def _injected(self, iteration: int) -> None:
-        """Report a drill. Raises: TrainingError for a persistent error."""
+        """Print that an error was simulated. Raises: TrainingError if its type is persistent."""
         kind = self.guards.error_injection_type
         text = (
             f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the "
@@ -132,19 +135,20 @@ class Guard:
 
     @property
     def _skips(self) -> bool:
-        """Return whether the run goes on after a step that is not finite."""
+        """Return whether the run goes on after a step with a loss or norm that is not finite."""
         return self.guards.no_check_for_nan_in_loss_and_grad or self.precision.dynamic_loss_scale
 
     def _count(
         self, result: StepResult, iteration: int, limits: Mapping[str, float], searching: bool
     ) -> None:
-        """Count bad steps in a row, and remember the losses of good ones.
+        """Count bad steps in a row, remember the losses of good ones, and print warnings.
 
         Args:
             result: the step's outcome.
             iteration: the step's iteration.
-            limits: the limit of each loss.
+            limits: by name, the value above which a loss is a spike.
             searching: whether the loss scale can still shrink.
+        Raises: TrainingError after --max-bad-iterations-in-a-row.
         """
         spikes = not result.skipped and _above(result.losses, limits)
         bad = result.skipped and not searching
@@ -177,14 +181,14 @@ class Guard:
             )
 
     def _limits(self) -> dict[str, float]:
-        """Return the limit of each loss that was reported before."""
+        """Return, by name, the value above which a loss is a spike; only losses seen before."""
         highest = {name: max(losses) for name, losses in self._recent.items()}
         # FACTOR says nothing about a loss that may be 0 or negative.
         return {name: FACTOR * loss for name, loss in highest.items() if loss > 0}
 
 
 def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    """Return whether any loss is above its limit."""
+    """Return whether any loss is above the limit of its name; one without limit never is."""
     return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 
 

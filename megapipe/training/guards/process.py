@@ -27,14 +27,14 @@ REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
-    """Return the names of files in --trigger-path, "save" or "exit", and remove them.
+    """Return the names of files found in --trigger-path, "save" or "exit", and remove them.
 
     Collective over the world.
 
     Args:
         config: the run's configuration.
         mesh: this rank's mesh.
-        iteration: the last iteration; only some are followed by a look at the folder.
+        iteration: the last iteration; the folder is read only after some iterations.
     """
     folder = config.checkpoint.trigger_path
     if folder is None or iteration % config.log.log_interval:
@@ -61,7 +61,7 @@ def triggered(config: Config, mesh: ProcessMesh, iteration: int) -> list[str]:
 class Stopping:
     """Decides whether a run ends before its last iteration.
 
-    `wanted` is this rank's wish; `reason` returns the decision of all ranks.
+    `wanted` says whether this rank wants to stop; `reason` returns the decision of all ranks.
 
     Args:
         flags: the guards' flags.
@@ -88,11 +88,13 @@ class Stopping:
         return self.signal.received or (most is not None and self._minutes() > most)
 
     def reason(self, iteration: int, asked: Sequence[str] = ()) -> str | None:
-        """Return the reason to stop after an iteration, equal on all ranks; None to go on.
+        """Return a text with the reason to stop, equal on all ranks; None to go on.
+
+        Collective in iterations that ask for it.
 
         Args:
-            iteration: the iteration.
-            asked: the result of `triggered`.
+            iteration: the iteration that has ended.
+            asked: names of trigger files, as `triggered` returned them.
         """
         why = self._asked()
         if why is None and "exit" in asked:
@@ -109,7 +111,7 @@ class Stopping:
         return None
 
     def _asked(self) -> str | None:
-        """Return the signal that arrived on any rank, or the time that is over; else None."""
+        """Return a text on a signal that any rank received, or on time that is over; else None."""
         most = self.flags.exit_duration_in_mins
         # No rank can want to stop, so no step pays for the all-reduce.
         if most is None and not self.flags.exit_signal_handler:
@@ -134,7 +136,7 @@ class ExitSignal:
     Repeats change nothing: the run is saving, perhaps for minutes. A second Ctrl-C is handled by
     the watchdog, which receives it even while this thread hangs in a call.
 
-    `close` stops listening.
+    `received` says whether the signal has arrived, `close` stops listening.
 
     Args:
         name: a signal's name, such as SIGTERM; None to listen to none. Python allows only the main

@@ -40,14 +40,14 @@ RANGE = 1 << 16
 def facts(
     config: Config, plan: Plan | None, functions: Sequence[Callable[..., Any]]
 ) -> dict[str, str]:
-    """Return facts by name, as an error shows them.
+    """Return, by name, texts that must be equal on all ranks: flags, versions, digests of files.
 
-    Files count by their contents: each machine may have them in another place.
+    Only the contents of files count: each machine may have them in another place.
 
     Args:
         config: the run's configuration.
         plan: the plan of the run; None where rank 0 hands its plan to the others.
-        functions: the user's, which build the model, the batch and the data. The files that define
+        functions: the user's functions for model, batch and data. The files that define
             them count, but not what these files import.
     Raises: DataError for a file that cannot be read.
     """
@@ -75,14 +75,14 @@ def facts(
 
 
 def contents(config: Config, train: TokenDataset | None = None) -> dict[str, str]:
-    """Return digests of data and tokenizer, which a resumed run must find again.
+    """Return, by name, digests of data and tokenizer, which a resumed run must find again.
 
-    The files may have moved. "data_path" covers indices, sizes and weights, as in the first version
-    of checkpoints; later versions added TOKENS and ORDER.
+    The names of files do not count. "data_path" covers indices, sizes and weights, as in the first
+    version of checkpoints; later versions added TOKENS and ORDER.
 
     Args:
         config: the run's configuration.
-        train: the training samples, if they are open.
+        train: the training samples, if they are open; else None.
     """
     data = config.data
     found = {}
@@ -117,7 +117,7 @@ FIRST = 4096
 
 
 def _order(train: TokenDataset | None) -> Iterator[str]:
-    """Yield digests of the first samples; nothing for a dataset that is not one of ours."""
+    """Yield digests of the order of the first samples; nothing for a dataset of the user's own."""
     match train:
         case GPTDataset(indices=indices):
             first = indices.shuffle[:FIRST].tobytes() + indices.documents[:FIRST].tobytes()
@@ -152,7 +152,10 @@ def _size(prefix: str) -> str:
 
 
 def _tokens(prefix: str) -> str:
-    """Return the digest of a .bin: one range, at a random position, in each of RANGES parts."""
+    """Return a digest of a .bin file: it is cut in RANGES parts, and RANGE bytes of each are read.
+
+    prefix: the path without .bin.
+    """
     digest = hashlib.sha256()
     size = os.path.getsize(f"{prefix}.bin")
     part = max(size // RANGES, RANGE)

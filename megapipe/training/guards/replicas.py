@@ -32,10 +32,10 @@ def check_replicas(
     Args:
         modules: this rank's stages.
         mesh: this rank's mesh.
-        mirrored: compare DualPipe's mirrored ranks too.
+        mirrored: compare the two ranks that have the same stage under DualPipe, too.
         after: number of trained iterations; None at the start.
-    Raises: ConfigError on every rank, with the names of differing tensors. RanksDiffer after an
-        iteration.
+    Raises: ConfigError on every rank at the start, with the names of differing tensors. Later
+        RanksDiffer.
     """
     params = dict(pair for module in modules for pair in module.named_parameters())
     buffers = dict(pair for module in modules for pair in module.named_buffers())
@@ -75,13 +75,19 @@ def check_replicas(
 
 
 def _unsplit(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters that tensor parallelism does not split."""
+    """Return, of these tensors, the parameters that tensor parallelism does not split.
+
+    params: the parameters by name; other tensors are buffers.
+    """
     # Not buffers: without a layout nobody knows whether each rank has a part of one.
     return {name: x for name, x in tensors.items() if name in params and layout_of(x).dim is None}
 
 
 def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield a line for each tensor that differs along an axis."""
+    """Yield a line for each tensor that differs between ranks of an axis. Collective over it.
+
+    axis_name: its name in the lines, such as data-parallel.
+    """
     if axis.size == 1:
         return
     mine = hashes(dict(sorted(tensors.items())), axis.device)
@@ -98,7 +104,7 @@ def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Ite
 
 
 def hashes(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
-    """Return a hash of each tensor's bits, and whether the tensor is frozen, by name.
+    """Return by name, in one text, whether a tensor is frozen and a hash of its bits.
 
     Hashes are computed where the tensors are, and copied to the host once.
 
@@ -131,10 +137,10 @@ def _as_int64(x: Tensor) -> Tensor:
 
 
 def _folded(words: Tensor) -> Tensor:
-    """Return one int64 that depends on all numbers.
+    """Return one int64, a tensor [], that depends on all numbers of an int64 tensor.
 
-    Each number of a row is multiplied by an odd number of its own, and rows are summed. The sums
-    are folded in the same way, until one is left.
+    The numbers are arranged in rows of _ROW. Each number of a row is multiplied by an odd number of
+    its own, and each row is summed. The sums are folded in the same way, until one is left.
     """
     while len(words) > 1:
         rows = []
@@ -152,7 +158,7 @@ def _folded(words: Tensor) -> Tensor:
 
 @cache
 def _odd(device: torch.device) -> Tensor:
-    """Return [_ROW] odd numbers, equal on all ranks."""
+    """Return _ROW odd numbers, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (_ROW,), generator=generator)
     return (2 * drawn + 1).to(device)

@@ -52,18 +52,18 @@ class Measured:
     Attributes:
         steps: number of steps.
         costs: measured costs of passes and messages.
-        ranks: each pipeline rank's time by use.
-        passes: from a rank's first question for an input to its last pass's end; the largest of all
-            ranks.
-        bubble: the bubble as a share of `passes`.
-        of_table: what the bubble would be if all stages were equal and nothing else took time.
-        of_stages: what unequal stages add.
-        of_host: the host's part.
+        ranks: for each pipeline rank, its time in passes, in waits for inputs, and in all.
+        passes: time from a rank's first request for an input to the end of its last pass; the
+            largest of all ranks.
+        bubble: the bubble as a share of `passes`, as are its parts.
+        of_table: the bubble if all stages were equal and nothing else took time.
+        of_stages: the part that unequal stages add.
+        of_host: the part in which the host prepares the next pass.
         predicted_passes: predicted `passes`.
         predicted_bubble: predicted bubble.
-        predicted: predicted F, B and W at each position of the chain.
+        predicted: predicted F, B and W of each stage of the model, in order.
         peak_bytes: most bytes allocated on each rank; empty on CPUs.
-        predicted_peaks: predicted peak of each rank.
+        predicted_peaks: predicted peak of each rank, in bytes.
         exposed_communication: mean over ranks of the waits for collectives within passes; None if
             passes have no collectives.
         predicted_exposed: its prediction; None if the plan's costs have no communication.
@@ -91,7 +91,7 @@ class Measured:
 
     @property
     def of_messages(self) -> float:
-        """Return the rest of the bubble, for which messages are left."""
+        """Return the bubble without its other three parts: the waits for messages."""
         return self.bubble - self.of_table - self.of_stages - self.of_host
 
 
@@ -104,16 +104,17 @@ def measured(
     exposed: float | None = None,
     copies: StepsRan = (),
 ) -> Measured:
-    """Compare steps under one table with the plan.
+    """Return the times of steps under one table, next to the plan's prediction.
 
     Args:
-        steps: the passes of each step and rank.
+        steps: [step][pipeline rank] -> the measured passes.
         costs: the costs measured from them.
         schedule: the table.
         of_plan: the plan.
-        peak_bytes: see Measured.
-        exposed: see Measured.exposed_communication.
-        copies: the copies of each step and rank, if the table has any.
+        peak_bytes: most bytes allocated on each rank; empty on CPUs.
+        exposed: mean seconds that a rank's passes wait for collectives in a step; None if there
+            are no collectives.
+        copies: [step][pipeline rank] -> the measured copies O and L; empty without any.
     """
     counted = of_plan.costs
     by_step = [[spent(row) for row in step] for step in steps]
@@ -161,12 +162,15 @@ def measured(
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each column."""
+    """Return the median of each column of a table."""
     return [median(column) for column in zip(*rows, strict=True)]
 
 
 def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
-    """Return each rank's copies of one step."""
+    """Return each rank's total times of copies in one step: out, back, and waits for them.
+
+    ranks: [pipeline rank] -> its measured copies.
+    """
 
     def total(row: Sequence[Ran], lane: Lane) -> float:
         return sum(x.end - x.begin for x in row if x.item.kind.traits.lane is lane)
@@ -186,19 +190,22 @@ class Counters:
     """The times of one rank's steps, exchanged with other ranks every few steps.
 
     Every rank calls `add` after each step, outside its passes. On the rank that writes the log,
-    `now` returns the comparison with the plan, and `straggler` the slowest stage.
+    `now` returns the last comparison with the plan, and `straggler` a line on the slowest stage. On
+    all other ranks they return None and an empty text.
+
+    A sample is a replica's measured costs of stages and links, taken every SAMPLE steps.
 
     Args:
         config: the run's configuration.
         mesh: this rank's mesh.
         plan: the plan of the run.
-        speaker: the pipeline rank that writes the log.
-        speaks: whether this rank writes it.
+        speaker: the pipeline rank that collects the times of its replica.
+        speaks: whether this rank writes the log; it is the speaker of one replica.
 
     Attributes:
         steps: number of steps so far.
-        slow: the slow stages and links of the last sample, also those already reported.
-        samples: the last sample, of every replica.
+        slow: stages and links that the last samples show to be slow, also those already reported.
+        samples: the last sample of each replica; empty on a rank that does not write the log.
     """
 
     def __init__(
@@ -239,8 +246,9 @@ class Counters:
 
         Args:
             watch: the times.
-            over: whether the device has finished the step too. If not, it is read later.
-        Returns: new slow stages and links, and recovered ones, on the rank that writes the log.
+            over: whether the device has finished the step too. If not, its times are read later.
+        Returns: stages and links that are newly slow, or no longer. The list is empty on a rank that
+            does not write the log.
         """
         self.steps += 1
         # The first step warms caches and communicators up, and would spoil every mean.
@@ -268,7 +276,13 @@ class Counters:
         return new
 
     def _read(self, watches: list[Stopwatch], schedule: Schedule) -> list[Slow]:
-        """Exchange the times of steps under one table; return the findings as `add`."""
+        """Exchange the times of steps under one table over the pipeline. Collective.
+
+        Args:
+            watches: the times of each step.
+            schedule: the table.
+        Returns: stages and links that are newly slow, or no longer, as `add`.
+        """
         steps = ran_by_all(watches, self.mesh.pp)
         if schedule is not self._schedule:
             # Times under another table say nothing about this one.
@@ -298,9 +312,14 @@ class Counters:
         return self._sample(costs, schedule)
 
     def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:
-        """Compare the replicas of the pipeline; return the findings as `add`.
+        """Compare the replicas of the pipeline, stage by stage.
 
-        Collective over data parallelism, among the ranks with `_collects`.
+        Collective over data parallelism, among each replica's rank that collects times.
+
+        Args:
+            costs: measured costs of this replica.
+            schedule: the table.
+        Returns: stages and links that are newly slow, or no longer, as `add`.
         """
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
         # A GPU may be slow in one replica only, so replicas are compared stage by stage.
@@ -315,9 +334,9 @@ class Counters:
         return new
 
     def straggler(self) -> str:
-        """Return a line on the slowest and the fastest stage of the last sample.
+        """Return a line on the slowest and the fastest stage of all replicas at the last sample.
 
-        The text is empty before the first sample.
+        The text is empty before the first sample, and on a rank that does not write the log.
         """
         if not self.samples or self._schedule is None:
             return ""
@@ -332,14 +351,17 @@ class Counters:
 
 
 def _stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]:
-    """Return F, B and W at each position of the chain."""
+    """Return [F, B, W], each a tuple of seconds with one item per stage of one whole model."""
     place = schedule.placement
     time = replace(costs, overhead=0.0).durations(place)
     return [tuple(time[kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W)]
 
 
 def table(now: Measured, place: Placement) -> str:
-    """Return a table in ms: each stage's passes with their prediction, then each rank's time."""
+    """Return a table in ms: each stage's passes with their prediction, then each rank's time.
+
+    place: the rank of each stage.
+    """
     head = "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")
     lines = [f"{'stage':>5}  {'rank':>4}{head}"]
     for stage, rank in enumerate(place.rank_of):

@@ -90,14 +90,15 @@ class JobLog(Sink):
 
 
 def first_job(text: str, world: int) -> tuple[float, float] | None:
-    """Return the start of the first of the last jobs with this world size.
+    """Return when the current series of jobs with this world size began.
 
-    These jobs are at the end of the file: a job with another world size begins a new count.
+    The series is at the end of the file: a job with another world size ends a series.
 
     Args:
         text: the content of progress.txt.
         world: the world size.
-    Returns: the time in seconds and the FLOPs saved by then; None if the last job has another size.
+    Returns: (time of its first job in seconds, FLOPs saved before it); None if the last job has
+        another size.
     """
     found = None
     saved = 0.0

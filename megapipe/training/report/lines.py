@@ -17,7 +17,12 @@ from megapipe.training.report.numbers import asked, fields
 
 
 def iteration_line(moment: Moment, now: datetime) -> str:
-    """Return Megatron-LM's line of an iteration (training_log), then our own fields."""
+    """Return Megatron-LM's line of an iteration (training_log), followed by our own fields.
+
+    Args:
+        moment: the values to report.
+        now: the time to print.
+    """
     iteration = f"iteration {moment.progress.iteration:8d}/{moment.last:8d}"
     head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] {iteration} |"
     return head + "".join(f" {field} |" for field in fields(asked(moment.config), moment))
@@ -68,12 +73,12 @@ bubble: the share of the passes' time in which the rank that waits most computes
 def validation_lines(prefix: str, losses: Mapping[str, float], samples: range) -> str:
     """Return the result of an evaluation between two rules of dashes.
 
-    The evaluated samples follow Megatron-LM's fields.
+    The range of evaluated samples follows Megatron-LM's fields.
 
     Args:
-        prefix: names the evaluation.
+        prefix: names the evaluation, such as "iteration 100".
         losses: means by name.
-        samples: the samples that were evaluated.
+        samples: numbers of the samples that were evaluated.
     """
     text = f" validation loss at {prefix} | "
     for name, loss in losses.items():
@@ -89,7 +94,7 @@ def perplexity(loss: float) -> float:
 
 
 def arguments(config: Config) -> str:
-    """Return the settings that differ from their defaults, sorted without regard to case."""
+    """Return the settings that differ from their defaults, one a line, sorted by name."""
     values = {}
     count = 0
     for group in config.sections:
@@ -110,9 +115,9 @@ def arguments(config: Config) -> str:
 
 
 def held_up_messages(config: Config, schedule: Schedule) -> str:
-    """Return a warning on the price of batched messages over NCCL, or an empty text.
+    """Return a warning that batched messages over NCCL delay passes; empty if they do not.
 
-    There is a price if the table gives a rank several stages.
+    They do if the table gives a rank several stages.
     """
     mode = config.parallel.p2p_mode
     if mode == "plain" or schedule.placement.num_stages == len(schedule.ranks):
@@ -127,7 +132,7 @@ def held_up_messages(config: Config, schedule: Schedule) -> str:
 
 
 def banner(title: str, *lines: str) -> str:
-    """Return a frame around lines that nobody should overlook."""
+    """Return lines between a title and a rule, for a message that nobody should overlook."""
     rule = "=" * 24
     text = "\n  ".join([f"{rule} {title} {rule}", *lines])
     return f"{text}\n{'=' * (50 + len(title))}"

@@ -20,14 +20,14 @@ class Window:
 
     Attributes:
         first: whether no line was printed yet.
-        seconds: time of the steps.
+        seconds: total time of the steps.
         last_seconds: time of the last step.
         iterations: number of steps.
-        samples: their samples.
-        skipped: steps that updated nothing.
-        nan: steps with a loss that is not finite.
-        guessed: updates that did not wait for the norm.
-        undone: updates that did not wait for the norm and were wrong.
+        samples: number of their samples.
+        skipped: number of steps that updated nothing.
+        nan: number of steps with a loss that is not finite.
+        guessed: number of updates that did not wait for the norm.
+        undone: number of updates that did not wait for the norm and were wrong.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Window:
     def printed(self, *, regular: bool) -> None:
         """Begin a new window after a line, if the line was a regular one.
 
-        Like Megatron-LM's, the line of the first iteration is an additional one. Its step counts in
-        the first regular line too.
+        The line of the first iteration is not regular but additional, as in Megatron-LM. Its step
+        counts in the first regular line too.
         """
         self.first = False
         if regular:
@@ -93,7 +93,7 @@ class Window:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Return each loss, its mean over the steps that updated and reported it.
+        """Return the mean of each loss, by name, over the steps that updated and reported it.
 
         If no step updated, return the losses of the last one.
         """
@@ -114,7 +114,7 @@ class Moment:
         params_norm: L2 norm of all parameters; None without --log-params-norm.
         flops: model FLOPs of a token.
         peak: TFLOP/s of a device; None if it is not known.
-        counters: times of passes.
+        counters: times of passes; None in a report without them.
     """
 
     config: Config
@@ -129,12 +129,15 @@ class Moment:
 
     @property
     def now(self) -> Measured | None:
-        """Return the times of the last steps' passes; None as for Counters.now."""
+        """Return the times of the last steps' passes, compared with the plan.
+
+        Returns None on a rank that does not write the log, and before the third step.
+        """
         return None if self.counters is None else self.counters.now
 
     @property
     def seconds(self) -> float:
-        """Return the mean time of a step."""
+        """Return the mean time of the reported steps, in seconds."""
         return self.over.seconds / self.over.iterations
 
     @property
@@ -159,7 +162,10 @@ class Moment:
 
     @property
     def remaining(self) -> timedelta | None:
-        """Return the time to the end of the run at this speed; None without a terminal."""
+        """Return the time to the end of the run at this speed.
+
+        Returns None if standard output is no terminal: the number is for people.
+        """
         # A file that a tool reads keeps Megatron-LM's fields; the rest of the time is for people.
         if not sys.stdout.isatty():
             return None

@@ -39,13 +39,16 @@ PREFIX = "megapipe/"
 
 @dataclass(frozen=True)
 class Number:
-    """One logged number. Its value may be a (measured, predicted) pair, or several values by name.
+    """One logged number: how it is computed, and how each output shows it.
+
+    Its value is a number, a (measured, predicted) pair, several values for one text, or a dict of
+    values by name. An output whose attribute is empty does not show it.
 
     Attributes:
-        of: computes the value; returns None if a step has no such number.
-        line: a format for its field of Megatron-LM's line.
-        short: its place in the short line, and a function that formats it. A number with a negative
-            place is never cut off.
+        of: computes the value from a Moment; returns None if a step has no such number.
+        line: format of its field in Megatron-LM's line.
+        short: (place in the short line, function that formats the value); None to leave it out. A
+            number with a negative place is never cut off.
         tag: tag on a board, every --tensorboard-log-interval.
         line_tag: tag on a board, with each line.
         key: key in --metrics-file.
@@ -102,7 +105,10 @@ PASSES = (
 
 
 def _of_passes(row: Number) -> Number:
-    """Return a row of a Moment for a row of its Measured, which some moments do not have."""
+    """Return a number computed from a Moment, given one computed from its Measured.
+
+    It is None for a Moment before anything was measured.
+    """
     return replace(row, of=lambda s: None if s.now is None else row.of(s.now), null=False)
 
 
@@ -225,11 +231,11 @@ NUMBERS = (
 
 
 def fields(rows: Sequence[Number], moment: Any) -> Iterator[str]:
-    """Yield the fields of a line, number by number.
+    """Yield the text of each number that is not None; one text for each item of a dict.
 
     Args:
         rows: the numbers.
-        moment: a Moment, or a Measured for rows of PASSES.
+        moment: a Moment, or a Measured for the numbers in PASSES.
     """
     # A row is computed only if it is printed: some rows simulate the table.
     for row in rows:
@@ -252,7 +258,7 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
     Args:
         moment: the values to report.
-        line: whether to return the scalars of a line, or else of a step.
+        line: True for the scalars that go with each line, False for the scalars of a step.
     """
     found: dict[str, float] = {}
     for row in asked(moment.config):
@@ -268,7 +274,7 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
 
 def as_json(moment: Moment) -> dict[str, Any]:
-    """Return the numbers for --metrics-file by key."""
+    """Return the values for --metrics-file by key."""
     found: dict[str, Any] = {}
     for row in asked(moment.config):
         if not row.key:
@@ -280,12 +286,15 @@ def as_json(moment: Moment) -> dict[str, Any]:
 
 
 def asked(config: Config) -> list[Number]:
-    """Return the rows that the flags ask for."""
+    """Return the numbers that the flags ask for."""
     return [row for row in NUMBERS if row.asked(config)]
 
 
 def _paired(name: str, predicted: str, value: Any) -> dict[str, Any]:
-    """Return a value by its name; of a pair, the prediction by its own name."""
+    """Return {name: value}, or for a (measured, predicted) pair two items.
+
+    predicted: the key of the prediction.
+    """
     # A tuple is a (measured, predicted) pair.
     if not isinstance(value, tuple):
         return {name: value}

@@ -13,13 +13,16 @@ from megapipe.config import LogConfig
 
 
 def trace_path(log: LogConfig, rank: int) -> Path:
-    """Return torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM."""
+    """Return the file for the trace of a rank.
+
+    It is torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM.
+    """
     folder = Path(log.tensorboard_dir).parent if log.tensorboard_dir else Path()
     return folder / "torch_profile" / f"rank-{rank}.json.gz"
 
 
 class Profiler:
-    """Records the window from --profile-step-start to --profile-step-end.
+    """Records the steps from --profile-step-start to --profile-step-end, the window.
 
     `before` and `after` are called around each step, `close` at the end of the run. Does nothing on
     ranks that --profile-ranks leaves out.
@@ -38,7 +41,10 @@ class Profiler:
         self._began = 0
 
     def before(self, iteration: int) -> None:
-        """Open the window before a step, if it begins; `iteration` steps are done."""
+        """Begin to record before a step, if the window begins with it.
+
+        iteration: number of steps so far.
+        """
         log = self._log
         if not self._wanted or self._open is not None:
             return
@@ -56,8 +62,9 @@ class Profiler:
             self._began = iteration
 
     def after(self, iteration: int) -> bool:
-        """Close the window after a step, if it ends; `iteration` steps are done.
+        """Write the trace after a step, if the window ends with it.
 
+        iteration: number of steps so far.
         Returns: whether a trace was written.
         """
         ends = self._open is not None and iteration >= self._log.profile_step_end
@@ -66,9 +73,11 @@ class Profiler:
         return ends
 
     def close(self, iteration: int) -> None:
-        """Write the trace and print its path, also if the run ends inside the window.
+        """Write the trace and print its path, if steps were recorded and not yet written.
 
-        A trace that exists already is renamed. iteration: the last one of the trace.
+        An older trace of the same name is renamed.
+
+        iteration: the last iteration of the trace.
         """
         if self._open is None:
             return

@@ -38,7 +38,7 @@ Board = TensorBoard | WeightsAndBiases
 class Reporter:
     """Writes the log, boards and the metrics file on one rank; silent on all others.
 
-    That rank is the one with the loss, as in Megatron-LM, where it is the last one.
+    That rank has the loss, as in Megatron-LM, where it is the last rank.
 
     Every rank calls `measure` and `iteration` after each step, `validation` after an evaluation,
     `pause` after work between steps, and `close` at the end. `reading` times waits for samples.
@@ -77,13 +77,13 @@ class Reporter:
             print(text, flush=True)
 
     def measure(self, watch: Stopwatch, *, over: bool = True) -> None:
-        """Count a step's passes; report slow stages, and once a comparison with the plan.
+        """Count a step's passes; print slow stages, and once a comparison with the plan.
 
-        Some calls are collective over the world. Do not call this within passes, see Counters.
+        Some calls are collective over the world, so no rank may call this within its passes.
 
         Args:
             watch: times of the passes.
-            over: whether the device has finished the step.
+            over: whether the device has finished the step. If not, its times are read later.
         """
         # A rank that hangs in the exchange is reported with this place.
         self._timers.add(watch)
@@ -161,7 +161,7 @@ class Reporter:
             window.printed(regular=regular)
 
     def _line(self, moment: Moment) -> None:
-        """Print the line of an iteration, with what flags add to it."""
+        """Print the line of an iteration, and the further lines that flags ask for."""
         log = self.config.log
         terminal = sys.stdout.isatty()
         if log.log_format == "short" or (log.log_format == "auto" and terminal):
@@ -192,8 +192,8 @@ class Reporter:
 
         Args:
             losses: means by name.
-            where: names the evaluation.
-            samples: the samples that were evaluated.
+            where: names the evaluation, such as "iteration 100".
+            samples: numbers of the samples that were evaluated.
             progress: iterations and samples so far.
         """
         self.say(validation_lines(where, losses, samples))
@@ -206,7 +206,7 @@ class Reporter:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Time a wait for samples."""
+        """Return a context whose time counts as a wait for samples."""
         began = time.perf_counter()
         yield
         self._timers.wait(time.perf_counter() - began)

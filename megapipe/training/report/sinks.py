@@ -15,9 +15,9 @@ from megapipe.training.report.numbers import PREFIX
 
 
 class Sink:
-    """A place for numbers. Its first failure costs one warning, and nothing is written after it.
+    """An output for numbers. Its first failure costs one warning, and ends the output.
 
-    A failure never ends the run.
+    A failure never ends the run. Subclasses write inside the context `_trying()`.
 
     Attributes:
         lost: the beginning of the warning, before the error.
@@ -44,7 +44,7 @@ class Sink:
 
 
 class TensorBoard(Sink):
-    """TensorBoard: scalars by iteration, and Megatron's tags also by samples.
+    """A TensorBoard file: scalars by iteration, and Megatron's tags also by samples.
 
     `scalars` writes values, `close` flushes them. Does nothing without --tensorboard-dir.
     """
@@ -62,7 +62,10 @@ class TensorBoard(Sink):
     def scalars(
         self, values: Mapping[str, float], iteration: int, samples: int | None = None
     ) -> None:
-        """Write values by tag, against the iteration and, if given, against samples."""
+        """Write values by tag, against the iteration.
+
+        samples: number of samples so far; Megatron's tags are then written against it too.
+        """
         if self._to is None:
             return
         # The call also raises errors that the writer's thread met since the last one.
@@ -157,7 +160,7 @@ class MetricsFile(Sink):
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None for every number that is not finite."""
+    """Return a JSON value in which every number that is not finite is None."""
     if isinstance(value, Mapping):
         return {name: _finite(x) for name, x in value.items()}
     if isinstance(value, list | tuple):

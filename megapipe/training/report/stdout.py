@@ -13,7 +13,10 @@ from megapipe.flags.stop import take_any_name
 
 @contextmanager
 def stdout_may_break() -> Iterator[None]:
-    """Make a broken standard output, as by `| head` or a full disk, cost one warning."""
+    """Return a context in which a broken standard output costs one warning and no error.
+
+    It breaks by `| head` or a full disk.
+    """
     # If a standard stream is closed, the next opened file gets its number, and all warnings would
     # be written into that file. Opening /dev/null occupies the free numbers up to 2.
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -25,7 +28,7 @@ def stdout_may_break() -> Iterator[None]:
 
 
 class _Forgiving:
-    """A stream that discards everything after its first failure."""
+    """A stream that passes text on to another one, and discards it after the first failure."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -43,7 +43,7 @@ _HEADS = {
 
 
 class Timers:
-    """The timers of one rank: means over the steps since `restart`.
+    """Megatron-LM's timers of one rank: means over the steps since `restart`.
 
     `add` counts a step and `wait` a wait for samples; `read` returns the means of all ranks.
     Without --timing-log-level nothing is recorded.
@@ -57,7 +57,7 @@ class Timers:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all steps so far."""
+        """Drop all steps so far, to begin new means."""
         self._sums = defaultdict[str, float](float)
         self._steps = 0
 
@@ -66,7 +66,10 @@ class Timers:
         self._sums[READS] += seconds
 
     def add(self, watch: Stopwatch) -> None:
-        """Count a step that the host has finished. The device has finished all earlier ones."""
+        """Count a step whose passes were all launched; the device has finished all earlier steps.
+
+        watch: the times of its passes.
+        """
         if self._names and watch.passes:
             self._close()
             # Read at the next step, when the device has passed the mark: to read now would wait for
@@ -74,7 +77,7 @@ class Timers:
             self._open.append((watch, watch.mark()))
 
     def read(self) -> dict[str, list[float]]:
-        """Return the seconds of a step on each rank of the world, by name.
+        """Return, by name of the timer, the mean seconds of a step on each rank of the world.
 
         Timers that are 0 on all ranks are left out. The device must have finished all steps.
         Collective over the world with --timing-log-level; empty without it.
@@ -90,7 +93,7 @@ class Timers:
         return {name: seconds for name, seconds in by_name.items() if any(seconds)}
 
     def _close(self) -> None:
-        """Add the times of open steps to the sums."""
+        """Add the times of steps that the device has finished to the sums."""
         for watch, end in self._open:
             times = of_step(watch.ran(self._mesh.pp.rank), watch.seconds(end))
             for name, seconds in times.items():
@@ -100,11 +103,11 @@ class Timers:
 
 
 def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
-    """Return the seconds of one step on one rank, by name.
+    """Return the seconds of one step on one rank, by name of the timer.
 
     Args:
-        row: the rank's passes in the order in which they ran.
-        end: the time at which the update ended.
+        row: the rank's measured passes in the order in which they ran.
+        end: the time at which the update ended, in seconds.
     """
     found = defaultdict[str, float](float)
     for group in in_turn(row):
@@ -124,11 +127,11 @@ def of_step(row: Sequence[Ran], end: float) -> dict[str, float]:
 
 
 def text(times: Mapping[str, Sequence[float]], option: str) -> str:
-    """Return Megatron-LM's lines, in ms.
+    """Return Megatron-LM's lines of the timers, in ms.
 
     Args:
-        times: seconds of each rank, by name. A rank with 0 is left out.
-        option: --timing-log-option.
+        times: seconds of each rank, by name of the timer. A rank with 0 is left out.
+        option: --timing-log-option: max, minmax or all.
     """
     lines = [_HEADS[option]]
     for name, seconds in times.items():

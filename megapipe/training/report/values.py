@@ -21,16 +21,17 @@ def brief(x: float) -> str:
 
 
 def speed(moment: Moment) -> tuple[str, float]:
-    """Return unit and speed of a device; a small model on a laptop has GFLOP/s."""
+    """Return (unit, speed of a device); a small model on a laptop has GFLOP/s."""
     if 0 < moment.tflops < 0.1:
         return "GFLOP/s", moment.tflops * 1000
     return "TFLOP/s", moment.tflops
 
 
 def bubble(now: Measured) -> tuple[float, str, float] | None:
-    """Return the bubble, a text with its parts (see LEGEND), and its prediction.
+    """Return (bubble, text with the shares of its parts, predicted bubble).
 
-    Returns None without a pipeline.
+    The bubble is a share of the passes' time; LEGEND explains the parts. Returns None without a
+    pipeline.
     """
     if len(now.ranks) == 1:
         return None
@@ -43,7 +44,10 @@ def bubble(now: Measured) -> tuple[float, str, float] | None:
 
 
 def parts(now: Measured) -> dict[str, float]:
-    """Return the parts of the bubble by name."""
+    """Return the parts of the bubble, as shares of the passes' time.
+
+    The keys are table, stages, host and messages.
+    """
     return {
         "table": now.of_table,
         "stages": now.of_stages,
@@ -53,9 +57,9 @@ def parts(now: Measured) -> dict[str, float]:
 
 
 def exposed(now: Measured) -> float | tuple[float, float] | None:
-    """Return exposed communication as a share of `passes`, with its prediction if there is one.
+    """Return exposed communication, in which passes wait for collectives, as a share of `passes`.
 
-    Returns None if passes have no collectives.
+    Returns (share, predicted share) if there is a prediction, and None without collectives.
     """
     if now.exposed_communication is None:
         return None
@@ -66,7 +70,7 @@ def exposed(now: Measured) -> float | tuple[float, float] | None:
 
 
 def exposed_text(now: Measured) -> str | None:
-    """Return the text of `exposed` for a line, or None."""
+    """Return the text of exposed communication for a line; None without collectives."""
     shares = exposed(now)
     if shares is None:
         return None
@@ -76,7 +80,7 @@ def exposed_text(now: Measured) -> str | None:
 
 
 def peaks(now: Measured) -> tuple[list[float], list[float]] | None:
-    """Return each rank's peak in GiB, measured and predicted; None on CPUs."""
+    """Return (measured, predicted): each rank's peak memory in GiB; None on CPUs."""
     if not now.peak_bytes:
         return None
     measured = [x / GIB for x in now.peak_bytes]
@@ -85,7 +89,7 @@ def peaks(now: Measured) -> tuple[list[float], list[float]] | None:
 
 
 def highest(now: Measured) -> tuple[float, int, float] | None:
-    """Return the highest peak, its rank, and the prediction for that rank; None on CPUs."""
+    """Return (highest peak in GiB, its rank, the rank's predicted peak); None on CPUs."""
     both = peaks(now)
     if both is None:
         return None
@@ -95,7 +99,7 @@ def highest(now: Measured) -> tuple[float, int, float] | None:
 
 
 def stages(now: Measured) -> tuple[list[dict[str, float]], ...]:
-    """Return f, b and w in ms at each position of the chain, measured and predicted."""
+    """Return (measured, predicted): for each stage of the model a dict of ms by f, b and w."""
     found = []
     for costs in (now.costs, now.predicted):
         rows = zip(costs.f, costs.b, costs.w, strict=True)  # type: ignore[arg-type]
@@ -104,7 +108,7 @@ def stages(now: Measured) -> tuple[list[dict[str, float]], ...]:
 
 
 def stage_ms(now: Measured) -> dict[str, float]:
-    """Return measured times in ms by position and kind, such as 0-F."""
+    """Return measured times in ms by stage of the model and kind of pass, such as 0-F."""
     found = {}
     for at, times in enumerate(stages(now)[0]):
         for kind, ms in times.items():
@@ -113,7 +117,11 @@ def stage_ms(now: Measured) -> dict[str, float]:
 
 
 def ranks(now: Measured) -> list[dict[str, float]]:
-    """Return the time of each pipeline rank in ms, by use."""
+    """Return, for each pipeline rank, a dict of the times of a step in ms.
+
+    The times are busy (in passes), waited (for inputs) and host (the rest between passes). A
+    fourth, makespan, is from the first request for an input to the end of the last pass.
+    """
     found = []
     for r in now.ranks:
         times = {
@@ -127,7 +135,10 @@ def ranks(now: Measured) -> list[dict[str, float]]:
 
 
 def copies(now: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]]] | None:
-    """Return the times of each rank's copies in ms, measured and predicted; None without copies."""
+    """Return (measured, predicted): for each rank a dict of its copies' times in ms.
+
+    The keys are out (to the host), back, and exposed (passes waited). Returns None without copies.
+    """
     if not now.copies:
         return None
 
@@ -139,7 +150,10 @@ def copies(now: Measured) -> tuple[list[dict[str, float]], list[dict[str, float]
 
 
 def exposed_copies(now: Measured) -> tuple[float, ...] | None:
-    """Return the longest delay of a rank by copies in ms, measured and predicted, or None."""
+    """Return (measured, predicted): the longest wait of a rank for copies in a step, in ms.
+
+    Returns None without copies.
+    """
     both = copies(now)
     if both is None:
         return None
@@ -147,9 +161,10 @@ def exposed_copies(now: Measured) -> tuple[float, ...] | None:
 
 
 def most_exposed(now: Measured) -> tuple[float, ...] | None:
-    """Return the rank that waits for copies most, its copies in ms, and their prediction.
+    """Return (rank, out, back, exposed, and the last three as predicted) of one rank's copies.
 
-    Returns None without copies.
+    The rank is the one whose passes wait longest for copies. Times are in ms. Returns None without
+    copies.
     """
     both = copies(now)
     if both is None:
@@ -161,7 +176,7 @@ def most_exposed(now: Measured) -> tuple[float, ...] | None:
 
 
 def per_layer(moment: Moment) -> dict[str, float]:
-    """Return each router's losses by name and layer."""
+    """Return the losses of MoE routers by name and layer, such as NAME_layer_0."""
     found = {}
     for name, row in moment.result.routed.per_layer.items():
         for n, x in enumerate(row):
@@ -170,7 +185,10 @@ def per_layer(moment: Moment) -> dict[str, float]:
 
 
 def busiest_load(moment: Moment) -> float | None:
-    """Return the load of the busiest expert, in means of its layer; None without experts."""
+    """Return the load of the busiest expert, divided by the mean load of its layer's experts.
+
+    Returns None without experts.
+    """
     busiest = moment.result.routed.busiest
     return None if busiest is None else busiest[0]
 

@@ -20,7 +20,7 @@ from megapipe.schedule import Pass, Placement, Schedule
 def documents_of(
     config: Config, eod: int, microbatches: Sequence[Microbatch], i: int
 ) -> Documents | None:
-    """Return the documents of microbatch i, which every stage needs.
+    """Return the documents of microbatch i, which the attention of every stage needs.
 
     Returns None without --reset-attention-mask and --reset-position-ids.
 
@@ -39,10 +39,14 @@ def documents_of(
 
 
 def gets_batches(place: Placement, stage: int, also_read: Collection[int]) -> bool:
-    """Return whether a stage is given microbatches.
+    """Return whether a stage gets microbatches.
 
-    Stages with an end of the model, a prediction depth or a share of the vocabulary are given
-    microbatches, and all stages in `also_read`.
+    Stages with embedding, loss, a prediction depth or a share of the vocabulary get them.
+
+    Args:
+        place: the placement of stages on ranks.
+        stage: number of the stage.
+        also_read: further stages that get them.
     """
     return place.reads(stage) or stage in also_read or stage in place.shares(stage)
 
@@ -51,7 +55,7 @@ def gets_batches(place: Placement, stage: int, also_read: Collection[int]) -> bo
 class StepReading:
     """Reads one step's microbatches for the stages of this rank.
 
-    `wait` waits for the data of a pass. `batches` returns the iterator that a stage is given.
+    `wait` waits for the data of a pass. `batches` returns the iterator that a stage gets.
 
     Attributes:
         config: the run's configuration, with the batch size of this step.
@@ -59,8 +63,8 @@ class StepReading:
         mesh: this rank's mesh.
         eod: end-of-document id of the tokenizer.
         also_read: stages that get batches in addition to those with embedding or loss.
-        microbatches: this data-parallel rank's; an item is read only if a stage needs it.
-        documents: returns a microbatch's documents by its index.
+        microbatches: of this data-parallel rank; an item is read only if a stage needs it.
+        documents: returns the documents of a microbatch by its index; None if they do not matter.
     """
 
     config: Config
@@ -73,7 +77,7 @@ class StepReading:
 
     @property
     def borders(self) -> Callable[[int], Documents | None] | None:
-        """Return `documents` if slices of a microbatch end where documents end, else None."""
+        """Return `documents` if microbatches are cut into slices where documents end, else None."""
         if self.config.parallel.cuts_at_documents:
             return self.documents
         return None
@@ -89,9 +93,9 @@ class StepReading:
             self.microbatches[item.microbatch]
 
     def batches(self, stage: int) -> Rewinding[Batch] | None:
-        """Return a stage's microbatches, or slices of them, in the order of its forward passes.
+        """Return an iterator over a stage's microbatches, or slices, in the order of its forwards.
 
-        Returns None if the stage is given none.
+        Returns None if the stage reads none.
         """
         config = self.config
         mesh = self.mesh

@@ -23,7 +23,7 @@ class Routed:
         losses: each loss by Megatron-LM's name, its mean over the layers, without its coefficient.
         per_layer: the same losses for each layer of the model, then for each prediction depth. A
             layer without experts has 0.
-        tokens: by layer, the number of rows that each expert has computed.
+        tokens: by layer, for each expert the number of tokens that were routed to it.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -32,9 +32,9 @@ class Routed:
 
     @property
     def busiest(self) -> tuple[float, int] | None:
-        """Return the load of the busiest expert and its layer; None if no expert has any rows.
+        """Return (load of the busiest expert, its layer); None if no expert has any tokens.
 
-        The load is the expert's rows divided by the mean over the experts of its layer.
+        The load is the expert's tokens divided by the mean over the experts of its layer.
         """
         loads = []
         for layer, rows in self.tokens.items():
@@ -44,7 +44,7 @@ class Routed:
 
 
 class Routers:
-    """All routers on one rank.
+    """All MoE routers on one rank.
 
     `begin` starts a step. `table` returns this rank's sums, and `read` makes the report of the
     sums over all ranks. `buffer_updates` returns the expert biases after the step.
@@ -53,7 +53,7 @@ class Routers:
         modules: this rank's stages.
         mesh: this rank's mesh.
         model: the model's configuration.
-        mirrored: under DualPipe a stage exists twice, on mirrored ranks, which share their biases.
+        mirrored: under DualPipe a stage exists on two ranks, which share their biases.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Routers:
             self._kinds.append("z_loss")
 
     def begin(self) -> None:
-        """Forget the records of the last step."""
+        """Drop the records of the last step."""
         for router in self.own:
             router.forget()
 
     def table(self) -> Tensor | None:
-        """Return this rank's sums of a step, [layers x (losses + experts)] in float64.
+        """Return this rank's sums of a step, [layers * (losses + experts)] in float64.
 
-        Each layer, or depth, has its losses summed over microbatches, then the rows of each expert.
-        Returns None for a model without experts.
+        Each layer, or prediction depth, has its losses summed over microbatches, then each expert's
+        number of tokens. Returns None for a model without experts.
         """
         model = self.model
         if not model.has_experts:
@@ -102,7 +102,7 @@ class Routers:
         """Return the report of a step.
 
         Args:
-            values: `table` summed over all ranks, as a flat list; empty without experts.
+            values: the elements of `table`, summed over all ranks; empty without experts.
             run: the configuration with the batch size of the step.
         """
         if not values:
@@ -129,7 +129,7 @@ class Routers:
         return Routed(losses, per_layer, tokens)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each expert bias with its value after this step (Wang et al. 2024).
+        """Return (expert bias, its value after this step) of each layer (Wang et al. 2024).
 
         An expert's bias goes up by --moe-router-bias-update-rate if its load is below the mean, and
         down if it is above. The load counts all ranks and microbatches. Collective over the

@@ -21,7 +21,7 @@ class Scales:
     Args:
         modules: this rank's stages.
         mesh: this rank's mesh.
-        mirrored: under DualPipe a stage exists twice, on mirrored ranks, which share their scales.
+        mirrored: under DualPipe a stage exists on two ranks, which share their scales.
     """
 
     def __init__(self, modules: Sequence[nn.Module], mesh: ProcessMesh, *, mirrored: bool) -> None:
@@ -40,7 +40,10 @@ class Scales:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Keep quantised weights inside this context, in which no weight changes between uses."""
+        """Return a context for a step's passes, which quantise each weight once.
+
+        No weight may change between two uses inside it.
+        """
         self.begin()
         try:
             yield
@@ -50,9 +53,9 @@ class Scales:
                 part.keeping(False)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each amax history with its value after this step.
+        """Return (amax history, its value after this step) of each tensor that FP8 scales.
 
-        Collective over the ranks with these layers; they all use the largest value of a tensor.
+        Each value is the largest over all ranks with the layer. Collective over these ranks.
         """
         if not self._delayed:
             return []

@@ -40,11 +40,11 @@ class Stages:
         config: the run's configuration.
         schedule: the table of passes.
         modules: the stages of this rank in ascending order.
-        forward_step: Megatron's, see pipeline_parallel.loss.
+        forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
         mesh: this rank's mesh.
         eod: end-of-document id of the tokenizer.
         also_read: stages that get batches in addition to those with embedding or loss.
-        costs: times of passes and messages; messages are posted in the order that follows.
+        costs: times of passes and messages, which decide the order in which messages are posted.
 
     Attributes:
         engine: runs the passes.
@@ -91,6 +91,8 @@ class Stages:
         """Use another table of the same stages from the next step on.
 
         All ranks must call this before the same step.
+
+        costs: times of passes and messages, which decide the order in which messages are posted.
         """
         self.schedule = whole_step(schedule, self.config, costs)
         self.costs = costs
@@ -111,7 +113,7 @@ class Stages:
         self.follow(schedule, self.costs)
 
     def buffer_updates(self) -> list[tuple[Tensor, Tensor]]:
-        """Return tensors that change without a gradient, each with its value after this step.
+        """Return (tensor, its value after this step) of tensors that change without a gradient.
 
         They are the expert biases of routers and the amax histories of FP8. Collective over the
         ranks with these layers.
@@ -128,14 +130,15 @@ class Stages:
         weights: Sequence[Weights] | None = None,
         iteration: int | None = None,
     ) -> Late[Totals]:
-        """Run all passes of one step. The result waits for the sums of all ranks' losses.
+        """Run all passes of one step, and return the sums of all ranks' losses, still under way.
 
         Args:
-            microbatches: this data-parallel rank's; an item is read only if a stage needs it.
-            consumed: samples consumed before this step, which seed its random numbers.
+            microbatches: of this data-parallel rank; an item is read only if a stage needs it.
+            consumed: number of samples before this step, which seeds its random numbers.
             evaluate: run forwards alone, without dropout.
             loss_scale: returns the factor on the loss when a backward needs it.
-            weights: for each stage of this rank, the operations of passes on its weights.
+            weights: for each stage of this rank, the functions that passes on its weights call.
+                None for a table without such passes.
             iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
         """
         config = self.config

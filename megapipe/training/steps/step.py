@@ -35,16 +35,17 @@ class StepResult:
     """The outcome of a step, equal on every rank.
 
     Attributes:
-        losses: what loss_func reported, by name: sum over count for the global batch, or the mean
-            of single numbers. A name whose count is 0 is left out. Only reports depend on them.
-        grad_norm: before clipping; NaN if it was not computed.
+        losses: the values that loss_func reported, by name: sum over count for the global batch, or
+            the mean of single numbers. A name whose count is 0 is left out. Only reports depend on
+            these values.
+        grad_norm: norm of all gradients before clipping; NaN if it was not computed.
         tokens: trained tokens of the global batch, the second of three values that loss_func
             returns. It is 0 if loss_func returns two.
         skipped: nothing was updated, because a loss or the gradient was not finite.
         num_zeros: gradient elements that are 0, with --log-num-zeros-in-grad; else None.
         finite: every differentiated loss was finite, whatever was reported.
         spiked: the step was skipped because a loss was above its limit.
-        batch: sequences in the global batch.
+        batch: number of sequences in the global batch.
         guessed: the update did not wait for the norm.
         undone: the update did not wait for the norm and was wrong.
         routed: the report of the layers with experts.
@@ -64,7 +65,7 @@ class StepResult:
 
     @property
     def shown(self) -> dict[str, float]:
-        """Return all losses for logs: loss_func's, then the routers'."""
+        """Return all losses for logs by name: loss_func's, then the routers'."""
         return self.losses | self.routed.losses
 
 
@@ -80,8 +81,8 @@ class Update:
         config: the configuration of this step; `stages` may have another batch size at the end.
         optimizer: this rank's optimizer.
         rates: learning rates and weight decay.
-        gradients: the reduced gradients, multiplied by their factors if `begin` has updated.
-        buffers: each tensor that changes without a gradient, with its value after this step.
+        gradients: the reduced gradients; scaled and clipped already if `begin` has updated.
+        buffers: (tensor, its value after this step) of tensors that change without a gradient.
         steps: number of updates before this one.
         backup: copies of all tensors that the update changes, 12 bytes per owned parameter. None if
             the update waits for the norm.
@@ -106,12 +107,12 @@ class Update:
         *,
         guess: bool,
     ) -> Update:
-        """Reduce the gradients and begin to compute their norm.
+        """Reduce the gradients, and begin to compute their norm.
 
         Args:
             stages: this rank's stages, whose backward passes are over.
             optimizer: this rank's optimizer.
-            sums: the sums of this step's gradients.
+            sums: the sums of this step's gradients over data parallelism, begun.
             rates: learning rates and weight decay.
             scale: factor on the gradients.
             guess: update at once, without waiting for the norm.
@@ -139,7 +140,7 @@ class Update:
         Args:
             norm: the global gradient norm.
             totals: the sums of all ranks' losses.
-            refuses: is called with the mean losses if they are finite.
+            refuses: called with the mean losses by name, if they are finite.
         """
         optimizer = self.optimizer
         guessed = self.backup is not None
@@ -176,7 +177,10 @@ class Update:
         )
 
     def _apply(self, shrink: float = 1.0) -> Gradients:
-        """Update with this clipping factor; return the gradients, multiplied by their factors."""
+        """Update all weights, and return the gradients with all their factors applied.
+
+        shrink: the clipping factor.
+        """
         # Before the update, which may quantise weights with the new FP8 histories.
         for x, after in self.buffers:
             x.copy_(after)
@@ -185,7 +189,7 @@ class Update:
         return self.optimizer.update(self.gradients, self.rates, shrink, keeps_grads=keeps_grads)
 
     def _restore(self) -> None:
-        """Copy the backup back."""
+        """Undo an update: copy the backup back."""
         for x, before in zip(self._changing, self.backup or (), strict=True):
             x.copy_(before)
         # Adam's bias correction counts updates, so the wrong one must not count.
@@ -195,18 +199,18 @@ class Update:
 
     @property
     def _changing(self) -> list[Tensor]:
-        """Return all tensors that an update changes, in one order."""
+        """Return all tensors that an update changes, always in the same order."""
         mains = [b.main for b in self.optimizer.owned]
         moments = [x for flats in self.optimizer.moments.values() for x in flats]
         return [*mains, *moments, *(x for x, _ in self.buffers)]
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:
-    """Return the operations of a step's passes on the weights of each of this rank's stages.
+    """Return, for each stage of this rank, the functions that passes on its weights call.
 
     Args:
         optimizer: this rank's optimizer.
-        sums: the sums of this step's gradients; None to begin new ones.
+        sums: the sums of this step's gradients over data parallelism; None to begin new ones.
     """
     if sums is None:
         sums = optimizer.reduction()
@@ -236,7 +240,7 @@ def train_step(
     refuses: Refuses = lambda losses: False,
     iteration: int | None = None,
 ) -> StepResult:
-    """Run forward, backward, reduction, clipping and update.
+    """Run forward, backward, reduction, clipping and update, and return the outcome.
 
     A call after a skipped step, with the same arguments, computes the same.
 
@@ -247,7 +251,7 @@ def train_step(
         consumed: samples trained on before this step.
         rates: learning rates and weight decay.
         loss_scale: factor on the loss before the backward.
-        refuses: returns whether nothing must be updated after these losses.
+        refuses: given the mean losses by name, returns whether nothing must be updated.
         iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
     """
     optimizer.zero_grad()

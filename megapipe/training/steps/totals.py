@@ -62,7 +62,7 @@ class Totals:
 
 
 class Adder:
-    """Sums over the ranks of a mesh; `start` begins one sum.
+    """Sums losses over the ranks of a mesh; `start` begins one sum.
 
     Remembers the names that were reported last, so that ranks agree on their order.
     """
@@ -80,13 +80,14 @@ class Adder:
         evaluate: bool,
         extra: Tensor | None = None,
     ) -> Late[Totals]:
-        """Begin a sum over all ranks. Collective over the world.
+        """Begin to sum the losses of one step over all ranks. Collective over the world.
 
         Args:
             losses: of this rank's microbatches; none on a rank without the loss.
             consumed: samples consumed before this step.
             evaluate: whether the step is an evaluation.
-            extra: [n] in float64, further numbers to sum; n is the same on every rank.
+            extra: further numbers to sum, [n] in float64; n is the same on every rank. None for no
+                further numbers.
         Raises: RanksDiffer, when the result is read, if ranks are at different samples. They would
             add up different steps unnoticed.
         """
@@ -134,7 +135,7 @@ class Adder:
 
 
 def counted_tokens(totals: Late[Totals]) -> Tensor:
-    """Return Totals.tokens as a tensor on the device, [] in float64, without waiting for it."""
+    """Return the number of tokens in the totals, [] in float64 on the device, without waiting."""
     # The last three rows are (tokens, not finite) and the two of the check.
     return totals.tensor()[-3, 0]
 
@@ -145,10 +146,16 @@ def _rows(
     check: Sequence[Sequence[float]],
     device: torch.device,
 ) -> Tensor:
-    """Return what this rank adds to the sum, [names + 3, 2] in float64.
+    """Return the numbers that this rank adds to the sum, [names + 3, 2] in float64.
 
     The rows are (sum, count) of each name, (tokens, number of losses that are not finite), and the
     two rows of `check`.
+
+    Args:
+        losses: of this rank's microbatches.
+        names: of reported values, in the order of the rows.
+        check: two pairs of numbers, by which it is seen whether ranks run the same step.
+        device: where the sum is made.
     """
     on_host = torch.cat((torch.zeros(len(names) + 1, 2), torch.tensor(check, dtype=torch.float64)))
     on_device = None
