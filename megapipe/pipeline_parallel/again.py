@@ -31,7 +31,7 @@ class Rewinding(Iterator[T]):
         return self._at(self._order[self._taken - 1])
 
     def rewind(self) -> None:
-        """Begin again: the next item is the first."""
+        """Make the first item the next one."""
         self._taken = 0
 
 

@@ -114,7 +114,7 @@ class ForwardBackward:
     def __call__(self, **given: Any) -> list[dict[str, Any]]:
         """Run every microbatch through this rank's stages.
 
-        given: the fields of a Request.
+        given: the fields of `request.Request`, as keywords.
         Returns: loss_func's dict of every microbatch in order, on ranks with a loss; else [].
         Raises: ConfigError for a schedule, model or configuration that does not fit the rest.
         """

@@ -112,7 +112,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return tensor
 
     def end(self, passes: Iterable[Pass]) -> None:
-        """Wait for these passes, if they have begun and have not been waited for."""
+        """Wait for the end of these passes, of each that has begun and was not waited for."""
         for one in passes:
             begun = self.running.pop(one, None) or self.get(one)
             if not isinstance(begun, Begun):

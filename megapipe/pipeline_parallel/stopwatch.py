@@ -108,7 +108,10 @@ class Stopwatch:
         return rows
 
     def copied(self) -> list[Ran]:
-        """Return each O and L; its `waited` is the time in which passes waited for it."""
+        """Return the measured copies O and L.
+
+        The `waited` of each is the time in seconds in which passes waited for it.
+        """
         seconds = self.seconds
         rows = []
         for item, span, kept in self.copies:

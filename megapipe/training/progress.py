@@ -61,7 +61,7 @@ class Progress:
     def last_iteration(self, config: Config) -> int:
         """Return the iteration at which the run ends.
 
-        --train-samples counts samples, whatever batch sizes they were trained with.
+        With --train-samples it depends on the batch sizes of the steps so far.
         """
         samples = config.batch.train_samples
         if samples is None:

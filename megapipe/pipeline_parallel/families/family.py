@@ -151,7 +151,7 @@ class Sizes(NamedTuple):
 
 
 class Around(NamedTuple):
-    """Functions of the stage that run around some passes.
+    """Functions that a family calls around some passes, each with the stage as its argument.
 
     Attributes:
         before: by pass, called before the pass begins.

@@ -201,7 +201,7 @@ def _never(losses: Mapping[str, float]) -> bool:
 
 
 def _text(result: StepResult) -> str:
-    """Return the loss and the gradient norm for a message."""
+    """Return a text with the losses and the gradient norm of a step."""
     loss = "" if result.finite else " (the loss that is differentiated is not finite)"
     norm = "" if result.spiked else f", gradient norm {result.grad_norm}"
     return f"loss {result.losses}{loss}{norm}"

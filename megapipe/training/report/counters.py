@@ -247,8 +247,8 @@ class Counters:
         Args:
             watch: the times.
             over: whether the device has finished the step too. If not, its times are read later.
-        Returns: stages and links that are newly slow, or no longer. The list is empty on a rank that
-            does not write the log.
+        Returns: stages and links that are newly slow, or no longer. The list is empty on a rank
+            that does not write the log.
         """
         self.steps += 1
         # The first step warms caches and communicators up, and would spoil every mean.

@@ -38,7 +38,7 @@ class Window:
 
     @staticmethod
     def of(result: StepResult, seconds: float) -> Window:
-        """Return a window with one step."""
+        """Return a window with one step, which took `seconds`."""
         window = Window()
         window.add(result)
         window.seconds = seconds

@@ -194,7 +194,7 @@ def busiest_load(moment: Moment) -> float | None:
 
 
 def slow_texts(moment: Moment) -> list[str] | None:
-    """Return a text on each slow stage and link; None before anything was measured."""
+    """Return a sentence on each slow stage and link; None before anything was measured."""
     if moment.now is None or moment.counters is None:
         return None
     return [slow.text for slow in moment.counters.slow]

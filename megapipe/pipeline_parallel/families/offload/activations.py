@@ -170,15 +170,15 @@ class Activations(OfStage):
         return None if x is None else x.view_as(x)
 
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
-        """Hold the keys and values of a slice for later slices.
+        """Hold the keys and values that a layer of a slice made, for later slices.
 
-        They move with slice `last`, or with the next slice of the microbatch that has an O.
+        O of slice `last` moves them to the host, or the next O of the microbatch after it.
 
         Args:
             number: the slice that made them.
             last: the last slice that reads them.
             keys: keys and values in one tensor.
-        Returns: a function that returns them while they are on the device.
+        Returns: a function that returns the tensor; call it only while it is on the device.
         """
         slot = _Slot(keys.untyped_storage(), keys.untyped_storage().nbytes(), self.held)
         self._bytes_of_keys[number] = self._bytes_of_keys.get(number, 0) + slot.size

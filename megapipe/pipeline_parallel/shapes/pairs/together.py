@@ -229,7 +229,7 @@ class Together:
         return pair
 
     def _end(self, pair: Shared) -> None:
-        """End the second pass, which stands at a wait or has not begun."""
+        """End the second pass after an error of the first; it is at a wait or has not begun."""
         pair.first.over = True
         pair.second.ends = True
         while not pair.second.over:
