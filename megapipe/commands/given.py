@@ -20,7 +20,7 @@ from megapipe.schedule.shapes.slices.cuts import CUTS
 
 
 def count(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Return the integer in a flag's value; argparse reports one below 1 or another text."""
     # isdecimal() leaves out signs, blanks and underscores, which int() takes.
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
@@ -28,14 +28,14 @@ def count(text: str) -> int:
 
 
 def path(text: str) -> Path:
-    """Return the path of a file or folder, whose name must not be empty."""
+    """Return the path in a flag's value; argparse reports an empty name."""
     if not text:
         raise argparse.ArgumentTypeError("a name is needed, got an empty one")
     return Path(text)
 
 
 def schedule(text: str) -> str:
-    """Return the name of a schedule if it can be one.
+    """Return the name of a schedule in a flag's value; argparse reports a text that is none.
 
     A name is of the catalogue, of a file, or FILE.py:NAME of a function.
     """
@@ -48,7 +48,11 @@ def schedule(text: str) -> str:
 
 
 def positive(text: str, most: float = MOST) -> float:
-    """Return a number above 0 and at most `most`."""
+    """Return the number in a flag's value; argparse reports one that is not above 0.
+
+    Args:
+        most: the largest number that is accepted.
+    """
     numbers = _numbers(text)
     if len(numbers) != 1 or not 0 < numbers[0] <= most:
         raise argparse.ArgumentTypeError(
@@ -58,7 +62,7 @@ def positive(text: str, most: float = MOST) -> float:
 
 
 def share(text: str) -> float:
-    """Return a number from 0 to below 1."""
+    """Return the number in a flag's value; argparse reports one outside of 0 <= x < 1."""
     numbers = _numbers(text)
     if len(numbers) != 1 or numbers[0] >= 1:
         raise argparse.ArgumentTypeError(f"a number from 0 to below 1 is needed, got {text!r}")
@@ -73,7 +77,7 @@ def memory(text: str) -> float | tuple[float, ...]:
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """Return the whole numbers from 0 to 99999 between commas."""
+    """Return the integers from 0 to 99999 that a flag's value lists between commas."""
     words = text.split(",")
     # int() refuses a number of thousands of digits with an error of its own.
     if not all(word.isdecimal() and len(word) < 6 for word in words):
@@ -158,7 +162,10 @@ def step_of(text: str) -> dict[str, float] | StepPasses:
 
 
 def _numbers(text: str) -> list[float]:
-    """Return the numbers from 0 to 1e100 between commas; an empty list if there are others."""
+    """Return the numbers from 0 to 1e100 that a text lists between commas.
+
+    The list is empty if any part of the text is no such number.
+    """
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

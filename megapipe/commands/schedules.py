@@ -319,7 +319,7 @@ def run_compare(args: argparse.Namespace) -> int:
 def _refuse_with_pairs(args: argparse.Namespace, parts: Recipe, figure: Files) -> None:
     """Refuse the flags of `compare` that do not go with --pairs.
 
-    Raises: ScheduleError for slices, other parts of a recipe, or files.
+    Raises: ScheduleError for slices, for other parts of a recipe, or for files of a figure.
     """
     if args.slices:
         raise ScheduleError(
@@ -336,7 +336,7 @@ def _refuse_with_pairs(args: argparse.Namespace, parts: Recipe, figure: Files) -
 
 
 def _print_points(points: Sequence[Comparison]) -> None:
-    """Print the table and the advice of each point; several points get a headline each."""
+    """Print the table and the advice for each combination of sizes and costs."""
     width, _ = shutil.get_terminal_size((100, 24))
     for n, point in enumerate(points):
         if len(points) > 1:

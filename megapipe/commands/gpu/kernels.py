@@ -76,7 +76,10 @@ def weight_grad(device: torch.device) -> Found:
 
 
 def fused_loss(device: torch.device) -> Found:
-    """Check losses and both gradients of the fused output head and loss in float32."""
+    """Check the fused output head and loss in float32 against separate operations.
+
+    Losses are compared, and the gradients of the hidden states and the weight.
+    """
     draw = torch.Generator().manual_seed(2)
     # On a CPU this is three blocks of the vocabulary, the last one shorter.
     x = torch.randn(300, 32, generator=draw)
@@ -99,9 +102,9 @@ def fused_loss(device: torch.device) -> Found:
 
 
 def dropout_attention(device: torch.device) -> Found:
-    """Check output and three gradients of attention with dropout in float32.
+    """Check attention with dropout in float32: its output, and the gradients of q, k and v.
 
-    A first call shows which probabilities were kept. Its values are unit vectors, so that its
+    A first call finds out which probabilities were kept. Its values are unit vectors, so that the
     output is the matrix of probabilities itself.
     """
     s = 64

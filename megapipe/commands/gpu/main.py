@@ -128,7 +128,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def chosen(flags: Flags) -> list[Case]:
-    """Return the cases that --only names and that can run here, each after its reference."""
+    """Return the cases that --only names and that can run here.
+
+    Each follows its reference, the case with whose losses it is compared.
+    """
     here = [case for case in CASES if _can_run(case, flags)]
     wanted = set()
     for pattern in flags.only:

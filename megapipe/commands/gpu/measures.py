@@ -49,7 +49,7 @@ from megapipe.training.steps.step import StepResult, train_step
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a model and its sequences."""
+    """The sizes of a model and its sequences: channels, heads, tokens of a sequence, vocabulary."""
 
     hidden: int
     heads: int
@@ -319,7 +319,7 @@ def training(
 
 
 def _runs_alone(name: str) -> bool:
-    """Return whether a schedule of the catalogue can have one rank."""
+    """Return whether a schedule of the catalogue has a table for a single rank."""
     try:
         build(name, 1, 4)
     except ScheduleError:

@@ -96,6 +96,10 @@ def flags_of_run(files: Mapping[str, Path], theirs: Sequence[str]) -> list[str]:
     """Return the flags of the training: the quickstart's, its files, then the user's, which win.
 
     Without --load the training loads from its --save, and so continues an earlier one.
+
+    Args:
+        files: the file of each flag that names one, by the flag.
+        theirs: the user's flags.
     """
     ours = [word for flag, path in files.items() for word in (flag, str(path))]
     run = [*RUN.split(), *ours, *theirs]
