@@ -32,6 +32,9 @@ class LatentAttention(Attention):
     The channels of a query head, and of a key head, are [not rotated, rotated]. All heads of a
     token share the rotated channels of the key. The rows of linear_kv_up_proj are ordered by head:
     the head's key, then its value.
+
+    Args:
+        layer: the layer's number in the whole model, from 0.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:

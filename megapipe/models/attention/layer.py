@@ -151,6 +151,9 @@ class SelfAttention(Attention):
     The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value
     (Megatron-LM's order, checkpoint version 2.0). A tensor-parallel slice is then a set of whole
     groups.
+
+    Args:
+        layer: the layer's number in the whole model, from 0.
     """
 
     def __init__(self, config: ModelConfig, tp: Axis, layer: int) -> None:

@@ -142,6 +142,7 @@ class AllGatherDispatcher:
     """A Dispatcher that gathers all ranks' tokens, and selects the tokens for this rank's experts.
 
     Args:
+        routing: the experts and weights of this rank's tokens.
         edge: gathers the tokens in its forward, and sums the outputs in its backward.
         shares: the ranks that have different tokens.
         own: the numbers of this rank's experts among `num_experts`.
@@ -207,7 +208,9 @@ class AllToAllDispatcher:
     partial outputs.
 
     Args:
-        axis: the ranks that hold all experts; ranks with slices of the same experts are adjacent.
+        routing: the experts and weights of this rank's tokens.
+        axis: the ranks that hold all num_experts experts. Ranks with slices of the same experts
+            are adjacent.
         slices: number of ranks that an expert is split over.
         each: rows of each expert from each rank's tokens, where shapes are fixed; else None.
     """

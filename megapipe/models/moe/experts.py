@@ -358,6 +358,7 @@ class _Stack(nn.Module):
         layout: of the weights.
         shape: of this rank's weights, (e, out, in). Its biases are [e, out].
         bias: layout of the biases, or None for no biases.
+        fp8: how operands are quantised; None for no quantisation.
     """
 
     def __init__(

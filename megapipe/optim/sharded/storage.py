@@ -61,7 +61,7 @@ class Storage:
     """The choice of what to shard over data-parallel ranks, and of the buckets of each stage.
 
     Attributes:
-        train: the flags of dtypes.
+        flags: the optimizer's flags; they name the types of gradients and main parameters.
         groups: the rates of parameters.
         ties: weights that are used several times.
         live: counts the bytes of sharded tensors that are full.
@@ -70,8 +70,8 @@ class Storage:
         weights: also shard weights, except while passes use them (ZeRO-3).
         eight_bits: FP8 products of the weights that are gathered in 8 bits, by the weight's name.
             These weights are in separate buffers.
-        bucket_size: as in `buckets_of`.
-        num_buckets: as in `buckets_of`.
+        bucket_size: least elements of a bucket, after which the next one begins; None for no limit.
+        num_buckets: buckets per stage, instead of `bucket_size`.
     """
 
     flags: OptimizerConfig
