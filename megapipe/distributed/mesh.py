@@ -262,7 +262,8 @@ def _joined(
 
     Args:
         timeout: of messages and collectives.
-        shares, joint: see `ProcessMesh.create`.
+        shares: for "ends" and "twins", the pipeline ranks that share weights.
+        joint: keys of JOINT, the axes over several others that get a group.
         links: number of communicators for the messages of a pipeline, see `groups.links_of`.
     """
     rank = dist.get_rank()
@@ -301,7 +302,7 @@ def build_mesh(
         device: its device.
         make_group: called with a name and disjoint sets of ranks. It returns the group of this
             rank's set, or None if no set has the rank. All ranks call it in one and the same order.
-        device_mesh: see ProcessMesh.
+        device_mesh: torch's DeviceMesh, for distributed checkpoints; None without one.
         shares: for "ends" and "twins", the pipeline ranks that share weights.
         num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
         joint: keys of JOINT, the axes over several others that get a group.

@@ -214,7 +214,7 @@ def get_data_parallel_rank(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return this rank's position in the data-parallel group, see `get_data_parallel_group`."""
+    """Return this rank's position in the data-parallel group, over cp too if asked."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
 
@@ -293,7 +293,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the pipeline's first or last stage; False without a mesh.
 
-    The arguments are as in `is_pipeline_first_stage`.
+    ignore_virtual: do not look at the chunk. vp_stage: the chunk.
     """
     mesh = ProcessMesh.current()
     if mesh is None:

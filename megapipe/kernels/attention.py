@@ -63,7 +63,9 @@ class _Task(ctypes.Structure):
 
 
 def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether `attention_` accepts these tensors, shaped as in `causal_attention`.
+    """Return whether `attention_` accepts these tensors.
+
+    q is [b, heads, s, d]; k and v are [b, groups, s, d].
 
     It needs plain bf16 CPU tensors with a contiguous last dimension of one size, and the library.
     """

@@ -176,8 +176,8 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: the input has this rank's tokens only.
         blocks: number of equal parts of the output, each split over tp separately (2 for the gate
             and up projections of SwiGLU).
-        init_std: standard deviation of the initial weight, as in Layout.
-        tied_to: global name of the parameter that this weight repeats, as in Layout.
+        init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        tied_to: global name of the parameter that this weight repeats, or None.
         fp8: how operands are quantised; None for no quantisation.
         in_pieces: overlap the product with communication, if its rows are independent.
     """
@@ -232,7 +232,7 @@ class RowParallelLinear(nn.Module):
     Args:
         input_size, output_size: of the layer before it is split; input_size must divide by tp.
         sequence_parallel: the output has this rank's tokens only.
-        init_std: standard deviation of the initial weight, as in Layout.
+        init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
         fp8: how operands are quantised; None for no quantisation.
         in_pieces: overlap the product with communication, if its rows are independent.
     """

@@ -37,8 +37,8 @@ class VocabularyRows(nn.Module):
     Args:
         full: (v, h).
         part: (k, n): this is the k-th of n equal shares; tensor parallelism splits it again.
-        std: standard deviation of the initial weight, as in Layout.
-        tied_to: global name of the parameter that this weight repeats, as in Layout.
+        std: standard deviation of the initial weight; None for a uniform one, see Layout.
+        tied_to: global name of the parameter that this weight repeats, or None.
     Attributes:
         first: the first row, counted in the whole vocabulary.
     """
@@ -216,7 +216,7 @@ def packed_loss(log_sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers that shares need for their weight gradients, as one flat message.
 
     Args:
-        log_sum: [n], see `Combined`.
+        log_sum: [n], logarithm of the softmax denominator over the whole vocabulary.
         scale: [n], the gradient of each token's loss, float32 as log_sum.
         dtype: of the message.
     """

@@ -213,7 +213,9 @@ def _ring_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tens
     last message brings them back to the rank that owns the keys.
 
     Args:
-        cut, kv: as in `_ring`. use: returns the gradient from this rank's queries.
+        cut: which tokens kv has.
+        kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+        use: (keys and values, positions) -> their gradient from this rank's queries.
     Returns: the shape of kv, [2, b, groups/t, s/c, d].
     """
     cp = mask.stream.cp

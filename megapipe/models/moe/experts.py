@@ -280,7 +280,7 @@ class Experts(nn.Module):
     """The experts on this rank, each an MLP h -> f -> h.
 
     Expert parallelism gives a rank e of the E experts. Expert tensor parallelism splits each over t
-    ranks. linear_fc1.weight is [e, f/t, h]; of gated experts [e, 2f/t, h] = [gate; up], as in MLP.
+    ranks. linear_fc1.weight is [e, f/t, h]; of gated experts [e, 2f/t, h], gate above up.
 
     Args:
         tp: tensor parallelism; it names the axes of the experts, see Axis.named.
