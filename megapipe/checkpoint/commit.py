@@ -231,7 +231,7 @@ def commit(folder: Path, iteration: int, files: dict[str, Digest]) -> Path:
 
 
 def point_to(root: Path, iteration: int) -> None:
-    """Write the pointer: the file in `root` that names the checkpoint to resume from."""
+    """Write the pointer: the file in `root` with the iteration to resume from."""
     write_durably(root / f"{POINTER}.tmp", f"{iteration}\n")
     os.replace(root / f"{POINTER}.tmp", root / POINTER)
     _sync_folder(root)

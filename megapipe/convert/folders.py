@@ -15,7 +15,7 @@ from megapipe.errors import CheckpointError
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the generation settings, which are small text files.
+    """Copy tokenizer and generation settings, small text files, from `source` to `target`.
 
     config.json and the index of the weights are left out.
     """

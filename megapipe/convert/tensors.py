@@ -212,7 +212,7 @@ def whole_model(model: ModelConfig, span: LayerSpan | None = None) -> GPTModel:
 
 
 def is_trained(name: str) -> bool:
-    """Return whether a saved tensor has a gradient and optimizer state.
+    """Return whether the saved tensor of this name has a gradient and optimizer state.
 
     Saved tensors without them, such as an expert bias, are float32 in a model of any type.
     """
@@ -220,7 +220,12 @@ def is_trained(name: str) -> bool:
 
 
 def saved_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a saved tensor in a model whose weights have the type `dtype`."""
+    """Return the type in which a tensor is saved.
+
+    Args:
+        name: name of the tensor.
+        dtype: type of the model's weights.
+    """
     return dtype if is_trained(name) else torch.float32
 
 

@@ -101,7 +101,11 @@ def folder_problems(outputs: Mapping[str, str | os.PathLike[str] | None]) -> Ite
 
 
 def _problems_above(flag: str, path: Path) -> Iterator[str]:
-    """Yield a problem if the nearest existing parent of `path` is not a folder."""
+    """Yield a problem if the nearest existing parent of `path` is not a folder.
+
+    Args:
+        flag: the flag that gave the path, which the problem names.
+    """
     for parent in path.absolute().parents:
         # lexists: a broken symbolic link takes the name, too
         if os.path.lexists(parent):

@@ -201,6 +201,9 @@ def _facts(arrays: Sequence[NDArray[Any]]) -> list[list[Any]]:
 def _store(entry: Path, key: str, arrays: Sequence[NDArray[Any]]) -> None:
     """Write the arrays to a temporary folder and rename it to `entry`.
 
+    Args:
+        entry: the folder of the cache entry.
+        key: the content of key.json: everything that the arrays depend on.
     Raises: DataError if that fails and no other process has stored the entry meanwhile.
     """
     size = sum(a.nbytes for a in arrays)

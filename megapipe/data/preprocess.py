@@ -195,6 +195,9 @@ def _tokenizer(config: TokenizerConfig) -> Tokenizer:
 def _encode(chunk: list[RawDocument], encoding: Encoding) -> _Encoded:
     """Tokenise a chunk in a worker process.
 
+    Args:
+        chunk: the documents.
+        encoding: the tokenizer's flags, and the keys of the texts in each document.
     Raises: DataError with up to ten bad documents of the chunk.
     """
     tokenizer = _tokenizer(encoding.tokenizer)

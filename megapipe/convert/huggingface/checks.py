@@ -119,6 +119,9 @@ def other_copies(saved: SavedTensors, model: ModelConfig) -> Iterator[str]:
     """Yield a note for each copy of embedding or head that differs from its original.
 
     Depths of multi-token prediction have such copies in a Hugging Face folder.
+
+    Args:
+        saved: the tensors of that folder.
     """
     for copy, its in copies(model).items():
         if copy not in saved.shapes:

@@ -75,7 +75,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
 
 
 def of_layers(model: ModelConfig, name: str) -> list[Any]:
-    """Return the value in each layer of a field, or property, of ModelConfig."""
+    """Return a list with each layer's value of the field, or property, `name` of ModelConfig."""
     if model.per_layer_overrides is None:
         return [getattr(model, name)] * model.layers
     return [getattr(layer_config(model, n), name) for n in range(model.layers)]

@@ -55,6 +55,8 @@ _REFUSED = [
 def lacking(name: str) -> tuple[str, str] | None:
     """Return (nearest family, missing features) for a model_type that cannot be converted.
 
+    Args:
+        name: the model_type.
     Returns: None for a model_type that is not in the list of refused ones.
     """
     for names, nearest, what in _REFUSED:

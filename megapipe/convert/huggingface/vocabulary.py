@@ -97,7 +97,7 @@ def write_tokenizer(config: Config, target: Path) -> str | None:
 
 
 def _library(ours: Tokenizer) -> tokenizers.Tokenizer:
-    """Return a tokenizer of the library `tokenizers` that should give the same ids.
+    """Return a tokenizer of the library `tokenizers` that should give the same ids as `ours`.
 
     Raises: ValueError with the reason why there is none.
     """

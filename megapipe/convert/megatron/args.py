@@ -268,7 +268,11 @@ def _taken(args: Args, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a field's type if it is a Literal or an optional Literal, else ()."""
+    """Return the values of a field's type if it is a Literal or an optional Literal, else ().
+
+    Args:
+        kind: the type.
+    """
     for each in (kind, *get_args(kind)):
         if get_origin(each) is Literal:
             return get_args(each)

@@ -125,7 +125,7 @@ class Writer:
             self._where[MetadataIndex(key, chunk.offsets)] = info
 
     def add_object(self, key: str, value: Any) -> None:
-        """Write an object other than a tensor."""
+        """Write an object other than a tensor, which a loader finds under `key`."""
         self._entries[key] = BytesStorageMetadata()
         # A list of one element, as Megatron-LM writes objects.
         self._where[MetadataIndex(key)] = self._write([value])
