@@ -229,7 +229,9 @@ def compare_logits(
     tokens = torch.randint(0, vocab_size, (1, length))
     try:
         config = _config(theirs)
-        reference: Any = AutoModelForCausalLM.from_pretrained(theirs, config=config)
+        reference: Any = AutoModelForCausalLM.from_pretrained(
+            theirs, config=config, trust_remote_code=False
+        )
     except Exception as error:  # its classes of errors have nothing in common
         raise CheckpointError(f"{theirs}: transformers cannot load it: {error}") from None
     module: GPTModel = whole_model(replace(model, **_ALL_TOKENS))
