@@ -33,7 +33,7 @@ from megapipe.flags.stop import say
 from megapipe.library.runs import ready
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
 from megapipe.plan.seconds.device import Device, device_of
-from megapipe.plan.seconds.page import digest, page
+from megapipe.plan.seconds.page import digest, in_short, page
 from megapipe.plan.seconds.page import numbers as seconds_of
 from megapipe.plan.seconds.step import timed
 from megapipe.plan.shapes.slices import number_of
@@ -235,11 +235,15 @@ def _search(config: Config, flags: Flags, argv: Sequence[str]) -> tuple[str, lis
     config = replace(config, model=inline(config.model))
     memory = flags.memory_gib * GIB
     jobs = flags.search_jobs or os.cpu_count() or 1
-    found = search(config, devices, memory, device, size, Telling(), asked=asked, jobs=jobs)
+    # The user's own plan is the first that is known, after seconds.
+    yours = _yours(own, devices, size, device)
+    telling = Telling()
+    if yours.plan is not None:
+        telling.first(f"yours: {in_short(seconds_of(yours.plan, device))}")
+    found = search(config, devices, memory, device, size, telling, asked=asked, jobs=jobs)
     # Slices are tried for the best layouts alone, as they multiply the tables.
     if slices is not None:
         try_slices(found, slices, memory, device)
-    yours = _yours(own, devices, size, device)
     best = best_of(found)
     rows: list[dict[str, Any]] = [
         {

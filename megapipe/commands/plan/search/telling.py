@@ -22,6 +22,10 @@ class Telling:
         self._began = time.monotonic()
         self._said = 0.0
 
+    def first(self, text: str) -> None:
+        """Print a line before the search begins."""
+        print(text, file=sys.stderr, flush=True)
+
     def __call__(self, done: int, among: int, best: float | None) -> None:
         found = "no plan fits yet" if best is None else f"best {best:.4g} s a step"
         if self._bar.shown:
