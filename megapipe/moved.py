@@ -23,6 +23,7 @@ MODULES = {
     "flags.known": "flags.megatron_flags",
     "pipeline_parallel.slices": "pipeline_parallel.shapes.slices",
     "plan.slices": "plan.shapes.slices",
+    "training.report.flops": "plan.seconds.flops",
     "schedule.own": "schedule.generators.own",
     "schedule.transforms.depths": "schedule.shapes.depths",
     "schedule.transforms.memory": "schedule.families.offload.copies",
