@@ -142,7 +142,8 @@ class GradSync:
         """Call finalize_model_grads_func([chunks], tokens), if the config has it.
 
         Args:
-            tokens: number of tokens of the step, a tensor []; None if losses are means.
+            tokens: number of tokens of the losses on this rank, a tensor []; None without
+                calculate_per_token_loss.
             pg_collection: the process groups, passed on as a keyword if the function takes it.
             force_all_reduce: passed on in the same way.
         """
