@@ -59,7 +59,7 @@ def _no_change(*_: Any) -> Any:
 
 
 def times(share: float, whole: PerStage) -> PerStage:
-    """Return a field of costs multiplied by `share`: one number, or a tuple with one per stage."""
+    """Return a field of costs, `whole`, multiplied by `share`: a number, or one for each stage."""
     if isinstance(whole, tuple):
         return tuple(share * x for x in whole)
     return share * whole

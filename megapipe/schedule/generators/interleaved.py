@@ -115,6 +115,7 @@ def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | N
 
     Args:
         name: name of the schedule, for errors.
+        chunks: stages on each rank.
         size: microbatches of a group; None for the number of ranks.
     Raises: ScheduleError if `size` is below the number of ranks, or there is no chunk.
     """

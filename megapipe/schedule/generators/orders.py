@@ -110,6 +110,8 @@ def problem(
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """Return the end of every pass, by its integer, if each starts as soon as it can.
 
+    Args:
+        orders: each rank's passes as integers.
     Returns: the ends in the time unit of the costs, with 0 for "no pass" as the last entry. None if
         ranks deadlock.
     """
@@ -187,7 +189,7 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
-    """Return whether every rank stays within its memory limit."""
+    """Return whether every rank stays within its memory limit if it runs its passes in its order."""
     return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
 
 

@@ -332,11 +332,12 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 
 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
-    """Return the best candidate after random changes of single choices.
+    """Return the best candidate after random changes of single choices of `start`.
 
     A change is kept if the result fits and is faster, or as fast with fewer activations moved.
 
     Args:
+        dice: makes the random changes.
         tries: number of changes.
     """
     best = start

@@ -140,6 +140,7 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
     """Return time and memory of the table with these choices, by building and simulating it.
 
     Args:
+        plain: the table without offload and recomputation.
         limits: most activation of each rank.
     """
     time = simulate(applied(plain, choices, costs), costs)
@@ -267,6 +268,7 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
 
     Args:
         code: the compiled code.
+        plain: the table without offload and recomputation.
         limits: most activation of each rank.
     """
     of = _Places(plain, costs)

@@ -129,6 +129,7 @@ def of_microbatches(
     Each n consecutive microbatches become the n slices of one.
 
     Args:
+        pattern: the table, with n times the microbatches.
         cuts: lengths of the n slices, in any unit.
         documents: slices that begin a document, as in `Schedule.documents`.
     """
