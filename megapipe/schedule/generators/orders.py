@@ -189,7 +189,7 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
-    """Return whether every rank stays within its memory limit if it runs its passes in its order."""
+    """Return whether every rank stays within its memory limit in its order of passes."""
     return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
 
 
