@@ -157,8 +157,8 @@ class BatchSizes:
     def _rest(self, consumed: int) -> Iterator[tuple[int | None, int]]:
         """Yield (samples consumed at which a size ends, the size) from `consumed` samples on.
 
-        The last size has None for its end. A step can pass over a size. That size then ends before
-        it begins, and has no step.
+        The last size has None for its end. A step can pass over a size. That size is yielded
+        too, but ends before it begins, and so has no step.
         """
         for (_, size), (stop, _) in pairwise(self.steps):
             if stop > consumed:

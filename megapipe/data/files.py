@@ -58,7 +58,7 @@ def complete_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_complete(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a whole file at once; text is encoded as UTF-8.
+    """Write a file atomically: a reader finds the old content or the new. Text is UTF-8.
 
     Lone surrogates, which JSON and file names can hold, are escaped with a backslash.
     """

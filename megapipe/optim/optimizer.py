@@ -259,9 +259,9 @@ class Optimizer:
             gradients: the result of `reduce`.
             rates: learning rates and weight decay.
             shrink: the factor of clipping.
-            keeps_grads: gradients must only be multiplied by the scale and by `shrink`. A rule that
-                changes them otherwise is given copies.
-        Returns: the gradients, now multiplied by both factors.
+            keeps_grads: the caller reads the gradients afterwards. A rule that would change them
+                otherwise than by a factor is given copies.
+        Returns: the gradients, multiplied by their own scale and by `shrink`.
         """
         factors: Factors = (gradients.scale, shrink)
         # Only a rule for flat parts can multiply and round in its sweep. For any other rule the

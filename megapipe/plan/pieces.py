@@ -209,7 +209,7 @@ class Pieces:
         )
 
     def on(self, ranks: int) -> Pieces:
-        """Return the pieces with the overhead of a pass to expect with `ranks` pipeline ranks."""
+        """Return the same work, with the overhead of each pass that `ranks` pipeline ranks have."""
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)

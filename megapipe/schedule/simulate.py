@@ -275,8 +275,8 @@ class _Wires(NamedTuple):
     Attributes:
         lane_of: index of each kind's stream.
         needs: what a pass waits for within its own microbatch, by kind and stage.
-        makes: where a pass records its results, and the rank that may wait for them, by kind and
-            stage.
+        makes: by kind and stage, the results of a pass. Each is a dict to which the clock adds
+            when a microbatch's result is there, and the rank that may wait for it.
         others: what each pass waits for beyond its own microbatch, with the time of the message.
         waiters: the ranks that may wait for a pass in `others`.
     """

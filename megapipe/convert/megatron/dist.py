@@ -224,7 +224,7 @@ class DistributedTensors:
     def row(self, group: int, number: int, orders: Sequence[Sequence[str]]) -> Row:
         """Return the distributed optimizer's state of one model chunk, stored as flat vectors.
 
-        Nothing is read yet: the returned Row has a function that reads elements of the vectors.
+        The vectors are read later, by a function of the returned Row.
 
         Args:
             group: index of the group of data-parallel ranks that share the chunk.

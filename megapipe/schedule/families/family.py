@@ -85,8 +85,8 @@ class Family:
         evaluated: returns the pass that takes the place of a pass in an evaluation; None leaves it
             out.
         of_slice: returns its costs of a slice by name. It takes the costs of a microbatch by name,
-            then the length of the slice as a share of the sequence. The third argument is the share
-            of the document that ends with the slice, 0 if none does.
+            then the length of the slice as a share of the sequence. The third argument is, if a
+            document ends with the slice, the length of that document as such a share; else 0.
         of_a_rank: names of its costs whose plain number is per rank, for any number of stages.
     """
 

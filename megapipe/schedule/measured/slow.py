@@ -241,7 +241,12 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
 
 
 def _cost(costs: Costs, usual: Costs, schedule: Schedule) -> float:
-    """Return the share of a step that is saved if the schedule has the usual costs."""
+    """Return the share of a step that would be saved with the usual costs.
+
+    Args:
+        costs: as measured, with a slow stage or link.
+        usual: the same costs without the slowness.
+        schedule: the table that is simulated with both."""
     now = simulate(schedule, costs).makespan
     then = simulate(schedule, usual).makespan
     return (now - then) / now

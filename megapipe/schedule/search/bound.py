@@ -39,10 +39,11 @@ def lower_bound(
     objective: str,
     overheads: Overheads = SPLIT,
 ) -> float:
-    """Return a lower bound of the makespan or period of any schedule on one chain.
+    """Return a lower bound of the makespan or period of any schedule of one copy of the model.
 
-    It is for schedules without pairs that hide communication. Let stages be uniform, messages take
-    no time, memory be p and m >= 2p. With one chunk on each rank the bound is then
+    Pairs whose passes hide each other's communication may be faster than the bound. Let stages be
+    uniform, messages take no time, memory be p and m >= 2p. With one chunk on each rank the bound
+    is then
 
         m(F+B+W) + (p-1) max(B, F + max(0, B-W)),
 

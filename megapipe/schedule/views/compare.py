@@ -91,8 +91,10 @@ def compare(
 ) -> list[Row | Refusal]:
     """Return a row for each schedule, and several for a schedule that leaves a choice.
 
+    A schedule without a table for these numbers has a Refusal that says why.
+
     1f1b always has a row, because others are compared with it. A fixed schedule over the memory
-    limit has a row that does not fit. zb-auto keeps to the limit, or to p if there is none.
+    limit has a row that does not fit. zb-auto keeps to the limit, or to `ranks` if there is none.
 
     Args:
         memory: most activation of a rank, in the unit of the costs; None for no limit.
@@ -100,7 +102,7 @@ def compare(
             and recipes of tables.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
         progress: called with the share of the work done and the next schedule.
-        slices: adds each schedule that is not searched with its microbatches cut in this way.
+        slices: cuts microbatches in this way, for further rows of all schedules but zb-auto.
         parts: a recipe whose parts, such as copies and shards, every schedule gets. Its order is
             ignored.
     Raises: ScheduleError for an unknown name.

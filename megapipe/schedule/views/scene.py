@@ -177,7 +177,7 @@ def is_dark(colour: str) -> bool:
 
 
 def short(value: float) -> str:
-    """Return a number with five digits, without trailing zeros or an exponent from rounding."""
+    """Return a number with five significant digits, without trailing zeros."""
     # Equal sums may differ in the last bits, and halves would then be rounded both ways.
     exact = float(f"{value:.12g}")
     # .5g would write 1e+05.

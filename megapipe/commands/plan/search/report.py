@@ -249,7 +249,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def left_out(given: Config, config: Config) -> list[str]:
-    """Return the flags that no flag of a plan can undo, which must be left out for that plan.
+    """Return the user's flags that change a plan, and that the plan's own flags cannot undo.
 
     Args:
         given: the configuration of the user's own flags with the plan's flags after them.

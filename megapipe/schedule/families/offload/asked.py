@@ -15,8 +15,8 @@ class Offload:
 
     Attributes:
         when: "all" offloads whatever returns in time. "fits" holds, offloads or recomputes,
-            whichever is fastest within the memory. "needed" does so only if the table does not fit,
-            or if any order is allowed and another one is faster.
+            whichever is fastest within the memory. "needed" is "fits" for a table that does
+            not fit; any other table stays, unless `any_order` finds a faster one.
         any_order: with "needed", also search other orders of the same stages.
         chunks: with "all", offload only this many first stages of each rank; None for all.
         switch: with "all", this many neighbouring ranks share the copies to the host; None if no

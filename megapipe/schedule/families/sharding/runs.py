@@ -69,7 +69,7 @@ class Sum(NamedTuple):
 
 
 def gather_for(first: Pass) -> Pass:
-    """Return the gather of the weights that `first` reads before any other pass.
+    """Return the gather of a stage's weights that runs before `first`, the first pass to read them.
 
     It is AF for a forward, else AB.
     """
