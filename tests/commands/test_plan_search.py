@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -15,6 +16,7 @@ from megapipe.commands.plan.search.report import flags_of, report
 from megapipe.commands.plan.search.search import search
 from megapipe.commands.plan.search.sliced import try_slices
 from megapipe.commands.plan.search.timed import table
+from megapipe.commands.plan.search.workers import Workers
 from megapipe.config import Config
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
@@ -337,3 +339,17 @@ def test_a_search_that_is_interrupted_says_its_best_so_far():
     assert found.stopped
     assert found.best
     assert report(found, GIB).startswith("the search was stopped; these are the best plans until then\n 1. ")
+
+
+def test_processes_of_a_search_end_where_sigterm_is_ignored():
+    """They inherited that, and the search waited for them for ever."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Workers([2, 3], 2) as workers:
+            assert workers.ask(_element, [1, 0, 1]) == [3, 2, 3]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _element(state, number):
+    return state[number]

@@ -45,9 +45,10 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A process that is in the middle of an answer, as after ctrl-C, is not waited for.
+        # A process that is in the middle of an answer, as after ctrl-C, is not waited for. It has
+        # nothing to tidy up, and a parent that ignores SIGTERM has children that ignore it too.
         for child in self._children:
-            child.terminate()
+            child.kill()
         for child in self._children:
             child.join()
 
