@@ -29,8 +29,7 @@ from megapipe.models.transformer_engine import choose_layers
 from megapipe.plan import Plan, changes, in_words, make_plan, summary
 from megapipe.plan.graphs import graphs_line
 from megapipe.plan.seconds.device import device_of
-from megapipe.plan.seconds.page import digest, in_short, numbers
-from megapipe.plan.seconds.step import timed
+from megapipe.plan.seconds.page import UNKNOWN, digest, in_short, predicted
 from megapipe.plan.split import is_searched, schedule_name
 from megapipe.plan.table import saved_bytes
 from megapipe.schedule.recipe_line import to_line
@@ -202,7 +201,9 @@ def _seconds(config: Config, plan: Plan) -> str:
     device = device_of(config)
     if device is None:
         return ""
-    found = numbers(timed(plan, config, device), device)
+    found = predicted(plan, config, device)
+    if found is None:
+        return UNKNOWN
     return f"predicted step {in_short(found)}, by the rates of {device.source} (--rates)"
 
 

@@ -83,3 +83,19 @@ def test_a_run_on_cpus_has_no_device_until_rates_name_one(tmp_path):
     (tmp_path / "laptop.json").write_text('{"flops": 1e11, "source": "measured"}')
     device = device_of(parse(Config, [*flags, "--rates", str(tmp_path / "laptop.json")]))
     assert device == Device(flops=1e11, source="measured")
+
+
+@pytest.mark.parametrize("times", ["1", "[1, 2, 3, 4]"])
+def test_measured_times_have_a_unit_of_their_own(times, tmp_path, capsys):
+    """They were taken for FLOPs, and one number for all stages ended in a traceback."""
+    (tmp_path / "costs.json").write_text(f'{{"f": {times}, "b": {times}, "w": {times}}}')
+    flags = [*MODEL.split(), "--pipeline-model-parallel-size", "4", "--world-size", "4"]
+    costs = str(tmp_path / "costs.json")
+    plan_command([*flags, "--costs", costs, "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["step"]["predicted"] is None
+    plan_command([*flags, "--costs", costs])
+    assert "no seconds are predicted by --rates" in capsys.readouterr().out
+    check(parse(Config, [*flags, "--check", "--pipeline-costs", costs]))
+    assert "no seconds are predicted by --rates" in capsys.readouterr().out
+    plan_command([*flags, "--pipeline-costs", costs, "--search"])
+    assert "yours: " in capsys.readouterr().out

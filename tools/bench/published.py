@@ -11,7 +11,8 @@ The rows are of papers that name the model, the layout, the batch and what a ste
 - Llama 3 (arXiv 2407.21783), table 4: H100, grouped queries; a schedule like interleaved 1F1B,
   whose number of stages per rank is not published; eight are assumed.
 
-Rates are the defaults of `--rates a100` and `--rates h100`. Nothing is fitted to a row.
+The papers' numbers were written down from memory. Rates are the defaults of `--rates a100` and
+`--rates h100`. Nothing is fitted to a row.
 """
 
 from __future__ import annotations

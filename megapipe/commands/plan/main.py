@@ -33,9 +33,8 @@ from megapipe.flags.stop import say
 from megapipe.library.runs import ready
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
 from megapipe.plan.seconds.device import Device, device_of
-from megapipe.plan.seconds.page import digest, in_short, page
+from megapipe.plan.seconds.page import digest, in_short, page, predicted
 from megapipe.plan.seconds.page import numbers as seconds_of
-from megapipe.plan.seconds.step import timed
 from megapipe.plan.shapes.slices import number_of
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
@@ -167,7 +166,7 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     """Return the plan as JSON: its stages, the peak of each rank, and the step.
 
     The step has `time` and `bubble` by FLOPs alone, and under `predicted` seconds by the rates of
-    the device, with communication.
+    the device, with communication; None with --costs.
     """
     place = plan.schedule.placement
     timeline = plan.timeline
@@ -192,7 +191,7 @@ def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
         "step": {
             "time": timeline.makespan,
             "bubble": bubble,
-            "predicted": seconds_of(timed(plan, config, device), device),
+            "predicted": predicted(plan, config, device),
         },
         "plan": digest(plan, config),
         "peak_bytes": list(plan.peak_bytes),
@@ -282,7 +281,8 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
     """
     if own.parallel == ParallelConfig() and own.batch.micro_batch_size is None:
         return Yours()
-    config = replace(own, world_size=devices)
+    # Plans of the search have no measured times, and this one is compared with them.
+    config = replace(own.with_fields(pipeline_costs=None), world_size=devices)
     try:
         if problems := flag_problems(config):
             raise ConfigError(problems)

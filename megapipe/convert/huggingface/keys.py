@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ def value_of(model: ModelConfig, field: str) -> Any:
     return getattr(model, _PROPERTIES.get(field, field))
 
 
-class Meaning:
+class Meaning(ABC):
     """The meaning of a key of config.json, and of the keys that belong to it.
 
     `keys` says which keys it reads. `read` gives fields of ModelConfig for a config.json, `write`
@@ -48,12 +49,12 @@ class Meaning:
     method, `key` is the name under which the family's table has this meaning.
     """
 
+    @abstractmethod
     def keys(self, key: str) -> Fields:
         """Return each key that is read -> the value of a missing key in transformers' class.
 
         That value is NEEDED if the key must be given.
         """
-        raise NotImplementedError
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         """Return the fields of ModelConfig that the keys mean, by name.

@@ -211,7 +211,11 @@ def export_megatron(
         commit.write_durably(made / commit.POINTER, str(export.iteration))
     notes = list(export.notes())
     if model.has_experts and with_state:
-        ranks, other = ("several ranks", "1") if ep > 1 else ("one rank", "N")
+        ranks = "one rank"
+        other = "N"
+        if ep > 1:
+            ranks = "several ranks"
+            other = "1"
         notes.append(
             f"that state is for a run with experts on {ranks}; "
             f"others need --target-expert-parallel-size {other}"

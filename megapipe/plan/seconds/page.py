@@ -15,6 +15,11 @@ from megapipe.plan.state import GIB
 from megapipe.plan.table import checkpoint_bytes
 from megapipe.schedule.text import to_json
 
+UNKNOWN = (
+    "no seconds are predicted by --rates, as the times of --pipeline-costs have a unit of their own"
+)
+"""What stands in place of a prediction."""
+
 
 def digest(plan: Plan, config: Config) -> str:
     """Return twelve hexadecimal digits that name a plan.
@@ -45,17 +50,29 @@ def digest(plan: Plan, config: Config) -> str:
 
 def page(plan: Plan, config: Config, device: Device) -> str:
     """Return lines on the seconds of a step, their causes, and the assumed rates of the device."""
-    found = numbers(timed(plan, config, device), device)
     size, _ = checkpoint_bytes(plan, config)
-    parts = "  ".join(f"{name} {share:.1%}" for name, share in found["shares"].items())
-    return "\n".join(
-        [
-            f"predicted step {in_short(found)}",
-            f"  {parts}",
-            f"  assumed: {device.assumed}",
-            f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB",
-        ]
-    )
+    name = f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB"
+    found = predicted(plan, config, device)
+    if found is None:
+        return f"{UNKNOWN}\n{name}"
+    parts = "  ".join(f"{part} {share:.1%}" for part, share in found["shares"].items())
+    lines = [
+        f"predicted step {in_short(found)}",
+        f"  {parts}",
+        f"  assumed: {device.assumed}",
+        name,
+    ]
+    return "\n".join(lines)
+
+
+def predicted(plan: Plan, config: Config, device: Device) -> dict[str, Any] | None:
+    """Return `numbers` of a plan; None if --pipeline-costs gave the times of its passes.
+
+    Those times have a unit of their own, which no rate of a device turns into seconds.
+    """
+    if plan.given is not None:
+        return None
+    return numbers(timed(plan, config, device), device)
 
 
 def in_short(found: dict[str, Any]) -> str:

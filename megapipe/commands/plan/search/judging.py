@@ -22,10 +22,10 @@ from megapipe.config import Config
 from megapipe.plan.seconds.step import Layout, layout_of
 
 TOLERANCE = 0.005
-"""A plan that can be faster by less than this share of its step is not looked at."""
+"""A plan that is expected to be faster by less than this share of its step is not looked at."""
 _ROUND = 24
 """Plans that a process judges between two looks at what others found."""
-_BOUND = "slower by their work alone"
+_BOUND = "expected to be slower"
 Tell = Callable[[int, int, "float | None"], None]
 """Called with the plans that were looked at, all plans, and the best step so far in seconds."""
 
