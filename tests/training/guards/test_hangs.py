@@ -102,7 +102,12 @@ def test_a_message_that_is_skipped_is_named_with_the_rank_that_never_sent_it(tmp
 def test_a_rank_that_is_killed_or_stopped_is_named_with_what_the_others_wait_for(fault, ranks, limit_s, tmp_path):
     code, text, seconds = run(fault, ranks, tmp_path, torchrun=fault == "kill")
     said, last, gone = lines(text), ranks - 1, ranks - 2
-    assert said[last] == (f"pass {last}F2 of iteration 3", f"for {gone}F2 from rank {gone}"), text
+    place, waits = said[last]
+    if waits or fault == "stop":
+        assert (place, waits) == (f"pass {last}F2 of iteration 3", f"for {gone}F2 from rank {gone}"), text
+    else:
+        # On a busy machine it hears of the kill while it still computes on what had come before.
+        assert re.fullmatch(rf"pass {last}(F|BW)[01] of iteration 3", place), text
     assert said.keys() == set(range(ranks)) - {gone}, text
     waiting = {f"rank {rank} waits {waits}" for rank, (_, waits) in said.items() if waits.endswith(f"rank {gone}")}
     assert mismatch(text).startswith(f"rank {gone} does not answer: killed, stopped or cut off; "), text
