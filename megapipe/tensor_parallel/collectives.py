@@ -89,7 +89,8 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.edge.backward(grad.contiguous()).wait(), None
+        # autograd may hand the same gradient to another function too, as an addition does.
+        return ctx.edge.backward(grad.clone(memory_format=torch.contiguous_format)).wait(), None
 
 
 def across(x: Tensor, edge: Edge) -> Tensor:

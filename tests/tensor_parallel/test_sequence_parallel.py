@@ -15,7 +15,7 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.tensor_parallel import ColumnParallelLinear
-from megapipe.tensor_parallel.collectives import Edge
+from megapipe.tensor_parallel.collectives import Edge, across
 from megapipe.tensor_parallel.rng import initialize
 
 MICROBATCHES = 4
@@ -85,3 +85,13 @@ def test_the_collective_of_the_input_gradient_is_under_way_during_the_weight_pro
     layer._opens = Edge(backward=start)
     layer(torch.ones(3, 4, requires_grad=True)).sum().backward()
     assert events == ["start", "product", "wait"]
+
+
+def test_a_collective_leaves_the_gradient_that_others_read_too_alone():
+    shared = torch.ones(3, requires_grad=True)
+    edge = Edge(backward=lambda grad: Pending(grad.mul_(4), None))  # in place, as an all-reduce is
+    x = torch.ones(3, requires_grad=True)
+    # The addition gives both its arguments the same tensor.
+    (across(x, edge) + shared * 1).backward(torch.ones(3))
+    assert torch.equal(x.grad, torch.full((3,), 4.0))
+    assert torch.equal(shared.grad, torch.ones(3))

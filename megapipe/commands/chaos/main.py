@@ -296,8 +296,12 @@ def compare(chaos: Chaos) -> bool:
     # It ends at the iteration of that checkpoint, and saves its own then.
     command = [*with_folder(chaos.command, unbroken), "--exit-interval", str(iteration)]
     run = Launched(command, chaos.root / "unbroken.log")
-    if run.wait() != 0:
-        raise ConfigError(f"the unbroken run ends with exit status {run.poll()}, see {run.log}")
+    try:
+        status = run.wait()
+    finally:
+        run.end()  # Ctrl-C while it waits would leave its processes alive
+    if status != 0:
+        raise ConfigError(f"the unbroken run ends with exit status {status}, see {run.log}")
     tensors, differing = difference(sound, unbroken / sound.name)
     losses, others = numbers(chaos.root, run.log, iteration)
     text = f"iteration {iteration}: {tensors} tensors, {len(differing)} differ"
