@@ -92,6 +92,6 @@ def test_a_collective_leaves_the_gradient_that_others_read_too_alone():
     edge = Edge(backward=lambda grad: Pending(grad.mul_(4), None))  # in place, as an all-reduce is
     x = torch.ones(3, requires_grad=True)
     # The addition gives both its arguments the same tensor.
-    (across(x, edge) + shared * 1).backward(torch.ones(3))
+    (shared * 1 + across(x, edge)).backward(torch.ones(3))
     assert torch.equal(x.grad, torch.full((3,), 4.0))
     assert torch.equal(shared.grad, torch.ones(3))
