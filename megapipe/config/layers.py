@@ -23,7 +23,8 @@ from megapipe.errors import ConfigError
 
 FLAG = "--per-layer-overrides"
 _NAMES = (
-    "ffn_hidden_size swiglu quick_geglu squared_relu num_attention_heads kv_channels "
+    "ffn_hidden_size swiglu quick_geglu geglu squared_relu xielu activation_func_clamp_value "
+    "glu_linear_offset num_attention_heads kv_channels "
     "group_query_attention num_query_groups qk_layernorm position_embedding_type rotary_base "
     "rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor window_size "
     "normalization norm_epsilon apply_layernorm_1p disable_bias_linear add_qkv_bias "

@@ -33,8 +33,6 @@ tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer's
     everything about it
 rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain or
     scaled as in Llama 3.1 (--use-rope-scaling)
-glu-linear-offset activation-func-clamp-value: the MLP has GELU, --squared-relu, --swiglu or
-    --quick-geglu
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
 moe-apply-probs-on-input: the weight of an expert is applied between its two layers

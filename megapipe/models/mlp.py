@@ -1,19 +1,15 @@
-"""The feed-forward half of a layer.
+"""The feed-forward half of a layer. `activations` has the functions between its two layers.
 
-Activations: GELU, squared ReLU (So et al. 2021), or a gated unit (Shazeer 2020) whose gate and up
-projections are one column-parallel weight.
+Gate and up projections of a gated unit (Shazeer 2020) are one column-parallel weight.
 """
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import Axis
-from megapipe.models.fused import swiglu
-from megapipe.models.gelu import gelu
+from megapipe.models.activations import Xielu, activate
 from megapipe.models.parts import parts_of
 
 
@@ -53,30 +49,9 @@ class MLP(nn.Module):
             sequence_parallel=config.sequence_parallel,
             init_std=config.residual_std,
         )
+        self.act_fn = Xielu() if config.xielu else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
-        return self.linear_fc2(activate(self.linear_fc1(x), self.config))  # type: ignore[no-any-return]
-
-
-def activate(x: Tensor, config: ModelConfig) -> Tensor:
-    """Apply the configured activation to linear_fc1's output.
-
-    Args:
-        x: [..., ffn], or [..., 2 ffn] = [gate, up] of a gated MLP.
-    Returns: [..., ffn].
-    """
-    if config.gated:
-        # torch.compile fuses plain operations itself.
-        if config.swiglu and not torch.compiler.is_compiling():
-            return swiglu(x)
-        gate, up = x.chunk(2, dim=-1)
-        if config.swiglu:
-            return F.silu(gate) * up
-        # x sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016): "quick GELU".
-        return gate * torch.sigmoid(1.702 * gate) * up
-    if config.squared_relu:
-        return F.relu(x).square()
-    if config.erf_gelu:
-        return F.gelu(x)
-    return gelu(x)
+        scalars = () if self.act_fn is None else self.act_fn.scalars
+        return self.linear_fc2(activate(self.linear_fc1(x), self.config, *scalars))  # type: ignore[no-any-return]

@@ -177,7 +177,7 @@ def test_what_the_projection_of_latent_attention_keeps_goes_by_its_name():
 
 
 @pytest.mark.parametrize("parts", [{}, {"num_experts": 4, "moe_shared_expert_intermediate_size": 512}])
-def test_a_gate_by_a_sigmoid_keeps_five_tensors_of_the_mlps_width(parts):
+def test_a_gate_by_a_sigmoid_keeps_three_tensors_of_the_mlps_width(parts):
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     gate = {"quick_geglu": True, "no_attention": True, "ffn_hidden_size": 512}
     model = replace(STYLES["gpt2"], **sizes, **gate, **parts)

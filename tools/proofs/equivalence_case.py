@@ -104,6 +104,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
     | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
     "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
 }
+# What an MLP is made of, in any style.
+PARTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "geglu": {"swiglu": False, "geglu": True, "ffn_hidden_size": 24},
+    "clamped": {
+        "swiglu": False,
+        "quick_geglu": True,
+        "activation_func_clamp_value": 0.02,
+        "glu_linear_offset": 1.0,
+    },
+    "xielu": {"swiglu": False, "xielu": True},
+}
 # What else loss_func reports.
 METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "none": lambda trains: {},
@@ -142,6 +154,7 @@ class Case:
         memory: what is copied to the host or computed again, see tables/moved.py; modules: of
             --offload-modules.
         experts: what the layers have in place of an MLP.
+        parts: what else differs from the style, see PARTS.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
         documents: none, "attention", "positions" or "both" restart at an end of document.
         slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to
@@ -191,6 +204,7 @@ class Case:
     drawn: int | None = None
     buckets: int = 1
     experts: str = "none"
+    parts: str = "none"
     ep: int = 1
     etp: int | None = None
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
@@ -256,7 +270,7 @@ class Case:
                 cross_entropy_loss_fusion=self.fused,
                 window_size=None if self.window is None else f"{self.window},0",
                 per_layer_overrides=json.dumps(overrides) if overrides else None,
-                **STYLES[self.style],
+                **STYLES[self.style] | PARTS[self.parts],
                 **RECOMPUTE[self.recompute],
                 **EXPERTS[self.experts],
                 moe_token_dispatcher_type=self.dispatcher,

@@ -45,6 +45,7 @@ from tools.proofs.equivalence_case import (
     EXPERTS,
     METRICS,
     OVERRIDES,
+    PARTS,
     RECOMPUTE,
     SEQ,
     STYLES,
@@ -168,7 +169,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             )
         if case.experts != "none" and (tp == 1 or case.sequence_parallel):
             case = replace(case, **_drawn_grid(rng, tp * cp * dp, case.variable))
-        case = _perhaps_sliced(rng, _perhaps_named(rng, case))
+        case = _perhaps_sliced(rng, _perhaps_named(rng, _with_parts(rng, case)))
         try:
             place = table(case).placement
         except ScheduleError:
@@ -178,6 +179,14 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         )
         if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
             return case
+
+
+def _with_parts(rng: random.Random, case: Case) -> Case:
+    """Draw what differs from the style: a layer has one activation, and experts no scalars."""
+    if case.overrides == "kinds" or rng.random() < 0.5:
+        return case
+    names = [name for name in PARTS if name != "xielu" or case.experts == "none"]
+    return replace(case, parts=rng.choice(names))
 
 
 def _perhaps_named(rng: random.Random, case: Case) -> Case:

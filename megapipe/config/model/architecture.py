@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megapipe.config.model.activation import ActivationConfig
 from megapipe.config.model.mla import HEADS, ROPE, STRETCHED
 from megapipe.config.notes import (
     ABOVE_0,
@@ -19,16 +20,13 @@ from megapipe.config.notes import (
     Required,
     at_least,
     demands,
-    excludes,
     needs,
     of_no_layer,
 )
 
-ONE_MLP = "{} and {} are different activations of one MLP"
-
 
 @dataclass(frozen=True)
-class ArchitectureConfig:
+class ArchitectureConfig(ActivationConfig):
     """The settings of every GPT, and the implementation of its layers."""
 
     # Widths and heads.
@@ -86,27 +84,6 @@ class ArchitectureConfig:
     """Number that norms add to the variance before its root."""
     apply_layernorm_1p: Annotated[bool, MUST] = False
     """Store the weight of each norm minus 1, so that it starts at 0."""
-    # The activation of the MLP.
-    swiglu: Annotated[bool, MUST, excludes("quick_geglu squared_relu", ONE_MLP)] = False
-    """Use a gated SiLU in the MLP instead of GELU."""
-    quick_geglu: Annotated[bool, MUST, excludes("squared_relu", ONE_MLP)] = False
-    """Use a gated GELU in the MLP, in the form x sigmoid(1.702 x), instead of GELU."""
-    squared_relu: Annotated[bool, MUST] = False
-    """Use a squared ReLU in the MLP instead of GELU."""
-    no_bias_gelu_fusion: Annotated[
-        bool,
-        MUST,
-        Idle(
-            lambda c: c.model.gated or c.model.squared_relu,
-            "the MLP has another activation, without GELU",
-        ),
-        of_no_layer(
-            lambda m: m.disable_bias_linear,
-            "GELU has its erf form anyway, with --disable-bias-linear",
-        ),
-    ] = False
-    """Compute GELU exactly, by erf, as Megatron-LM does where it does not fuse. Default: the tanh
-    form, but erf with --disable-bias-linear."""
     # Biases, and norms of heads.
     disable_bias_linear: Annotated[bool, MUST] = False
     """Leave the bias out of all linear layers."""
@@ -236,11 +213,6 @@ class ArchitectureConfig:
         return 4 * self.hidden
 
     @property
-    def gated(self) -> bool:
-        """Return whether the MLP's first layer has two halves, gate and up."""
-        return self.swiglu or self.quick_geglu
-
-    @property
     def window(self) -> int | None:
         """Number of tokens before itself that a token attends to, None for all."""
         if self.window_size is None:
@@ -253,7 +225,7 @@ class ArchitectureConfig:
         """Return whether the MLP has the exact GELU, by erf, and not its tanh approximation."""
         # Megatron-LM computes the tanh form in its fusion of bias and GELU, which needs a bias.
         by_erf = self.no_bias_gelu_fusion or self.disable_bias_linear
-        return by_erf and not (self.gated or self.squared_relu)
+        return by_erf and self.activation == "gelu"
 
     @property
     def linear_std(self) -> float | None:

@@ -138,7 +138,7 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
         model: the configuration of megapipe for it.
         vocab_size: number of ids without padding.
     """
-    if not model.gated and not model.squared_relu:
+    if model.activation == "gelu":
         name = content.get("activation_function", content.get("hidden_act"))
         form = "tanh form of GELU"
         if model.erf_gelu:

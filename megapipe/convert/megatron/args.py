@@ -32,6 +32,7 @@ max_position_embeddings position_embedding_type
 rotary_base rotary_percent rotary_interleaved
 use_rope_scaling rope_scaling_factor
 normalization swiglu quick_geglu squared_relu
+activation_func_clamp_value glu_linear_offset
 add_qkv_bias qk_layernorm
 untie_embeddings_and_output_weights
 init_method_std init_method_xavier_uniform
@@ -85,7 +86,6 @@ attention_output_gate qk_l2_norm
 window_attn_skip_freq no_rope_freq
 rotary_seq_len_interpolation_factor
 apply_residual_connection_post_layernorm
-activation_func_clamp_value glu_linear_offset
 use_mup enable_mhc_connections moe_latent_size
 moe_apply_probs_on_input
 moe_mlp_glu_interleave_size

@@ -177,7 +177,7 @@ def _notes(config: Config, with_state: bool, name: str) -> Iterator[str]:
     if not with_state:
         yield f"{name} gives weights alone: the optimizer begins anew"
     # Megatron-LM's flags choose the form in a way that is easy to miss.
-    if not (model.gated or model.squared_relu):
+    if model.activation == "gelu":
         form = "erf" if model.erf_gelu else "tanh"
         yield f"the activation is the {form} form of GELU"
     yield f"{model.padded_vocab_size} rows of the embedding, padding included"

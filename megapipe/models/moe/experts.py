@@ -20,8 +20,8 @@ from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
 from megapipe.distributed.layout import Layout, set_layout
 from megapipe.kernels.region import is_fused
+from megapipe.models.activations import function_of
 from megapipe.models.fused import weighted_swiglu
-from megapipe.models.mlp import activate
 from megapipe.models.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher
 from megapipe.models.moe.router import Routing
 from megapipe.tensor_parallel.collectives import opening
@@ -122,7 +122,7 @@ class _How(NamedTuple):
         dispatcher: brings tokens to the experts' ranks and outputs back.
         first: True on one of the ranks that split each expert; it adds fc2's bias.
         activation: fc1's output [R, 2f or f] -> [R, f].
-        swiglu: True if the activation is SwiGLU, which has a fused kernel.
+        swiglu: True if the activation is SwiGLU without a clamp, which has a fused kernel.
         one, two: the products of fc1 and of fc2.
     """
 
@@ -327,8 +327,8 @@ class Experts(nn.Module):
         how = _How(
             self._dispatcher(routing),
             self.etp.rank == 0,
-            lambda y: activate(y, self.config),
-            self.config.swiglu,
+            function_of(self.config),
+            self.config.plain_swiglu,
             one.products,
             two.products,
         )

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from megapipe.config import ModelConfig
+from megapipe.config.model.activation import ACTIVATIONS
 from megapipe.plan.layers.load import Load, norm_size
 from megapipe.plan.layers.work import Work
 
@@ -54,21 +55,17 @@ def _parameters(model: ModelConfig, width: int) -> int:
     """
     matrices = _matrices(model)
     bias = (matrices - 1) * width + model.hidden
-    return model.hidden * width * matrices + bias * model.bias
+    scalars = ACTIVATIONS[model.activation].weights
+    return model.hidden * width * matrices + bias * model.bias + scalars
 
 
 def _kept(model: ModelConfig) -> int:
     """Return the number of tensors [tokens, width] that an MLP keeps for backward.
 
-    They are the output of its first product, the input of its last, and some of the activation
-    function between them.
+    They are the output of its first product and the input of its last. Activations between them
+    keep nothing else, see `config.model.activation`.
     """
-    if model.swiglu:
-        return 3
-    # A gate by a sigmoid is plain torch: the sigmoid and the gate times it are kept in addition.
-    if model.quick_geglu:
-        return 5
-    return 2
+    return ACTIVATIONS[model.activation].kept
 
 
 class _Rows(NamedTuple):

@@ -1,0 +1,172 @@
+"""The activations of the MLP: a row for each, by the names of `config.model.activation`.
+
+A row has the function in torch's operations, which say its derivative too. Some have a version of
+their own, with a derivative written by hand. Every one keeps its input alone for backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.config import ModelConfig
+from megapipe.config.model.activation import ACTIVATIONS
+from megapipe.distributed.layout import Layout, set_layout
+from megapipe.models.fused import swiglu
+from megapipe.models.gelu import gelu
+from megapipe.tensor_parallel.eager import eager
+
+QUICK = 1.702
+"""x sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016): "quick GELU"."""
+
+
+class Row(NamedTuple):
+    """An activation.
+
+    Attributes:
+        plain: (output of the MLP's first layer, configuration, learned scalars) -> input of the
+            last layer, in torch's operations.
+        again: autograd would keep more than the input for them. Backward runs them again instead.
+        own: (output of the first layer) -> input of the last, with a derivative written by hand.
+            None: there is only `plain`.
+    """
+
+    plain: Callable[..., Tensor]
+    again: bool = False
+    own: Callable[[Tensor], Tensor] | None = None
+
+
+def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, ModelConfig], Tensor]:
+    """Return function(gate) x (up + offset), with gate and up clamped as the flags say."""
+
+    def apply(x: Tensor, config: ModelConfig) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        most = config.activation_func_clamp_value
+        if most is not None:
+            gate = gate.clamp(max=most)
+            up = up.clamp(-most, most)
+        if config.glu_linear_offset:
+            up = up + config.glu_linear_offset
+        return function(gate) * up
+
+    return apply
+
+
+def _xielu(
+    x: Tensor, config: ModelConfig, above: Tensor, below: Tensor, beta: Tensor, eps: Tensor
+) -> Tensor:
+    """Return xIELU of x (Huang and Schlag 2024, arXiv 2411.13010).
+
+    Args:
+        above, below: [1], the learned scalars for x above 0 and below it.
+        beta: [], the slope at 0. eps: [], the largest argument of the exponential.
+    """
+    positive = F.softplus(above)
+    negative = beta + F.softplus(below)
+    return torch.where(
+        x > 0,
+        positive * x * x + beta * x,
+        (torch.expm1(torch.min(x, eps)) - x) * negative + beta * x,
+    )
+
+
+def _plain_gelu(x: Tensor, config: ModelConfig) -> Tensor:
+    if config.erf_gelu:
+        return F.gelu(x)
+    return gelu(x)
+
+
+ROWS: dict[str, Row] = {
+    "swiglu": Row(_gated(F.silu), again=True, own=swiglu),
+    "quick_geglu": Row(_gated(lambda gate: gate * torch.sigmoid(QUICK * gate)), again=True),
+    "geglu": Row(_gated(lambda gate: F.gelu(gate, approximate="tanh")), again=True),
+    "squared_relu": Row(lambda x, config: F.relu(x).square()),
+    "xielu": Row(_xielu, again=True),
+    "gelu": Row(_plain_gelu),
+}
+assert ROWS.keys() == ACTIVATIONS.keys()
+
+
+class _Again(torch.autograd.Function):
+    """A function that keeps its inputs alone; backward runs it again and differentiates that."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        pairs = zip(ctx.saved_tensors, needed, strict=True)
+        inputs = [x.detach().requires_grad_(needs) for x, needs in pairs]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        wanted = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(output, wanted, grad))
+        return None, *(next(found) if needs else None for needs in needed)
+
+
+_again: Callable[..., Tensor] = eager(_Again.apply)
+
+
+def function_of(config: ModelConfig) -> Callable[..., Tensor]:
+    """Return the configured activation, as a function that autograd differentiates.
+
+    Its arguments are the output of an MLP's first layer, [..., ffn], or [..., 2 ffn] = [gate, up]
+    of a gated MLP; and for --xielu the scalars of `Xielu`. It returns [..., ffn].
+    """
+    row = ROWS[config.activation]
+    # torch.compile fuses plain operations itself.
+    if row.own is not None and config.plain_swiglu and not torch.compiler.is_compiling():
+        return row.own
+    return lambda x, *scalars: row.plain(x, config, *scalars)
+
+
+def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
+    """Apply the configured activation, and keep nothing but its arguments for backward.
+
+    Args:
+        x, scalars: see `function_of`.
+    """
+    function = function_of(config)
+    row = ROWS[config.activation]
+    has_own = row.own is function
+    if row.again and not has_own and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _again(function, x, *scalars)
+    return function(x, *scalars)
+
+
+class Xielu(nn.Module):
+    """The scalars of an MLP's xIELU: two learned ones, and two constants as files have them.
+
+    Each tensor-parallel rank has them all, and their gradients from its own channels.
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Both slopes begin at 0.8, of which beta is a part below 0.
+        self.alpha_p = _scalar(0.8)
+        self.alpha_n = _scalar(0.3)
+        self.register_buffer("beta", torch.tensor(0.5))
+        self.register_buffer("eps", torch.tensor(-1e-6))
+
+    @property
+    def scalars(self) -> tuple[Tensor, ...]:
+        """The arguments of `activate`."""
+        return self.alpha_p, self.alpha_n, self.beta, self.eps
+
+
+def _scalar(start: float) -> nn.Parameter:
+    """Return a learned scalar [1] whose softplus begins at `start`."""
+    layout = Layout((1,), mean=math.log(math.expm1(start)), sum_over_tp=True)
+    return set_layout(nn.Parameter(torch.empty(1)), layout)
