@@ -19,7 +19,7 @@ ONE_MLP = "{} and {} are different activations of one MLP"
 
 
 class Kind(NamedTuple):
-    """What a model's sizes and memory depend on in an activation.
+    """The properties of an activation that sizes and memory of a model depend on.
 
     Attributes:
         gated: the MLP's first layer has two halves, gate and up.
