@@ -154,7 +154,7 @@ class Xielu(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Both slopes begin at 0.8, of which beta is a part below 0.
+        # Both slopes begin at 0.8. Below 0 beta is added to the softplus.
         self.alpha_p = _scalar(0.8)
         self.alpha_n = _scalar(0.3)
         self.register_buffer("beta", torch.tensor(0.5))
