@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -349,6 +353,23 @@ def test_processes_of_a_search_end_where_sigterm_is_ignored():
             assert workers.ask(_element, [1, 0, 1]) == [3, 2, 3]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_processes_of_a_search_that_is_killed_end_too():
+    """Each had a copy of its own parent's end of the pipe, and waited for questions for ever."""
+    program = (
+        "from megapipe.commands.plan.search.workers import Workers\n"
+        "with Workers(None, 2) as workers:\n"
+        "    print(*(child.pid for child in workers._children), flush=True)\n"
+        "    input()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    children = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.communicate()
+    assert len(children) == 2
+    # The file of a process can be read once the process has ended.
+    assert all(select.select([child], [], [], 30)[0] for child in children)
 
 
 def _element(state, number):

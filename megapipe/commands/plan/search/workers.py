@@ -35,10 +35,12 @@ class Workers:
         context = multiprocessing.get_context("fork")
         for _ in range(jobs):
             mine, theirs = context.Pipe()
-            child = context.Process(target=_serve, args=(theirs, state), daemon=True)
+            self._ends.append(mine)
+            child = context.Process(
+                target=_serve, args=(theirs, state, tuple(self._ends)), daemon=True
+            )
             child.start()
             theirs.close()
-            self._ends.append(mine)
             self._children.append(child)
 
     def __enter__(self) -> Self:
@@ -79,12 +81,22 @@ class Workers:
         return found
 
 
-def _serve(end: Connection, state: Any) -> None:
+def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
+    """Answer questions until the parent ends.
+
+    Args:
+        end: where questions come from and answers go.
+        state: the first argument of every function that is asked.
+        parents: the parent's ends of all pipes so far, of which a fork has copies.
+    """
     # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # With a copy left open, this process would not see that a killed parent is gone.
+    for copy in parents:
+        copy.close()
     while True:
         try:
             answer, block = end.recv()
-        except EOFError:
+            end.send([answer(state, question) for question in block])
+        except (EOFError, BrokenPipeError):
             return
-        end.send([answer(state, question) for question in block])
