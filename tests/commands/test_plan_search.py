@@ -363,10 +363,9 @@ def test_processes_of_a_search_that_is_killed_end_too():
         "    print(*(child.pid for child in workers._children), flush=True)\n"
         "    input()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    children = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
-    parent.kill()
-    parent.communicate()
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        children = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
     assert len(children) == 2
     # The file of a process can be read once the process has ended.
     assert all(select.select([child], [], [], 30)[0] for child in children)
