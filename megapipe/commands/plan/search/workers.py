@@ -87,7 +87,7 @@ def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
     Args:
         end: where questions come from and answers go.
         state: the first argument of every function that is asked.
-        parents: the parent's ends of all pipes so far, of which a fork has copies.
+        parents: copies, made by the fork, of the parent's ends of all pipes so far.
     """
     # Ctrl-C reaches all processes of a terminal; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
