@@ -31,6 +31,7 @@ from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
+from megapipe.tensor_parallel.softcap import capped
 from megapipe.tensor_parallel.vocabulary import VocabularyRows
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -385,11 +386,12 @@ class GPTModel(nn.Module):
                 self.tp,
                 sequence_parallel=self.config.sequence_parallel,
                 most_kept=self.most_kept,
+                cap=self.config.final_logit_softcapping,
             )
             # Inside the model the sequence comes first, as in Megatron-LM. Callers get what they
             # gave: [b, s].
             return losses.t()
-        logits = head(x)
+        logits = capped(head(x), self.config.final_logit_softcapping)
         if labels is None:
             return logits.transpose(0, 1)  # type: ignore[no-any-return]
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()

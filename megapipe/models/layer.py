@@ -1,4 +1,4 @@
-"""The transformer layer: attention and an MLP, each with a norm before it and a residual sum."""
+"""The transformer layer: attention and an MLP, each with its norms and a residual sum."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from megapipe.tensor_parallel.saving import named
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm layer: x += attention(norm(x)), then x += mlp(norm(x)).
+    """Attention and MLP in sequence: x += attention(norm(x)), then x += mlp(norm(x)).
 
+    --norm-placement can put a norm after each half, in addition or instead.
     Options that the configuration overrides for this layer apply. An override may also remove the
     attention half, the MLP half, or both.
 
@@ -46,29 +47,35 @@ class TransformerLayer(nn.Module):
         # weights are summands.
         norm = parts_of(config).norm
         self.shares_sequence = tp if sharded else None
-        self.input_layernorm: Norm | None = None
+
+        def made(present: bool) -> Norm | None:
+            return norm(config, config.hidden, sum_over_tp=sharded) if present else None
+
+        has_attention = not config.no_attention
+        has_mlp = not config.no_mlp
+        self.input_layernorm = made(has_attention and config.has_pre_norm)
         self.self_attention: LatentAttention | SelfAttention | None = None
-        if not config.no_attention:
-            self.input_layernorm = norm(config, config.hidden, sum_over_tp=sharded)
+        if has_attention:
             attention = LatentAttention if config.multi_latent_attention else SelfAttention
             self.self_attention = attention(config, tp, layer)
-        self.pre_mlp_layernorm: Norm | None = None
+        self.post_self_attn_layernorm = made(has_attention and config.has_post_norm)
+        self.pre_mlp_layernorm = made(has_mlp and config.has_pre_norm)
         self.mlp: nn.Module | None = None
-        if not config.no_mlp:
-            self.pre_mlp_layernorm = norm(config, config.hidden, sum_over_tp=sharded)
+        if has_mlp:
             self.mlp = MoE(config, tp, layer) if config.has_experts else MLP(config, tp)
+        self.post_mlp_layernorm = made(has_mlp and config.has_post_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
         # The sum of one half waits for the next norm, so that a GPU does both in one kernel.
         delta = None
-        if self.input_layernorm is not None and self.self_attention is not None:
-            x, delta = self._half(
-                x, delta, self.input_layernorm, self.self_attention, "attention_out"
-            )
-        if self.pre_mlp_layernorm is not None and self.mlp is not None:
+        if self.self_attention is not None:
+            norms = self.input_layernorm, self.post_self_attn_layernorm
+            x, delta = self._half(x, delta, norms, self.self_attention, "attention_out")
+        if self.mlp is not None:
+            norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
             mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
-            x, delta = self._half(x, delta, self.pre_mlp_layernorm, mlp, "mlp_out")
+            x, delta = self._half(x, delta, norms, mlp, "mlp_out")
         if delta is None:
             return x
         return x + delta
@@ -77,28 +84,34 @@ class TransformerLayer(nn.Module):
         self,
         x: Tensor,
         delta: Tensor | None,
-        norm: Norm,
+        norms: tuple[Norm | None, Norm | None],
         half: Callable[[Tensor], Tensor],
         site: str,
     ) -> tuple[Tensor, Tensor]:
-        """Return (x + delta, dropout(half(norm(x + delta)))); the caller adds these two.
+        """Return (x + delta, dropout(after(half(before(x + delta))))); the caller adds these two.
 
         The sum is left to the next norm, so that a GPU computes both in one kernel.
 
         Args:
             delta: output of the half before, not yet added to x; None at the start of a layer.
-            norm: the norm before this half.
+            norms: the norms before and after this half; None for the identity.
             half: attention or MLP.
             site: the place in the layer, which seeds the dropout mask.
         """
         # The sum is kept in any case, as the residual stream, so recomputing the norm needs nothing
         # more.
-        if self.recompute_norms:
+        before, after = norms
+        if before is None or self.recompute_norms:
             if delta is not None:
                 x = x + delta
-            return x, self._drop(without_result(norm, x, half), site)
-        x, y = norm.add_and_norm(x, delta)
-        return x, self._drop(half(y), site)
+            out = half(x) if before is None else without_result(before, x, half)
+        else:
+            x, y = before.add_and_norm(x, delta)
+            out = half(y)
+        # Nobody keeps the result of this norm, so that there is nothing to recompute.
+        if after is not None:
+            out = after(out)
+        return x, self._drop(out, site)
 
     # Not compiled: the layer's number would be a constant of the code, compiled for every layer.
     @eager

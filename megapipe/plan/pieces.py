@@ -366,5 +366,6 @@ def _head(model: ModelConfig, load: Load) -> Work:
     held = load.bytes(2 * h, vocab)
     if not fused:
         # The softmax in float32 takes the place of the logits.
-        held = load.bytes(2 * h, 0) + 4 * load.tokens * vocab / load.tp
+        capped = model.final_logit_softcapping is not None
+        held = load.bytes(2 * h, vocab * capped) + 4 * load.tokens * vocab / load.tp
     return Work(product, product + again, product, held, load.bytes(h, vocab), parameters)

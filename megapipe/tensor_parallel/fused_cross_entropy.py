@@ -23,6 +23,7 @@ from megapipe.kernels.region import is_fused, region
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import add_product, linear
+from megapipe.tensor_parallel.softcap import cap_, slope_of
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 BLOCK_ELEMENTS = 1 << 20
@@ -43,7 +44,9 @@ class _HeadLoss(torch.autograd.Function):
         tp: Axis,
         sequence_parallel: bool,
         most_kept: int,
+        cap: float | None,
     ) -> Tensor:
+        ctx.cap = cap
         ctx.opens = opening(tp, sequence_parallel)
         rows = _rows(ctx.opens.forward(x).wait())
         # Counted from this rank's first row. A label of another rank is then in none of its blocks.
@@ -54,7 +57,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.kept = [] if len(rows) * weight.shape[0] <= most_kept else None
         space = space_of(rows, weight.shape[0])
         for block in blocks_of(rows, weight.shape[0]):
-            logits = linear(rows, weight[block])
+            logits = cap_(linear(rows, weight[block]), cap)
             if ctx.kept is not None:
                 ctx.kept.append(logits)
             inside, column = columns_of(labels, block)
@@ -83,6 +86,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, lse, ignored = ctx.saved_tensors
         opens = ctx.opens
+        cap = ctx.cap
         rows = _rows(opens.forward(x).wait())
         grad = grad.reshape(-1).to(lse.dtype).masked_fill(ignored, 0.0)
         kept = ctx.kept
@@ -99,8 +103,8 @@ class _HeadLoss(torch.autograd.Function):
                 if kept is not None:
                     dy = kept[n]  # B has turned the kept logits into gradients
                 else:
-                    dy = linear(rows, weight[block])
-                    to_gradient_(dy, lse, grad, labels - block.start, space)
+                    dy = cap_(linear(rows, weight[block]), cap)
+                    to_gradient_(dy, lse, grad, labels - block.start, space, cap)
                 add_product(into[block], dy, rows)
 
         wants_x, wants_weight = ctx.needs_input_grad[:2]
@@ -123,8 +127,8 @@ class _HeadLoss(torch.autograd.Function):
         grad_x = torch.zeros_like(rows, dtype=lse.dtype)
         space = space_of(rows, weight.shape[0])
         for n, block in enumerate(blocks_of(rows, weight.shape[0])):
-            dy = linear(rows, weight[block]) if kept is None else kept[n]
-            to_gradient_(dy, lse, grad, labels - block.start, space)
+            dy = cap_(linear(rows, weight[block]), cap) if kept is None else kept[n]
+            to_gradient_(dy, lse, grad, labels - block.start, space, cap)
             if wants_x:
                 grad_x += linear(dy, weight[block].t())
             if wants_weight:
@@ -135,7 +139,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_weight = None
         if wants_weight and main_grad is None:
             grad_weight = into.to(weight.dtype)
-        return reduced, grad_weight, *(None,) * 4
+        return reduced, grad_weight, *(None,) * 5
 
 
 _head_loss: Callable[..., Tensor] = _HeadLoss.apply
@@ -192,7 +196,12 @@ def _with_block(logits: Tensor, highest: Tensor, total: Tensor) -> tuple[Tensor,
 
 
 def to_gradient_(
-    logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor, space: Tensor
+    logits: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
+    labels: Tensor,
+    space: Tensor,
+    cap: float | None = None,
 ) -> None:
     """Replace the logits of a block by their gradients, (softmax - one_hot) x scale.
 
@@ -203,7 +212,13 @@ def to_gradient_(
         labels: [n], counted from the block's first row; a number outside of 0..block-1 is a label
             in another block.
         space: memory for a block, see `space_of`.
+        cap: the logits are capped by this number, and the gradients are of what the cap was given.
     """
+    if cap is not None:
+        slope = slope_of(logits, cap)
+        to_gradient_(logits, log_sum, scale, labels, space)
+        logits.mul_(slope)
+        return
     if is_fused(logits):
         _to_gradient_(logits, log_sum, scale, labels)
         return
@@ -277,6 +292,7 @@ def vocab_parallel_linear_cross_entropy(
     *,
     sequence_parallel: bool = False,
     most_kept: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return each token's cross entropy directly from the hidden states.
 
@@ -291,10 +307,11 @@ def vocab_parallel_linear_cross_entropy(
         target: [...], ids in 0..v-1. Any other number, such as -100, marks a token without loss.
         sequence_parallel: x has this rank's tokens only, in its first dimension; target has all.
         most_kept: the most logits to keep for backward, in x's type; 64M by default.
+        cap: the number c of capped logits, c tanh(x W^T / c); None for plain ones.
     Returns: [...] in float32 (float64 for float64 x).
     """
     if not torch.is_grad_enabled():
         most_kept = -1
     elif most_kept is None:
         most_kept = KEPT_ELEMENTS
-    return _head_loss(x, weight, target, tp, sequence_parallel, most_kept)
+    return _head_loss(x, weight, target, tp, sequence_parallel, most_kept, cap)

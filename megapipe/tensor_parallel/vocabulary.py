@@ -27,6 +27,7 @@ from megapipe.tensor_parallel.fused_cross_entropy import (
     wide_of,
 )
 from megapipe.tensor_parallel.products import add_product, linear
+from megapipe.tensor_parallel.softcap import cap_, slope_of
 
 
 class VocabularyRows(nn.Module):
@@ -79,15 +80,22 @@ class Kept(NamedTuple):
         labels: [n], counted from the share's first row.
         logits: for each block of the share's vocabulary, the logits [n, block]; None if they are
             too many to keep.
+        cap: the number that caps the logits; None for plain ones.
     """
 
     rows: Tensor
     labels: Tensor
     logits: list[Tensor] | None
+    cap: float | None = None
 
 
 def share_of_loss(
-    rows: Tensor, weight: Tensor, labels: Tensor, *, differentiated: bool
+    rows: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    differentiated: bool,
+    cap: float | None = None,
 ) -> tuple[Tensor, Kept]:
     """Compute the part of loss and input gradient that one share of the vocabulary knows.
 
@@ -96,6 +104,7 @@ def share_of_loss(
         weight: [v', h], this share's rows of the head.
         labels: [n], counted from the share's first row.
         differentiated: whether gradients will be needed.
+        cap: the number c of capped logits, c tanh(logit / c); None for plain ones.
     Returns: a message, and the state for `add_head_gradient`. The message is one flat tensor of
         rows' type with
         - [n, h], the mean of the share's rows under its own softmax;
@@ -112,7 +121,7 @@ def share_of_loss(
     )
     space = space_of(rows, weight.shape[0])
     for block in blocks_of(rows, weight.shape[0]):
-        logits = linear(rows, weight[block])
+        logits = cap_(linear(rows, weight[block]), cap)
         if kept is not None:
             kept.append(logits)
         inside, column = columns_of(labels, block)
@@ -127,14 +136,20 @@ def share_of_loss(
         # Before the barrier, though only backward reads it: later it would need an exchange of its
         # own.
         if differentiated:
+            if cap is not None:
+                exp.mul_(slope_of(logits, cap))
             mean.mul_(fewer[:, None]).add_(linear(exp.to(rows.dtype), weight[block].t()))
         highest = higher
     inside, column = columns_of(labels, slice(0, weight.shape[0]))
     label_row = weight[column.squeeze(1)].masked_fill(~inside[:, None], 0.0)
+    if cap is not None:
+        label_row = label_row * slope_of(at_label.clamp(min=-cap), cap)[:, None].to(rows.dtype)
     # The float32 numbers are viewed as the rows' type: one message instead of two.
     numbers = torch.stack((highest, total, at_label)).view(rows.dtype).flatten()
     mean = mean.div_(total[:, None]).to(rows.dtype)
-    return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(rows, labels, kept)
+    return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(
+        rows, labels, kept, cap
+    )
 
 
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
@@ -231,13 +246,16 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
         weight: [v', h]. into: [v', h].
         losses: messages of `packed_loss`, one for each run of the tokens.
     """
-    rows, labels, logits = kept
+    rows, labels, logits, cap = kept
     numbers = [loss.clone().view(wide_of(rows)).view(2, -1) for loss in losses]
     log_sum, scale = torch.cat(numbers, 1)
     space = space_of(rows, weight.shape[0])
     for number, block in enumerate(blocks_of(rows, weight.shape[0])):
-        dy = linear(rows, weight[block]) if logits is None else logits[number]
-        to_gradient_(dy, log_sum, scale, labels - block.start, space)
+        if logits is None:
+            dy = cap_(linear(rows, weight[block]), cap)
+        else:
+            dy = logits[number]
+        to_gradient_(dy, log_sum, scale, labels - block.start, space, cap)
         add_product(into[block], dy, rows)
 
 

@@ -52,6 +52,14 @@ STYLES["latent"] = {name: STYLES["llama"][name] for name in _SHARED.split()} | {
     **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
     **{"qk_layernorm": True, "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0},
 }
+_LLAMA = STYLES["llama"]
+STYLES["gemma2"] = _LLAMA | {
+    "norm_placement": "sandwich",
+    "apply_layernorm_1p": True,
+    "softmax_scale": 0.75,
+    "attn_logit_softcapping": 0.5,
+    "final_logit_softcapping": 1.5,
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full"},

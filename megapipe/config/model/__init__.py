@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megapipe.config.model.architecture import ArchitectureConfig
+from megapipe.config.model.attention import AttentionConfig
 from megapipe.config.model.fp8 import SHARED_SCALES, FP8Config
 from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
@@ -19,7 +20,15 @@ from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 
 # A dataclass lists the fields of its last base first: --help and the log follow this order.
 @dataclass(frozen=True)
-class ModelConfig(RecomputeConfig, ArchitectureConfig, MTPConfig, FP8Config, MoEConfig, MLAConfig):
+class ModelConfig(
+    RecomputeConfig,
+    AttentionConfig,
+    ArchitectureConfig,
+    MTPConfig,
+    FP8Config,
+    MoEConfig,
+    MLAConfig,
+):
     """The architecture, and how its layers compute. Nothing about layout, data or training."""
 
     sequence_parallel: Annotated[

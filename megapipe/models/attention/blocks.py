@@ -65,6 +65,7 @@ class MaskSpec:
         p: probability of dropout.
         site: the layer and the place in it. The dropout masks are seeded by stream and site.
         heads: the ranks that split the heads.
+        cap: the number c of capped scores, c tanh(score / c); None for plain ones.
     """
 
     length: int
@@ -74,6 +75,7 @@ class MaskSpec:
     p: float = 0.0
     site: tuple[object, ...] = ()
     heads: Axis = ALONE
+    cap: float | None = None
 
     def first_seen(self, token: int) -> int:
         """Return the first token that the query at position `token` attends to.
@@ -122,7 +124,7 @@ class MaskSpec:
                         yield _Block(rows, seen, row_slice, column_slice, whole, first)
 
     def scores(self, rows: Tensor, keys: Tensor, block: _Block) -> Tensor:
-        """Return the scores q k^T / sqrt(d) of a block, minus infinity where masked.
+        """Return the scores q k^T / sqrt(d) of a block, capped, minus infinity where masked.
 
         Args:
             rows: queries [n, r, d] of n pairs of a sequence and a query group.
@@ -132,6 +134,8 @@ class MaskSpec:
         scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
         # The product is scaled before it is rounded: unscaled scores could overflow.
         scores = scores.baddbmm_(rows, keys.mT, beta=0, alpha=_scale(rows)).to(_sums(rows))
+        if self.cap is not None:
+            scores.div_(self.cap).tanh_().mul_(self.cap)
         queries = block.queries
         masked = block.keys
         if self.window is None and self.documents is None:
@@ -143,6 +147,16 @@ class MaskSpec:
             by_query = scores.view(sequences, -1, len(queries), keys.shape[1])
             by_query[..., keys.shape[1] - len(masked) :].masked_fill_(unseen, float("-inf"))
         return scores
+
+    def slope(self, scores: Tensor) -> Tensor | None:
+        """Return the derivative of the cap at these capped scores; None for plain ones.
+
+        With s = c tanh(x / c) it is ds/dx = 1 - (s / c)^2, and 0 where masked.
+        """
+        if self.cap is None:
+            return None
+        # A masked score is minus infinity, and its probability of 0 times that would be nan.
+        return 1 - (scores.clamp(min=-self.cap) / self.cap).square_()
 
     def kept(self, scores: Tensor, sequences: int, block: _Block) -> Tensor:
         """Return the block's dropout mask: 1 for a probability that is kept, 0 for a dropped one.
@@ -275,14 +289,19 @@ def differentiate(
         norm = lse[:, :, block.rows].reshape(len(keys), -1, 1)
         share = delta[:, :, block.rows].reshape(len(keys), -1, 1)
         # With the denominator over all keys these are the final probabilities at once.
-        p = mask.scores(rows, keys[:, columns], block).sub_(norm).exp_()
+        scores = mask.scores(rows, keys[:, columns], block)
+        slope = mask.slope(scores)
+        p = scores.sub_(norm).exp_()
         # Dropout's factor, here once for the gradients of both values and probabilities.
         do = do * (1 / (1 - mask.p))
         dp = (do @ values[:, columns].mT).to(p.dtype)
         kept = mask.kept(p, len(q), block) if mask.p else None
         # The softmax's backward needs the probabilities before dropout. The values' gradient needs
         # them after dropout.
-        ds = _drop(dp, kept).sub_(share).mul_(p).to(rows.dtype)
+        ds = _drop(dp, kept).sub_(share).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
+        ds = ds.to(rows.dtype)
         p = _drop(p, kept)
         into = dq[:, :, block.rows]
         into.add_((ds @ keys[:, columns]).view_as(into), alpha=_scale(rows))

@@ -7,6 +7,7 @@ block. No tensor of s x s scores is kept in any of these cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -67,8 +68,10 @@ class Attention(nn.Module):
         self.kernel = kernel
 
     @property
-    def _drops(self) -> bool:
-        return self.training and self.config.attention_dropout > 0
+    def _by_blocks(self) -> bool:
+        """Return whether attention has what the kernels of torch and Transformer Engine lack."""
+        drops = self.training and self.config.attention_dropout > 0
+        return drops or self.config.needs_blocks
 
     @eager
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,7 +93,7 @@ class Attention(nn.Module):
             core = partial(self._attend_whole, replace(stream, cp=ALONE), heads)
             return self._maybe_recomputed(whole_sequences(core, cp), q, k, v)
         # The only case that the kernels of torch and Transformer Engine can compute.
-        if cp.size == 1 and not self._drops and stream.piece is None:
+        if cp.size == 1 and not self._by_blocks and stream.piece is None:
             core = partial(self._attend_whole, stream, tp)
             return self._maybe_recomputed(core, q, k, v)
         # Attention by blocks saves no scores, so it needs no recomputation.
@@ -117,6 +120,7 @@ class Attention(nn.Module):
             p,
             (self.layer, "attention"),
             heads,
+            config.attn_logit_softcapping,
         )
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         out = context_attention(q, k, v, mask, way)
@@ -131,7 +135,7 @@ class Attention(nn.Module):
             q: [s, b, heads, d]. k, v: [s, b, groups, d].
         Returns: [s, b, heads x d].
         """
-        if self._drops or stream.piece is not None:
+        if self._by_blocks or stream.piece is not None:
             return self._attend_blocks(stream, heads, "p2p", q, k, v)
         documents = _isolated(stream)
         # The kernel was made for this rank's heads. After an exchange of heads there are fewer.
@@ -212,6 +216,9 @@ class SelfAttention(Attention):
         if config.position_embedding_type == "rope":
             restarting, cut = positions_here(s, x.device)
             q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
+        # The kernels divide scores by sqrt(head), so that the queries carry any other scale.
+        if config.softmax_scale is not None:
+            q = q * (config.softmax_scale * math.sqrt(head))
         return self.linear_proj(self.attend(q, k, v))  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.plan.layers.load import Load, norm_size
+from megapipe.plan.layers.load import Load, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 SMALLEST_BLOCK = 128
@@ -33,7 +33,8 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
     # Backward has two products for each of forward's, and forward's once more if recomputed.
     in_backward = 2 + model.recompute_attention
     bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
-    norms = norm_size(model, h) + 2 * norm_size(model, model.head_dim) * model.qk_layernorm
+    norms = norm_size(model, h) * norms_of_half(model)
+    norms += 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     return Work(
         products + scores,
         products + in_backward * scores,
@@ -52,7 +53,7 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     keys = model.query_groups * model.head_dim
     grouped = model.heads > model.query_groups
     # Dropout of probabilities goes by blocks too. They recompute themselves in backward.
-    by_blocks = load.meets or model.attention_dropout > 0
+    by_blocks = _by_blocks(model, load)
     logs = _logarithms(model, load) * by_blocks
     windows = _windows(model, load, queries) * (not by_blocks)
 
@@ -60,24 +61,41 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     copies = queries * (grouped and model.query_groups > load.tp)
     # Norms and rotations make new queries and keys, which attention keeps in place of the copies.
     changed = model.qk_layernorm or model.position_embedding_type == "rope"
+    scaled = model.softmax_scale is not None
     # Windows repeat the keys and values of a group for its heads. They keep the repeated ones and
     # free the projected ones, unless a norm needs these or they are the operands themselves.
     repeated = grouped and windows > 0
     projected = not repeated or model.qk_layernorm or not (changed or copies)
-    operands = queries + keys * (not repeated) if changed else copies
+    operands = queries + keys * (not repeated) if changed else max(copies, queries * scaled)
 
     # The modules whose saved tensors a projection and the output are.
     of_projection = "core_attn qkv_linear" if model.qk_layernorm else "core_attn"
     of_output = "attn_proj core_attn" if by_blocks else "attn_proj"
     return load.saved(
-        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
-        (load.bytes(h, 0), "attn_norm"),
-        (load.bytes(h * (not model.recompute_norms), 0), "qkv_linear"),
+        *_around(model, load),
         (load.bytes(0, (queries + 2 * keys) * projected), of_projection),
         (load.bytes(0, copies * model.qk_layernorm), "qkv_linear"),
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, queries), of_output),
     )
+
+
+def _around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
+    """Return (bytes, module) for what attention's norms, its input and its dropout keep."""
+    h = model.hidden
+    # The norm's result can be recomputed. Without a norm before attention its input is the
+    # residual stream itself.
+    read = not (model.has_pre_norm and model.recompute_norms)
+    return [
+        (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h * model.has_pre_norm, 0), "attn_norm"),
+        (load.bytes(h * read, 0), "qkv_linear"),
+    ]
+
+
+def _by_blocks(model: ModelConfig, load: Load) -> bool:
+    """Return whether attention is computed by blocks of keys."""
+    return load.meets or model.attention_dropout > 0 or model.needs_blocks
 
 
 def _logarithms(model: ModelConfig, load: Load) -> float:
@@ -140,7 +158,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
         repeated += scores + 2.0 * load.tokens * up
 
     of_latents = norm_size(model, q_rank + kv_rank) * model.qk_layernorm
-    norms = norm_size(model, h) + of_latents
+    norms = norm_size(model, h) * norms_of_half(model) + of_latents
     # Queries, keys and values have one width in attention, the wider of both.
     wide = model.heads * max(model.qk_dim, model.v_head_dim)
     latents = 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm)
@@ -174,18 +192,17 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
     normed = latents * model.qk_layernorm
     # Recomputed heads read the rotated part of the key, unless it is gathered again.
     rotated = model.qk_pos_emb_head_dim * (not again or load.shared > 1)
-    before_heads = h * (not model.recompute_norms) + latents + normed + rotated
+    before_heads = latents + normed + rotated
 
     # Attention by blocks keeps its output too, and padded it is not what attn_proj keeps. So do
     # torch's kernels on a GPU, for which this is too little.
-    by_blocks = (load.meets or model.attention_dropout > 0) and not again
+    by_blocks = _by_blocks(model, load) and not again
     outputs = wide * (by_blocks and padded)
     operands = (2 * wide + values) * (not again) + outputs
     logs = _logarithms(model, load) * by_blocks
     windows = _windows(model, load, wide) * (not by_blocks and not again)
     return load.saved(
-        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
-        (load.bytes(h, 0), "attn_norm"),
+        *_around(model, load),
         (load.bytes(before_heads, 0), "qkv_linear"),
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, model.heads * model.v_head_dim), "attn_proj"),

@@ -118,6 +118,11 @@ class Load:
         return self.tokens * (outside + self.element * inside / self.tp)
 
 
+def norms_of_half(model: ModelConfig) -> int:
+    """Return the number of norms around attention, and around an MLP: 1 or 2."""
+    return model.has_pre_norm + model.has_post_norm
+
+
 def norm_size(model: ModelConfig, size: int) -> int:
     """Return the number of parameters of a norm over `size` features."""
     # LayerNorm has a bias in addition to its weight; RMSNorm has none.

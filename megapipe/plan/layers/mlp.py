@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megapipe.config import ModelConfig
 from megapipe.config.model.activation import ACTIVATIONS
-from megapipe.plan.layers.load import Load, norm_size
+from megapipe.plan.layers.load import Load, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 NUMBER = 8
@@ -29,16 +29,18 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
     matrices = _matrices(model)
     products = 2.0 * load.tokens * h * ffn * matrices
     again = model.recompute_mlp
-    normed = h * (not model.recompute_norms)
+    # The norm's result, or the residual stream itself where no norm precedes; then what a norm
+    # behind the MLP reads.
+    normed = h * (not (model.has_pre_norm and model.recompute_norms)) + h * model.has_post_norm
     inside = _kept(model) * ffn * (not again)
     rest = load.bytes(normed, inside, h * bool(model.hidden_dropout))
     return Work(
         products,
         products * (1 + again),
         products,
-        **load.saved((load.bytes(h, 0), "mlp_norm"), (rest, "")),
+        **load.saved((load.bytes(h * model.has_pre_norm, 0), "mlp_norm"), (rest, "")),
         kept=load.bytes(2 * h, matrices * ffn),
-        parameters=_parameters(model, ffn) + norm_size(model, h),
+        parameters=_parameters(model, ffn) + norm_size(model, h) * norms_of_half(model),
     )
 
 
@@ -103,7 +105,8 @@ def _experts(model: ModelConfig, load: Load) -> Work:
     by_all_tokens = load.tokens * (experts + gate + shared * matrices)
     products = 2.0 * h * (accepted * model.expert_ffn * matrices + by_all_tokens)
     expert = _parameters(model, model.expert_ffn)
-    dense = h * (experts + gate) + experts * model.bias + norm_size(model, h)
+    dense = h * (experts + gate) + experts * model.bias
+    dense += norm_size(model, h) * norms_of_half(model)
     if shared:
         dense += _parameters(model, shared)
 
@@ -156,9 +159,9 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     # Rows that were exchanged are copies: then no expert keeps the norm's output.
     of_normed = "" if again or rows.exchanged else "expert_fc1"
     saved = [
-        (load.bytes(h, 0), "mlp_norm"),
-        (load.bytes(0, 0, h * bool(model.hidden_dropout)), ""),
-        (load.bytes(h * (not model.recompute_norms), 0), of_normed),
+        (load.bytes(h * model.has_pre_norm, 0), "mlp_norm"),
+        (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h * (not (model.has_pre_norm and model.recompute_norms)), 0), of_normed),
     ]
     if again:
         return saved

@@ -120,7 +120,10 @@ class VocabularyShare(nn.Module):
             # An evaluation has no hidden states of depths, whose labels come last.
             labels = labels[: len(rows)]
             weight = self._use[1].weight
-            share, kept = share_of_loss(rows, weight, labels, differentiated=differentiated)
+            cap = getattr(self.config, "final_logit_softcapping", None)
+            share, kept = share_of_loss(
+                rows, weight, labels, differentiated=differentiated, cap=cap
+            )
         if differentiated:
             self._kept[microbatch] = kept
         return share

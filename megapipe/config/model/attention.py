@@ -1,0 +1,46 @@
+"""Variants of attention and norms: where norms stand, the scale of scores, and caps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megapipe.config.model.mla import HEADS
+from megapipe.config.notes import ABOVE_0, MUST, excludes
+
+PLAIN = "{} is computed in blocks of plain torch, and {} names a kernel"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Settings of attention and norms that only some model families have."""
+
+    norm_placement: Annotated[Literal["pre", "post", "sandwich"], MUST] = "pre"
+    """Norms of a layer's halves. pre: x + f(norm(x)). post: x + norm(f(x)), as OLMo 2. sandwich:
+    x + norm(f(norm(x))), as Gemma 2. Not in Megatron-LM."""
+    softmax_scale: Annotated[float | None, ABOVE_0, MUST, HEADS] = None
+    """Factor on attention scores. Default: 1 / sqrt(channels of a head). Not in Megatron-LM."""
+    attn_logit_softcapping: Annotated[
+        float | None, ABOVE_0, MUST, excludes("attention_backend", PLAIN)
+    ] = None
+    """Cap attention scores to c tanh(score / c) with this c, as Gemma 2. Not in Megatron-LM."""
+    final_logit_softcapping: Annotated[float | None, ABOVE_0, MUST] = None
+    """Cap the logits to c tanh(logit / c) with this c, as Gemma 2. Not in Megatron-LM."""
+
+    @property
+    def has_pre_norm(self) -> bool:
+        """Return whether a norm precedes attention and MLP."""
+        return self.norm_placement != "post"
+
+    @property
+    def has_post_norm(self) -> bool:
+        """Return whether a norm follows attention and MLP."""
+        return self.norm_placement != "pre"
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Return whether attention has a feature that torch's kernels lack.
+
+        It is then computed block by block in plain torch.
+        """
+        return self.attn_logit_softcapping is not None
