@@ -147,9 +147,7 @@ def share_of_loss(
     # The float32 numbers are viewed as the rows' type: one message instead of two.
     numbers = torch.stack((highest, total, at_label)).view(rows.dtype).flatten()
     mean = mean.div_(total[:, None]).to(rows.dtype)
-    return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(
-        rows, labels, kept, cap
-    )
+    return torch.cat((mean.flatten(), label_row.flatten(), numbers)), Kept(rows, labels, kept, cap)
 
 
 def size_of_share(tokens: int, hidden: int, dtype: torch.dtype) -> int:
@@ -251,10 +249,7 @@ def add_head_gradient(kept: Kept, weight: Tensor, into: Tensor, *losses: Tensor)
     log_sum, scale = torch.cat(numbers, 1)
     space = space_of(rows, weight.shape[0])
     for number, block in enumerate(blocks_of(rows, weight.shape[0])):
-        if logits is None:
-            dy = cap_(linear(rows, weight[block]), cap)
-        else:
-            dy = logits[number]
+        dy = cap_(linear(rows, weight[block]), cap) if logits is None else logits[number]
         to_gradient_(dy, log_sum, scale, labels - block.start, space, cap)
         add_product(into[block], dy, rows)
 

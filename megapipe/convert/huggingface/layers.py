@@ -231,6 +231,19 @@ class RotatedLayers(Meaning):
         return {key: [int(kind == "rope") for kind in kinds]}
 
 
+def by_pattern(content: Json) -> list[str]:
+    """Return each layer's kind where every n-th layer has no window.
+
+    Args:
+        content: a config.json with n as sliding_window_pattern; null is no window in any layer.
+    """
+    layers = range(content["num_hidden_layers"])
+    pattern = content["sliding_window_pattern"]
+    if content["sliding_window"] is None or not pattern:
+        return [FULL for _ in layers]
+    return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
+
+
 def windows(
     kinds: Sequence[Any], width: int | None, layers: int, problems: list[str]
 ) -> list[Fields]:

@@ -48,7 +48,6 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
 
 def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     """Return the fields `held` and `copied` of Work: bytes that attention keeps for backward."""
-    h = model.hidden
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
     grouped = model.heads > model.query_groups
@@ -181,7 +180,6 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
         wide: the number of channels of all heads together, as attention pads them: the wider of
             queries and values.
     """
-    h = model.hidden
     latents = (model.q_lora_rank or 0) + model.kv_lora_rank
     again = model.recompute_mla_up_proj
     padded = model.v_head_dim < model.qk_dim

@@ -17,7 +17,7 @@ def test_the_list_has_every_family_with_what_of_it_goes(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, family in FAMILIES.items():
         assert any(line.split()[:1] == [name] and line.endswith(f"  {family.what}") for line in lines)
-    assert "  glm4: norms after attention and MLP (glm)" in lines
+    assert "  gpt_oss: attention sinks, and a clamped activation (qwen3_moe)" in lines
     assert max(map(len, lines)) <= 130
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import GPT2, LLAMA, SEQ, VOCAB, run_step
+from tiny import LLAMA, SEQ, VOCAB, run_step
 from torch import Tensor
 
 from megapipe.config import ModelConfig
@@ -62,7 +62,9 @@ def loss_of(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, lab
     x = weights["embedding.word_embeddings.weight"][tokens]
     for n in range(config.layers):
         layer = f"decoder.layers.{n}"
-        y = attention(normed(x, weights, f"{layer}.input_layernorm", config), weights, f"{layer}.self_attention", config)
+        y = attention(
+            normed(x, weights, f"{layer}.input_layernorm", config), weights, f"{layer}.self_attention", config
+        )
         x = x + normed(y, weights, f"{layer}.post_self_attn_layernorm", config)
         y = normed(x, weights, f"{layer}.pre_mlp_layernorm", config)
         gate, up = (y @ weights[f"{layer}.mlp.linear_fc1.weight"].t()).chunk(2, -1)

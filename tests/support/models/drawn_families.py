@@ -114,6 +114,16 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "glm": lambda draw: made(
         "glm", draw, **partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])
     ),
+    "glm4": lambda draw: made(
+        "glm4", draw, **partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])
+    ),
+    "exaone4": lambda draw: made(
+        "exaone4",
+        draw,
+        num_hidden_layers=4,
+        head_dim=draw.choice([6, 12]),
+        **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
+    ),
     "starcoder2": lambda draw: made(
         "starcoder2",
         draw,

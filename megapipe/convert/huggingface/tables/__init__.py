@@ -9,6 +9,7 @@ from megapipe.convert.huggingface.tables import (
     gpt,
     layernorm,
     llama,
+    placed,
     qwen,
     sigmoid,
 )
@@ -37,6 +38,8 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": dense.ERNIE4_5,
     "phi3": dense.PHI3,
     "glm": dense.GLM,
+    "glm4": placed.GLM4,
+    "exaone4": placed.EXAONE4,
     "starcoder2": layernorm.STARCODER2,
     "nemotron": layernorm.NEMOTRON,
     "stablelm": layernorm.STABLELM,

@@ -11,8 +11,8 @@ from megapipe.convert.huggingface.experts import (
     Renormalised,
     SharedExperts,
 )
-from megapipe.convert.huggingface.keys import Groups, Json, Meaning, Only, Same, Unread
-from megapipe.convert.huggingface.layers import FULL, SLIDING, LayerWindow, SwitchedWindow
+from megapipe.convert.huggingface.keys import Groups, Meaning, Only, Same, Unread
+from megapipe.convert.huggingface.layers import LayerWindow, SwitchedWindow, by_pattern
 from megapipe.convert.huggingface.layouts import Layout, Stack
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.deepseek import SHARED
@@ -65,14 +65,6 @@ _HY_V3 = {
     "mlp.shared_experts.linear_fc1": Stack("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
     "mlp.shared_experts.linear_fc2": Layout("mlp.shared_mlp.down_proj"),
 }
-
-
-def _by_pattern(content: Json) -> list[str]:
-    layers = range(content["num_hidden_layers"])
-    pattern = content["sliding_window_pattern"]
-    if content["sliding_window"] is None or not pattern:
-        return [FULL for _ in layers]
-    return [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in layers]
 
 
 # Zhipu 2025. A file need not state that half of the channels are rotated. The larger models norm
@@ -135,7 +127,7 @@ EXAONE_MOE = _SIGMOID.but(
         "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 2.5, unset=1.0),
         "mlp_layer_types": MlpTypes("first_k_dense_replace"),
         # A pattern of 4: three layers with a window, then one without.
-        "sliding_window": LayerWindow(4096, _by_pattern, {"sliding_window_pattern": 4}, plain=True),
+        "sliding_window": LayerWindow(4096, by_pattern, {"sliding_window_pattern": 4}, plain=True),
     },
     always={"qk_layernorm": True},
     names={"mlp.router.expert_bias": Layout("mlp.e_score_correction_bias")},
