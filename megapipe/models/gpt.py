@@ -393,5 +393,5 @@ class GPTModel(nn.Module):
             return losses.t()
         logits = capped(head(x), self.config.final_logit_softcapping)
         if labels is None:
-            return logits.transpose(0, 1)  # type: ignore[no-any-return]
+            return logits.transpose(0, 1)
         return vocab_parallel_cross_entropy(logits, labels.t(), self.tp).t()
