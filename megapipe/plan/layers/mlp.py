@@ -30,7 +30,7 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
     products = 2.0 * load.tokens * h * ffn * matrices
     again = model.recompute_mlp
     # The norm's result, or the residual stream itself where no norm precedes; then what a norm
-    # behind the MLP reads.
+    # after the MLP reads.
     normed = h * (not (model.has_pre_norm and model.recompute_norms)) + h * model.has_post_norm
     inside = _kept(model) * ffn * (not again)
     rest = load.bytes(normed, inside, h * bool(model.hidden_dropout))
