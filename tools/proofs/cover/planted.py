@@ -220,8 +220,8 @@ DEFECTS = {
     ),
     "the head computes again with labels of the whole vocabulary": Planted(
         "tensor_parallel/fused_cross_entropy.py",
-        "                    to_gradient_(dy, lse, grad, labels - block.start, space)\n                add_product",
-        "                    to_gradient_(dy, lse, grad, labels, space)\n                add_product",
+        "                    to_gradient_(dy, lse, grad, labels - block.start, space, cap)\n                add_product",
+        "                    to_gradient_(dy, lse, grad, labels, space, cap)\n                add_product",
         {"fusion": ["loss"], "schedule": ["zb-h1", "zb-h2", "zb-v"], "vocabulary": ["ends"], "cp": ["1"]},
     ),
     "shares of the vocabulary count tokens without loss": Planted(
