@@ -46,7 +46,8 @@ _PASSES: dict[str, Collection[Kind]] = {
     "vocabulary": {kind for kind in Kind if kind.traits.at},
     "copy_ratio": {Kind.O, Kind.L},
     "shard": SHARDS,
-    "step": {kind for kind in Kind if kind.traits.per_stage},
+    "step": {kind for kind in Kind if kind.traits.per_stage} - {Kind.P},
+    "replicas": {Kind.P},
 }
 """The flags that add passes to a table and give their times, with the kinds of these passes."""
 _OF_SEARCH = ("placement", "objective", "effort")
@@ -111,7 +112,7 @@ def composed(args: argparse.Namespace) -> Composed:
         changed = recipe.search is not None or recipe.cuts or recipe.pairs is not True
         if changed or args.memory is not None or built.table is not built.chain:
             _check_room(built.table, args)
-        schedule = recipe.step.around(built.table, args.costs)
+        schedule = recipe.around(built.table, args.costs)
     except ScheduleError as error:
         raise ScheduleError(_remedied(error, args)) from None
     return Composed(recipe, built, schedule, notes)
@@ -202,6 +203,7 @@ def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
         offload=offload,
         sharding=sharding,
         step=_step(args),
+        replicas=args.replicas is not None,
     )
 
 
@@ -216,8 +218,8 @@ def _step(args: argparse.Namespace) -> StepPasses:
 
 
 def stated(costs: Costs, args: argparse.Namespace) -> Costs:
-    """Return the costs with the numbers of --vocabulary, --shard, --step and --copy-ratio."""
-    numbers = {**(args.vocabulary or {}), **(args.shard or {})}
+    """Return the costs with the numbers of --vocabulary, --shard and the other parts."""
+    numbers = {**(args.vocabulary or {}), **(args.shard or {}), **(args.replicas or {})}
     # --step may name passes, and then has no numbers.
     if not isinstance(args.step, StepPasses):
         numbers |= args.step or {}

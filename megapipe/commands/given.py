@@ -133,14 +133,14 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
     """Return a function that reads numbers between commas as fields of Costs.
 
     Args:
-        names: the fields, in the order of the numbers. At least the first two must be given.
+        names: the fields, in the order of the numbers. The first two must be given, if there are.
         wanted: the beginning of the error: the numbers that are needed, and an example.
     Returns: a function of the text; it returns the numbers by field.
     """
 
     def read(text: str) -> dict[str, float]:
         numbers = _numbers(text)
-        if not 2 <= len(numbers) <= len(names):
+        if not min(2, len(names)) <= len(numbers) <= len(names):
             raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
         return dict(zip(names, numbers, strict=False))
 

@@ -296,6 +296,14 @@ def _parts(one: argparse.ArgumentParser) -> None:
         help="times of reduce, update, gather, validate in 1/P, or the names of the passes to add",
     )
     one.add_argument(
+        "--replicas",
+        type=given.costs_of("p", "one number is needed, such as 2"),
+        nargs="?",
+        const={},
+        metavar="P",
+        help="copy each stage's state to a peer once a step, which takes P",
+    )
+    one.add_argument(
         "--post-validation",
         action="store_true",
         help="draw two steps; the second waits for no rank",

@@ -103,6 +103,26 @@ class Config:
         return max(self.world_size // copy, 1)
 
     @property
+    def equal_states(self) -> int:
+        """Number of ranks with equal weights and optimizer state; 1 if each rank's is its own.
+
+        Data parallelism keeps them equal, unless ranks have shards of the state. Experts are equal
+        on fewer ranks.
+        """
+        par = self.parallel
+        if par.splits_optimizer and self.weight_replicas > 1:
+            return 1
+        if not self.model.has_experts:
+            return self.weight_replicas
+        return self.expert_replicas if par.etp == par.tensor_model_parallel_size else 1
+
+    @property
+    def copies_state(self) -> bool:
+        """Return whether ranks keep their state in memory that outlives them."""
+        trains = not (self.optimizer.freeze_all_layers or self.data.skip_train)
+        return self.checkpoint.non_persistent_ckpt_type == "local" and trains
+
+    @property
     def gathers_fp8(self) -> bool:
         """Return whether data-parallel ranks gather updated weights in eight bits."""
         model = self.model

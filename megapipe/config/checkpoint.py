@@ -9,6 +9,8 @@ from megapipe.config.notes import Refused, at_least, demands, excludes, needs
 
 SAVES = needs("save", "nothing is saved")
 LOADS = needs("load", "nothing is loaded")
+IN_MEMORY = needs("non_persistent_ckpt_type", "no state is kept in memory")
+REPLICATES = needs("replication", "no rank keeps another one's state")
 
 
 @dataclass(frozen=True)
@@ -102,3 +104,26 @@ class CheckpointConfig:
     async_save: Annotated[bool, SAVES] = False
     """Copy a checkpoint to shared memory, and write it by a process next to each rank while the run
     goes on. The first save of a run waits."""
+    # In memory, for a run that loses ranks: nothing of it is on disk.
+    non_persistent_ckpt_type: Annotated[
+        Literal["local"] | None,
+        demands(
+            "non_persistent_save_interval",
+            says="{} needs --non-persistent-save-interval, for example "
+            "--non-persistent-save-interval 1",
+        ),
+        excludes("skip_train", "{}: {} changes no state"),
+        excludes("freeze_all_layers", "{}: {} changes no state"),
+    ] = None
+    """local: keep each rank's state in memory that outlives its process. Ranks that torchrun
+    --max-restarts starts again go on from there, and read no disk."""
+    non_persistent_save_interval: Annotated[int | None, at_least(1), IN_MEMORY] = None
+    """Keep the state after every this many steps. Two of them are kept."""
+    replication: Annotated[bool, IN_MEMORY] = False
+    """Send each rank's state to other ranks too, if data parallelism gives none of them an equal
+    one. A lost machine's state is then with them."""
+    replication_jump: Annotated[int | None, at_least(1), REPLICATES] = None
+    """Distance between ranks that keep each other's state: at least a machine's number of ranks.
+    Default: the ranks divided by --replication-factor."""
+    replication_factor: Annotated[int, at_least(2), REPLICATES] = 2
+    """Number of ranks that have a state, its owner included."""

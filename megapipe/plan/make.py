@@ -257,7 +257,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
         part.check_made(config, built.table, recipe)
     plan = replace(
         draft.plan(built.table),
-        recipe=replace(recipe, step=step_of(config, built.table)),
+        recipe=replace(recipe, step=step_of(config, built.table), replicas=config.copies_state),
         own=own_parts(config, built.plain, built.table),
     )
     refuse_too_much(plan, config)

@@ -194,5 +194,6 @@ def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule
     Args:
         costs: times of passes, by which the added passes are placed.
     """
+    recipe = Recipe(table.name, step=step_of(config, table), replicas=config.copies_state)
     # A file's U and V stand where its author put them; a run puts them where its costs say.
-    return step_of(config, table).around(table.without({Kind.U, Kind.V}), costs)
+    return recipe.around(table.without({Kind.U, Kind.V}), costs)

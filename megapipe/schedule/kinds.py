@@ -56,6 +56,7 @@ class Made(StrEnum):
     KEYS_BACK = "keys and values in place again"
     WEIGHTS = "gathered weights of the stage, for a run of passes"
     SCATTERED = "share of the gradient of a run"
+    COPIED = "copy of the state on a peer"
 
 
 class Where(StrEnum):
@@ -194,7 +195,8 @@ _REDUCE = (
 )
 # With V in the table an update waits for its own rank only. V checks all other ranks' gradients in
 # the next step, and takes the update back if they overflow.
-_UPDATE = Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V")
+_COPIED = Need(Made.COPIED, Where.RANK, optional=True)
+_UPDATE = Need(Made.REDUCED, Where.RANK), Need(Made.REDUCED, Where.EVERYWHERE, unless="V"), _COPIED
 # back=1: step n gathers the weights that step n - 1 has updated on each replica.
 _GATHER = (Need(Made.UPDATED, Where.REPLICAS, back=1, optional=True),)
 _VALIDATE = (
@@ -216,6 +218,7 @@ _ALL = Where.SHARES
 _of_stage = partial(Traits, per_stage=True)
 _copy = partial(Traits, repeats=True, posted=True)
 _of_run = partial(Traits, lane=Lane.DP, posted=True)
+_of_links = partial(_of_stage, lane=Lane.DP, repeats=True)
 
 
 class Kind(StrEnum):
@@ -227,7 +230,7 @@ class Kind(StrEnum):
 
     Once per training step and stage: G reduces the gradients over data parallelism. U updates the
     rank's shard of the weights. A gathers the updated weights for step n. V validates the update of
-    step n - 1.
+    step n - 1. P copies the optimizer's state after step n - 1 to the memory of a peer.
 
     For each microbatch, where ranks share the vocabulary: E looks up the rank's rows of the
     embedding. S multiplies with its rows of the head and computes its part of softmax and input
@@ -266,20 +269,9 @@ class Kind(StrEnum):
     # Their order in a step: G, U, A. V of this step runs among the forwards of the next one.
     G = "G", _of_stage("reduce gradients", "#9900ff", "g", _REDUCE, (Made.REDUCED,), lane=Lane.DP)
     U = "U", _of_stage("update", "#332233", "u", _UPDATE, (Made.UPDATED,))
-    A = (
-        "A",
-        _of_stage(
-            "gather weights",
-            "#84e4b4",
-            "a",
-            _GATHER,
-            (Made.GATHERED,),
-            lane=Lane.DP,
-            repeats=True,
-            further=True,
-        ),
-    )
+    A = "A", _of_links("gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), further=True)
     V = "V", _of_stage("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), border=True)
+    P = "P", _of_links("copy to a peer", "#8c8c24", "p", (_VALID,), (Made.COPIED,), posted=True)
 
     E = (
         "E",

@@ -1,10 +1,11 @@
 """A recipe says how a table is made. Only this file knows the order of the transforms.
 
-    order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> rest of the step
+    order -> slices -> pairs -> depths and vocabulary -> offload and sharding -> step -> replicas
 
 Pairs come before the other parts because they consist of F, B, W and BW. A pair may also have the
 pass of a depth of multi-token prediction, so with depths the pairs come after these. Offload and
-sharding are chosen together, because both use the same memory. G, U, A and V go around everything.
+sharding are chosen together, because both use the same memory. G, U, A and V go around everything;
+P comes last.
 
 Flags, commands, searches, growing batches and rescheduling make recipes. Nothing else calls a
 transform.
@@ -23,9 +24,10 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import build, entry_of, is_file
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.offload.asked import Offload
-from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.offload.copies import copied
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.offload.solve import searched, solve
+from megapipe.schedule.families.replicas import with_replicas
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.sharding.sharded import (
@@ -89,6 +91,7 @@ class Recipe:
         depths: the rank of each depth of multi-token prediction.
         vocabulary: ranks share embedding and head.
         offload, sharding, step: the settings of these families; None for none of their passes.
+        replicas: each stage's state is copied to a peer once a step.
         lenient: if nothing fits the memory limit, make the table that needs least. The caller then
             reports it.
     """
@@ -110,6 +113,7 @@ class Recipe:
     offload: Offload | None = None
     sharding: Sharding | None = None
     step: StepPasses = NO_STEP
+    replicas: bool = False
     lenient: bool = False
 
     def problems(self, flags: Mapping[str, str]) -> Iterator[str]:
@@ -133,7 +137,7 @@ class Recipe:
                 yield why.format(flags.get(first, first), flags.get(second, second))
 
     def build(self, terms: Terms) -> Built:
-        """Return the table with all parts but `step`, which `StepPasses.around` adds.
+        """Return the table with all parts but `step` and `replicas`, which `around` adds.
 
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
@@ -149,7 +153,12 @@ class Recipe:
             given = {"chunks": self.chunks, "costs": costs, "memory": memory, **dict(self.options)}
             recipe = replace(self, table=build(self.order, self.ranks, self.microbatches, **given))
         built = recipe.build(Fixed(costs, memory, len(self.depths)))
-        return self.step.around(built.table, costs)
+        return self.around(built.table, costs)
+
+    def around(self, table: Schedule, costs: Costs = UNIT) -> Schedule:
+        """Return a table with the passes of `step` and `replicas`, which it has once a step."""
+        table = self.step.around(table, costs)
+        return with_replicas(table) if self.replicas else table
 
     def chain(self, terms: Terms) -> Schedule:
         """Return the table of the order alone, before a Pairing forms pairs and before depths.
@@ -321,7 +330,8 @@ class Recipe:
         if asked.when == "fits" and room is not None:
             with suppress(ScheduleError) if self.lenient else _naming("offload"):
                 return _fitted(asked, tables, costs, room)
-        return _copied(asked, plain, costs)
+        with _naming("offload"):
+            return copied(plain, costs, asked.chunks, asked.switch)
 
 
 @lru_cache(maxsize=16)
@@ -342,27 +352,6 @@ def _fitted(
 ) -> Schedule:
     """Return the fastest of the tables, with offload and recomputation, that fits the limits."""
     return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
-
-
-def _copied(asked: Offload, plain: Schedule, costs: Costs) -> Schedule:
-    """Return the table with a copy of each activation that is back in time for its backward.
-
-    Only stages with activations to copy have copies.
-    """
-    place = plain.placement
-    goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()
-    stages = set()
-    for rank in range(place.num_ranks):
-        for stage in place.stages_on(rank)[: asked.chunks]:
-            if not goes or goes[place.position(stage)]:
-                stages.add(stage)
-    size = asked.switch
-    groups = []
-    if size:
-        firsts = range(0, place.num_ranks, size)
-        groups = [range(first, min(first + size, place.num_ranks)) for first in firsts]
-    with _naming("offload"):
-        return with_offload(plain, costs, stages=stages, switches=groups)
 
 
 def _where_needed(

@@ -68,6 +68,8 @@ def _parts(recipe: Recipe) -> Iterator[str]:
     if recipe.sharding is not None:
         yield "--shard" if recipe.sharding.weights else "--shard-gradients"
     yield from _step(recipe.step)
+    if recipe.replicas:
+        yield "--replicas"
 
 
 def _offload(offload: Offload) -> Iterator[str]:

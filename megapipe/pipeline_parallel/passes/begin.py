@@ -47,7 +47,7 @@ whoever runs them keeps that order.
 class Weights:
     """Work on all weights of a stage. The trainer gives it, and passes on weights call it.
 
-    `reduce` and `gather` begin their work, and return a function that waits for its end.
+    `reduce`, `gather` and `copy` begin their work, and return a function that waits for its end.
 
     Attributes:
         reduce: sums the stage's gradients over data parallelism.
@@ -58,6 +58,7 @@ class Weights:
             that the passes before it run again. None where no table has V.
         begin: allocates memory for the gradients of a run of passes.
         drop: frees the weights that were gathered for a run of passes.
+        copy: copies the stage's state to a peer. The state may change once its wait is over.
         layer_done: called as (layer, number of layers) once all microbatches have added to the
             gradients of this layer and all later ones. None if nobody asks.
     """
@@ -68,6 +69,7 @@ class Weights:
     validate: Callable[[], bool] | None = None
     begin: Callable[[], None] = lambda: None
     drop: Callable[[], None] = lambda: None
+    copy: Callable[[], Callable[[], None]] = lambda: lambda: None
     layer_done: Callable[[int, int], None] | None = None
 
 
@@ -77,7 +79,7 @@ def weights_of(stage: Any) -> Weights:
     weights: Weights | None = stage.weights
     if weights is None:
         raise ConfigError(
-            "the schedule has passes of a stage's weights (G, U, A, V, AF, AB, RS), which "
+            "the schedule has passes of a stage's weights (G, U, A, V, P, AF, AB, RS), which "
             "megapipe's own training loop runs. Leave them out of the table."
         )
     return weights

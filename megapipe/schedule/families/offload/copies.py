@@ -306,3 +306,26 @@ class _Places:
         if at == 0:
             return -1
         return self._steps[at - 1]
+
+
+def copied(plain: Schedule, costs: Costs, chunks: int | None, switch: int | None) -> Schedule:
+    """Return the table with a copy of each activation that is back in time for its backward.
+
+    Only stages with activations to copy have copies.
+
+    Args:
+        chunks: copy for the first stages of a rank alone, as many; None for all.
+        switch: number of neighbouring ranks that share the way to the host; None for no sharing.
+    """
+    place = plain.placement
+    goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()
+    stages = set()
+    for rank in range(place.num_ranks):
+        for stage in place.stages_on(rank)[:chunks]:
+            if not goes or goes[place.position(stage)]:
+                stages.add(stage)
+    groups = []
+    if switch:
+        firsts = range(0, place.num_ranks, switch)
+        groups = [range(first, min(first + switch, place.num_ranks)) for first in firsts]
+    return with_offload(plain, costs, stages=stages, switches=groups)
