@@ -157,7 +157,9 @@ def save_checkpoint(
     from megapipe.checkpoint import shards
 
     kept = None if config.checkpoint.no_save_optim else optimizer
-    text = _content(iteration, state, config, optimizer, schedule)
+    content = content_of(iteration, state, config, kept, optimizer, schedule)
+    content |= {"config": dataclasses.asdict(config), "torch": torch.__version__}
+    text = json.dumps(content, indent=1) + "\n"
     folder = Path(on_first(mesh, lambda: str(commit.begin(Path(directory), iteration))))
     try:
         together(mesh, lambda: _see(folder, mesh))
@@ -279,9 +281,7 @@ def load_checkpoint(
         return LoadedState()
     schedule = None
     if with_optimizer is not None and config.optimizer.use_checkpoint_opt_param_scheduler:
-        saved = dict(content["opt_param_scheduler"])
-        saved["weight_decay"] = WeightDecay.loaded(saved["weight_decay"])
-        schedule = LRSchedule(**saved)
+        schedule = curve_of(content)
     state = content["state"]
     if with_optimizer is None:
         # As in Megatron-LM: the rate warms up again for moments that are zero.
@@ -304,36 +304,36 @@ def _weights_alone(config: Config) -> bool:
     return flags.finetune or flags.no_load_optim
 
 
-def _content(
+def content_of(
     iteration: int,
     state: Mapping[str, Any],
     config: Config,
+    kept: Optimizer | None,
     optimizer: Optimizer | None,
     schedule: LRSchedule | None,
-) -> str:
-    """Return the text of state.json: all content of a checkpoint other than tensors.
+) -> dict[str, Any]:
+    """Return what changes during a run in state.json, all content of a checkpoint but tensors.
 
     Args:
         iteration: steps so far.
         state: other state of the run, see `save_checkpoint`.
+        kept: the optimizer whose state is saved; None if it is left out.
         optimizer: None if nothing is trained.
         schedule: the learning-rate curve in use; None for the curve of the flags.
     """
-    steps = None
-    curve = None
-    if optimizer is not None:
-        curve = settings(config, schedule)
-        if not config.checkpoint.no_save_optim:
-            steps = optimizer.steps
-    content = {
+    return {
         "iteration": iteration,
         "state": dict(state),
-        "optimizer_steps": steps,
-        "opt_param_scheduler": curve,
-        "config": dataclasses.asdict(config),
-        "torch": torch.__version__,
+        "optimizer_steps": None if kept is None else kept.steps,
+        "opt_param_scheduler": None if optimizer is None else settings(config, schedule),
     }
-    return json.dumps(content, indent=1) + "\n"
+
+
+def curve_of(content: Mapping[str, Any]) -> LRSchedule:
+    """Return the learning-rate curve in the content of a state.json."""
+    saved = dict(content["opt_param_scheduler"])
+    saved["weight_decay"] = WeightDecay.loaded(saved["weight_decay"])
+    return LRSchedule(**saved)
 
 
 def _see(folder: Path, mesh: ProcessMesh) -> None:

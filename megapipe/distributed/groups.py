@@ -165,3 +165,19 @@ def link(src: int, dst: int, size: int) -> int | None:
     closes_odd_ring = size % 2 and edge == size - 1
     colour = 2 if closes_odd_ring else edge % 2
     return 2 * colour + (src < dst)
+
+
+def host_group_of(sets: Sets, rank: int, minutes: float) -> dist.ProcessGroup | None:
+    """Return a group of the set with this rank for tensors on the host, whatever the device is.
+
+    Every rank of the world must call it with all sets.
+
+    Args:
+        sets: disjoint sets of global ranks.
+        rank: this global rank.
+        minutes: timeout of the group's messages.
+    Returns: None if no set has the rank.
+    """
+    timeout = timedelta(minutes=minutes)
+    groups = {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in sets}
+    return next((group for ranks, group in groups.items() if rank in ranks), None)

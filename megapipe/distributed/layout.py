@@ -186,3 +186,8 @@ def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, x in stage.named_buffers():
         if name.endswith(HISTORY):
             yield name, x
+
+
+def untrained(stage: nn.Module) -> list[Tensor]:
+    """Return what a checkpoint has of a stage and no optimizer makes: buffers, frozen weights."""
+    return [x for _, x in (*saved_tensors(stage), *histories(stage)) if not x.requires_grad]

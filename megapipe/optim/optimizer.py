@@ -228,6 +228,18 @@ class Optimizer:
                 for name in b.own:
                     b.own_part(flat, name).copy_(b.share_of(state[kind][name], name))
 
+    def flats(self, chunk: int) -> list[Tensor]:
+        """Return the flat tensors of a stage that an update changes and this rank owns.
+
+        They are main parameters and the rule's state. `spread` makes all weights of them.
+        """
+        own = self.chunks[chunk]
+        found = []
+        for n, b in enumerate(self.owned):
+            if any(b is one for one in own):
+                found += [b.main, *(flats[n] for flats in self.moments.values())]
+        return found
+
     def _kinds(self) -> dict[str, list[Tensor]]:
         """Return the flat tensors to save: for each name of the state, one for each of `owned`."""
         kinds = dict(self.moments)

@@ -44,6 +44,7 @@ from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.reading import Reading
+from megapipe.training.recovery import kept_by, newest_on_disk, returned
 from megapipe.training.report.lines import arguments
 from megapipe.training.report.profile import Profiler
 from megapipe.training.report.reporter import Reporter
@@ -190,6 +191,7 @@ class Training:
         driver: runs the steps.
         evaluation: runs the evaluations.
         saving: saves checkpoints.
+        copies: the states in memory; None without --non-persistent-ckpt-type.
         check_files: raises if a data file has become shorter.
     """
 
@@ -227,12 +229,15 @@ class Training:
             # The first rank's files are enough: `facts` has compared them between all ranks.
             found = on_first(mesh, lambda: contents(config, data.train))
         # Loaded in place, into the modules that exist: a model is never in memory twice.
-        self.run = run = resumed(fresh, found)
+        self.copies = kept_by(fresh)
+        back = None if self.copies is None else returned(fresh, self.copies)
+        self.run = run = back or resumed(fresh, found)
         self.hooks = with_rescheduling(hooks, config, plan)
         reading = Reading(config, mesh, plan.schedule.placement, hooks.reading_stages(plan.spans))
         self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)
         self.profiler = Profiler(config.log, mesh.world.rank)
-        self.saving = Saving(run, self.hooks, found)
+        last = run.progress.iteration if back is None else newest_on_disk(run)
+        self.saving = Saving(run, self.hooks, found, last)
         batches_at = reading.training(data.train, run.progress)
         self.driver = Driver(run, self.hooks, self.saving, batches_at)
         if flags.save:
@@ -283,6 +288,8 @@ class Training:
             if config.checkpoint.save and self.saving.begun != n:
                 self.saving.save(last=True)
             self.saving.finish(last=True)
+        if self.copies is not None:
+            self.copies.close()
         # A run that was stopped evaluates when it is resumed and complete.
         if n >= last:
             self.evaluation.finish()
@@ -306,6 +313,9 @@ class Training:
         asked = triggered(config, run.mesh, n)
         due = flags.save_interval and n % flags.save_interval == 0
         if flags.save and ("save" in asked or due):
+            # First, so that no checkpoint on disk is newer than what is in memory.
+            if self.copies is not None:
+                self.copies.now()
             self.saving.save()
             self.check_files()
             run.report.pause()

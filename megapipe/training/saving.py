@@ -34,6 +34,8 @@ class Saving:
         run: this rank's part of the run.
         hooks: changes that the user's program makes to the run.
         contents: digests of data and tokenizer, which a resumed run compares.
+        last: iteration of the checkpoint that the run has loaded, or of the newest one in --save if
+            it has gone back to a state in memory; 0 for none.
 
     Attributes:
         last: iteration of the newest complete checkpoint, or of the loaded one; 0 for none.
@@ -42,11 +44,11 @@ class Saving:
             --save-remove-earlier is given.
     """
 
-    def __init__(self, run: Run, hooks: Hooks, contents: Mapping[str, str]) -> None:
+    def __init__(self, run: Run, hooks: Hooks, contents: Mapping[str, str], last: int) -> None:
         self._run = run
         self._hooks = hooks
         self._contents = contents
-        self.last = self.begun = run.progress.iteration
+        self.last = self.begun = last
         flags = run.config.checkpoint
         possible = hasattr(os, "memfd_create")
         if flags.async_save and not possible:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class Stages:
         stopwatch: times of the last training step whose passes are over.
         routers: the routers of this rank's layers with experts.
         scales: the FP8 scales of this rank's layers.
+        copy: begins to copy the state of a stage of this rank to a peer, see `Weights.copy`. None
+            where nothing is copied.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Stages:
         self._eod = eod
         self._also_read = also_read
         self._adder = Adder(mesh)
+        self.copy: Callable[[int], Callable[[], None]] | None = None
         mirrored = schedule.placement.num_chains > 1
         self.routers = Routers(modules, mesh, config.model, mirrored=mirrored)
         self.scales = Scales(modules, mesh, mirrored=mirrored)
@@ -169,6 +173,9 @@ class Stages:
             first = consumed + (i * dp.size + dp.rank) * b
             return Stream(config.batch.seed, first, documents(i))
 
+        if self.copy is not None and weights is not None:
+            begins = [partial(self.copy, n) for n in range(len(weights))]
+            weights = [replace(x, copy=begin) for x, begin in zip(weights, begins, strict=True)]
         with self.scales.during_step():
             self.engine(
                 forward_step_func=self._forward_step,

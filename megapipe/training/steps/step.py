@@ -200,9 +200,9 @@ class Update:
     @property
     def _changing(self) -> list[Tensor]:
         """Return all tensors that an update changes, always in the same order."""
-        mains = [b.main for b in self.optimizer.owned]
-        moments = [x for flats in self.optimizer.moments.values() for x in flats]
-        return [*mains, *moments, *(x for x, _ in self.buffers)]
+        optimizer = self.optimizer
+        flats = [x for n in range(len(optimizer.chunks)) for x in optimizer.flats(n)]
+        return [*flats, *(x for x, _ in self.buffers)]
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:

@@ -1,0 +1,113 @@
+"""Find the newest generation that all ranks can go back to, and bring it to those that lost it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megapipe.checkpoint.memory.copies import Copies
+from megapipe.distributed.axis import Axis
+
+
+@dataclass(frozen=True)
+class Back:
+    """The return of all ranks to a generation in memory.
+
+    Attributes:
+        generation: steps so far; None if no generation is whole.
+        content: the rest of the state, as in a checkpoint's state.json.
+        lost: ranks that lost their own memory, each with the rank that had their state. Without a
+            whole generation: ranks whose state nobody has.
+        reached: the largest step that a rank has begun after.
+    """
+
+    generation: int | None
+    content: dict[str, Any]
+    lost: dict[int, int | None]
+    reached: int
+
+
+def go_back(copies: Copies, world: Axis) -> Back | None:
+    """Load the newest generation that is whole. Collective over the world.
+
+    A state whose bytes are not those that were written is not taken.
+
+    Returns: None if no rank has any state in memory, as at the start of a run.
+    """
+    everyone = world.gather_json([copies.reached, copies.listed()])
+    reached = max(step for step, _ in everyone)
+    # Ranks make all copies together, so a generation is in the same slot everywhere.
+    places = {n: slot for _, held in everyone for _, n, slot in held}
+    if not places:
+        return None
+    lost: dict[int, int | None] = {}
+    for generation in sorted(places, reverse=True):
+        slot = places[generation]
+        held = [{r for r, n, _ in of_rank if n == generation} for _, of_rank in everyone]
+        found = _sources(copies, world, generation, slot)
+        if None in found.values():
+            # A newer one may only not have been complete; the last one says what was lost.
+            lost = {rank: None for rank, source in found.items() if source is None}
+            continue
+        _bring(copies, generation, slot, found, held)
+        return Back(generation, copies.load(generation, slot), found, reached)
+    copies.forget()
+    return Back(None, {}, lost, reached)
+
+
+def _sources(copies: Copies, world: Axis, generation: int, slot: int) -> dict[int, int | None]:
+    """Return the ranks without their own state, and for each the first rank that has it.
+
+    None stands for no rank. Collective over the world.
+    """
+    clique = copies.clique
+    own = copies.sound(copies.rank, generation, slot)
+    lacking = [rank for rank, has in enumerate(world.gather_json(own)) if not has]
+    mine = []
+    for rank in lacking:
+        if rank in clique.others:
+            is_here = copies.sound(rank, generation, slot) if clique.sends else own
+            if is_here:
+                mine.append(rank)
+    everyone = world.gather_json(mine)
+    return {
+        rank: next((holder for holder, has in enumerate(everyone) if rank in has), None)
+        for rank in lacking
+    }
+
+
+def _bring(
+    copies: Copies,
+    generation: int,
+    slot: int,
+    sources: dict[int, int | None],
+    held: Sequence[set[int]],
+) -> None:
+    """Send states to the ranks that lost them, and to those that should keep them for others.
+
+    Args:
+        sources: for each rank without its own state, a rank that has it.
+        held: for each rank, the ranks whose state it has by the headers.
+    """
+    clique = copies.clique
+    for rank, source in sources.items():
+        if source is None or rank not in clique.axis.ranks:
+            continue
+        if source == copies.rank:
+            copies.give(rank if clique.sends else source, slot, rank)
+        elif rank == copies.rank:
+            copies.take(rank, slot, generation, source)
+    if not clique.sends:
+        return
+    # A newcomer keeps the others' states again before it may be needed.
+    for owner in clique.axis.ranks:
+        for holder in clique.axis.ranks:
+            # The source of a rank's state has it, and others may have a damaged one.
+            has = owner in held[holder] and owner not in sources
+            if holder in (owner, sources.get(owner)) or has:
+                continue
+            if owner == copies.rank:
+                copies.give(owner, slot, holder)
+            elif holder == copies.rank:
+                copies.take(owner, slot, generation, owner)

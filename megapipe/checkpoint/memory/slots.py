@@ -1,0 +1,168 @@
+"""States in shared memory of a machine, which outlive the processes that write them.
+
+A slot is a file in /dev/shm: a header and the bytes of one state. The header has the checksum of
+both, and is written last. A slot whose writer was killed in between has no valid header.
+
+    | length, checksum | text (JSON) | padding to HEADER | bytes of the state |
+
+The files are in a folder of the launcher, torchrun's agent, which starts killed ranks again.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import torch
+
+SHARED = Path("/dev/shm")
+HEADER = 1 << 14
+"""Bytes of the header, whose text is about a kilobyte."""
+_BEGIN = Struct("<II")
+_REACHED = Struct("<q")
+# Waits for the launcher's end without polling, and removes what it can no longer use.
+_JANITOR = (
+    "import os, select, shutil, sys; "
+    "select.select([os.pidfd_open(int(sys.argv[1]))], [], []); "
+    "shutil.rmtree(sys.argv[2], ignore_errors=True)"
+)
+
+
+class Slot:
+    """A state of one rank in shared memory.
+
+    `seal` writes the header, which makes the slot valid, and `drop` makes it invalid. `header`
+    returns the header, `sound` also compares the checksum of the bytes.
+
+    Args:
+        path: the file, which is made if it does not exist.
+        size: bytes of the state. A file of another size is made anew.
+
+    Attributes:
+        head: the bytes of the header.
+        data: the bytes of the state.
+
+    Raises: OSError if shared memory has no room.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(file).st_size != HEADER + size:
+                os.ftruncate(file, 0)
+                # Takes the pages now. A write to a full /dev/shm would kill the process (SIGBUS).
+                os.posix_fallocate(file, 0, HEADER + size)
+            self._memory = mmap.mmap(file, HEADER + size)
+        finally:
+            os.close(file)
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.head = whole[:HEADER]
+        self.data = whole[HEADER:]
+
+    def drop(self) -> None:
+        """Make the slot invalid, before its bytes change."""
+        self._memory[: _BEGIN.size] = bytes(_BEGIN.size)
+
+    def seal(self, header: Mapping[str, Any]) -> None:
+        """Make the slot valid. `header` must be representable in JSON, with a `checksum`."""
+        text = json.dumps(header).encode()
+        begin = _BEGIN.size
+        assert begin + len(text) <= HEADER - _REACHED.size, "the header is too long"
+        self._memory[begin : begin + len(text)] = text
+        # Last: a process that is killed before this leaves an invalid slot.
+        self._memory[:begin] = _BEGIN.pack(len(text), zlib.crc32(text))
+
+    def header(self) -> dict[str, Any] | None:
+        """Return the header; None if the slot is invalid."""
+        length, checksum = _BEGIN.unpack(self._memory[: _BEGIN.size])
+        text = self._memory[_BEGIN.size : _BEGIN.size + length]
+        if not length or zlib.crc32(text) != checksum:
+            return None
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def checksum(self) -> int:
+        """Return the checksum of the bytes of the state, as they are now."""
+        with memoryview(self._memory) as memory:
+            return zlib.crc32(memory[HEADER:])
+
+    def sound(self, generation: int) -> bool:
+        """Return whether the slot has this generation, and the bytes that were written."""
+        header = self.header()
+        if header is None or header["generation"] != generation:
+            return False
+        return bool(header["checksum"] == self.checksum())
+
+    @property
+    def reached(self) -> int:
+        """The last step that the rank noted here, which a lost one is compared with."""
+        return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
+
+    @reached.setter
+    def reached(self, step: int) -> None:
+        self._memory[HEADER - _REACHED.size : HEADER] = _REACHED.pack(step)
+
+
+def restarts() -> bool:
+    """Return whether a launcher started this process that starts it again when it is lost."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+
+
+def own_folder() -> Path:
+    """Return this process's folder in shared memory, which the next process in its place finds.
+
+    It is made if there is none. Folders of launchers that have ended are removed.
+    """
+    launcher = os.getppid()
+    base = SHARED / f"megapipe-{os.getuid()}-{launcher}-{_started(launcher)}"
+    # One of the machine's processes makes it.
+    with suppress(FileExistsError):
+        base.mkdir(mode=0o700)
+        _clear()
+        command = [sys.executable, "-S", "-E", "-c", _JANITOR, str(launcher), str(base)]
+        # In a session of its own, as the launcher kills the groups of its processes.
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    own = base / os.environ.get("LOCAL_RANK", "0")
+    own.mkdir(mode=0o700, exist_ok=True)
+    return own
+
+
+def remove(own: Path) -> None:
+    """Remove a process's folder, and with the last one of the machine the launcher's."""
+    shutil.rmtree(own, ignore_errors=True)
+    with suppress(OSError):
+        own.parent.rmdir()
+
+
+def _clear() -> None:
+    """Remove folders of launchers that have ended, and whose janitors have too."""
+    for path in SHARED.glob(f"megapipe-{os.getuid()}-*-*"):
+        *_, launcher, started = path.name.split("-")
+        if _started(int(launcher)) != started:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _started(pid: int) -> str:
+    """Return when a process has started, in ticks since boot; empty if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # After the name in brackets, which may have spaces: field 22 of the line.
+    return stat.rpartition(")")[2].split()[19]

@@ -1,0 +1,126 @@
+"""Keep the run's state in memory while it trains, and go back to it when ranks start again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from megapipe.checkpoint import commit
+from megapipe.checkpoint.memory import slots
+from megapipe.checkpoint.memory.back import Back, go_back
+from megapipe.checkpoint.memory.cliques import clique_of
+from megapipe.checkpoint.memory.copies import Copies, size_of
+from megapipe.checkpoint.save_load import LoadedState, content_of, curve_of
+from megapipe.distributed.layout import untrained
+from megapipe.distributed.meeting.together import on_first, together
+from megapipe.training.progress import Progress
+from megapipe.training.run import Run
+
+
+def kept_by(run: Run) -> Copies | None:
+    """Return the states in memory of a run whose flags ask for them. Collective over the world.
+
+    Returns: None without the flags, or if no launcher would start a lost rank again.
+    Raises: CheckpointError on all ranks if a machine's shared memory has no room.
+    """
+    config = run.config
+    if not config.copies_state:
+        return None
+    if not slots.restarts():
+        run.say(
+            "WARNING: --non-persistent-ckpt-type local: nothing is kept in memory. No launcher "
+            "starts a lost rank again; start with torchrun --max-restarts 10"
+        )
+        return None
+    state = []
+    for n, module in enumerate(run.modules):
+        state.append([*run.optimizer.flats(n), *untrained(module)])
+    clique = clique_of(config, run.mesh)
+    sizes = run.mesh.world.gather_json(size_of(state))
+    every = config.checkpoint.non_persistent_save_interval
+    assert every is not None
+    make = partial(
+        Copies,
+        clique=clique,
+        sizes=[sizes[rank] for rank in clique.axis.ranks],
+        state=state,
+        content=partial(_content, run),
+        every=every,
+    )
+    copies = together(run.mesh, lambda: make(slots.own_folder()), slots.SHARED)
+    run.say(kept_line(sizes, clique.axis.ranks, sends=clique.sends, every=every))
+    run.stages.copy = copies.begin
+    return copies
+
+
+def kept_line(sizes: Sequence[int], ranks: Sequence[int], *, sends: bool, every: int) -> str:
+    """Return a line on the bytes that the first rank keeps in shared memory.
+
+    Args:
+        sizes: bytes of each rank's state.
+        ranks: the first rank and those that have its state.
+        sends: the ranks send each other their states.
+        every: steps between two copies.
+    """
+    own, *others = (sizes[rank] for rank in ranks)
+    theirs = f" and {sum(others):,} of ranks {', '.join(map(str, ranks[1:]))}" if sends else ""
+    return f"in memory after every {every} step(s), twice: {own:,} bytes of rank 0{theirs}"
+
+
+def _content(run: Run) -> Mapping[str, Any]:
+    state = dataclasses.asdict(run.progress)
+    optimizer = run.optimizer
+    n = run.progress.iteration
+    # Without the configuration: the same launcher starts ranks again, with the same flags.
+    return content_of(n, state, run.config, optimizer, optimizer, run.curve)
+
+
+def returned(run: Run, copies: Copies) -> Run | None:
+    """Go back to the newest generation in memory, and return the run with its progress.
+
+    Returns: None if there is none: the run starts from a checkpoint, or from the beginning.
+    """
+    began = monotonic()
+    back = go_back(copies, run.mesh.world)
+    if back is None:
+        return None
+    if back.generation is None:
+        run.say(f"in memory: {_nothing(back)}; going on from the last checkpoint on disk")
+        return None
+    run.optimizer.steps = back.content["optimizer_steps"]
+    run.optimizer.spread()
+    state = back.content["state"]
+    loaded = LoadedState(
+        back.generation, state["consumed_train_samples"], state["consumed_valid_samples"], state
+    )
+    progress = Progress.after(loaded, run.config.precision)
+    took = monotonic() - began
+    run.say(f"in memory: {_found(back)}, in {took:.2f} s; no checkpoint was read")
+    return dataclasses.replace(run, progress=progress, curve=curve_of(back.content))
+
+
+def _found(back: Back) -> str:
+    steps = back.reached - (back.generation or 0)
+    text = f"all ranks are back at iteration {back.generation}, {steps} step(s) are lost"
+    if back.lost:
+        pairs = [f"{rank}'s from rank {source}" for rank, source in back.lost.items()]
+        text += f"; states of lost ranks: {', '.join(pairs)}"
+    return text
+
+
+def _nothing(back: Back) -> str:
+    ranks = ", ".join(map(str, back.lost))
+    return f"nobody has the state of rank(s) {ranks} any more"
+
+
+def newest_on_disk(run: Run) -> int:
+    """Return the iteration of the newest checkpoint in --save; 0 for none."""
+    folder = run.config.checkpoint.save
+    if folder is None:
+        return 0
+    root = Path(folder)
+    return on_first(run.mesh, lambda: commit.newest(root) or 0)
