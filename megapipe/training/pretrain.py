@@ -44,7 +44,7 @@ from megapipe.training.guards.ranks import contents, facts
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.reading import Reading
-from megapipe.training.recovery import kept_by, newest_on_disk, returned
+from megapipe.training.recovery import follow, kept_by, newest_on_disk, returned
 from megapipe.training.report.lines import arguments
 from megapipe.training.report.profile import Profiler
 from megapipe.training.report.reporter import Reporter
@@ -232,6 +232,8 @@ class Training:
         self.copies = kept_by(fresh)
         back = None if self.copies is None else returned(fresh, self.copies)
         self.run = run = back or resumed(fresh, found)
+        if self.copies is not None:
+            follow(run, self.copies)
         self.hooks = with_rescheduling(hooks, config, plan)
         reading = Reading(config, mesh, plan.schedule.placement, hooks.reading_stages(plan.spans))
         self.evaluation = Evaluation(run, self.hooks, reading, data, self.check_files)

@@ -12,7 +12,7 @@ from typing import Any
 from megapipe.checkpoint import commit
 from megapipe.checkpoint.memory import slots
 from megapipe.checkpoint.memory.back import Back, go_back
-from megapipe.checkpoint.memory.cliques import clique_of
+from megapipe.checkpoint.memory.cliques import Clique, clique_of
 from megapipe.checkpoint.memory.copies import Copies, size_of
 from megapipe.checkpoint.save_load import LoadedState, content_of, curve_of
 from megapipe.distributed.layout import untrained
@@ -43,32 +43,38 @@ def kept_by(run: Run) -> Copies | None:
     sizes = run.mesh.world.gather_json(size_of(state))
     every = config.checkpoint.non_persistent_save_interval
     assert every is not None
-    make = partial(
-        Copies,
-        clique=clique,
-        sizes=[sizes[rank] for rank in clique.axis.ranks],
-        state=state,
-        content=partial(_content, run),
-        every=every,
-    )
+    own = [sizes[rank] for rank in clique.axis.ranks]
+    make = partial(Copies, clique=clique, sizes=own, state=state, every=every)
     copies = together(run.mesh, lambda: make(slots.own_folder()), slots.SHARED)
-    run.say(kept_line(sizes, clique.axis.ranks, sends=clique.sends, every=every))
-    run.stages.copy = copies.begin
+    run.say(kept_line(sizes, clique, every))
     return copies
 
 
-def kept_line(sizes: Sequence[int], ranks: Sequence[int], *, sends: bool, every: int) -> str:
-    """Return a line on the bytes that the first rank keeps in shared memory.
+def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
+    """Return a line on the bytes that the rank which prints it keeps in shared memory.
 
     Args:
         sizes: bytes of each rank's state.
-        ranks: the first rank and those that have its state.
-        sends: the ranks send each other their states.
+        clique: the ranks that keep the printing rank's state.
         every: steps between two copies.
     """
-    own, *others = (sizes[rank] for rank in ranks)
-    theirs = f" and {sum(others):,} of ranks {', '.join(map(str, ranks[1:]))}" if sends else ""
-    return f"in memory after every {every} step(s), twice: {own:,} bytes of rank 0{theirs}"
+    own = clique.axis.ranks[clique.axis.rank]
+    text = f"in memory after every {every} step(s), twice: {sizes[own]:,} bytes of rank {own}"
+    if clique.sends:
+        theirs = sum(sizes[rank] for rank in clique.others)
+        text += f", which also keeps {theirs:,} of rank(s) {', '.join(map(str, clique.others))}"
+    return text
+
+
+def follow(run: Run, copies: Copies) -> None:
+    """Let each step of a run copy its state.
+
+    Args:
+        run: the run that trains, with the progress that it begins with.
+        copies: the states in memory.
+    """
+    copies.content = partial(_content, run)
+    run.stages.copy = copies.begin
 
 
 def _content(run: Run) -> Mapping[str, Any]:

@@ -40,11 +40,11 @@ class Copies:
         clique: who keeps this rank's state.
         sizes: bytes of the state of each rank of the clique, in its order.
         state: this rank's tensors.
-        content: returns the rest of the state now, as a checkpoint's state.json has it.
         every: steps from one copy to the next.
 
     Attributes:
         rank: of this process in the world.
+        content: returns the rest of the state now, as a checkpoint's state.json has it.
         done: the generation that was copied last: the number of steps before it. None before.
     """
 
@@ -54,14 +54,13 @@ class Copies:
         clique: Clique,
         sizes: Sequence[int],
         state: State,
-        content: Callable[[], Mapping[str, Any]],
         every: int,
     ) -> None:
         self.clique = clique
         self.rank = clique.axis.ranks[clique.axis.rank]
         self._folder = folder
         self._state = state
-        self._content = content
+        self.content: Callable[[], Mapping[str, Any]] = dict
         self._every = every
         # Of another layout, a state of the same size must not be loaded.
         shapes = [[(str(x.dtype), x.numel()) for x in stage] for stage in state]
@@ -82,7 +81,7 @@ class Copies:
         The state may change once `begin` has returned. Nothing is copied in steps without a copy.
         """
         if self._header is None:
-            content = self._content()
+            content = self.content()
             n = content["iteration"]
             self._slots[self.rank][0].reached = n
             if n == self.done or (n % self._every and self.done is not None):

@@ -1,0 +1,238 @@
+"""Kill drawn ranks at drawn passes: all losses and the weights at the end are an undisturbed run's.
+
+    python -m tools.proofs.nodisk --kills 20 --layouts dp2pp4,dp4pp2 --schedules 1f1b,zb-h1
+
+A launcher forks the ranks of a world, kills them all when one is lost, as torchrun does, and starts
+them again. Memory of a machine is lost by removing its folder in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from megapipe.checkpoint.memory.slots import SHARED
+from megapipe.commands.chaos.broken_run import difference
+from megapipe.data.indexed import IndexedWriter
+from megapipe.flags.parse import parse
+from tools.proofs.nodisk.rank import PLACES, Death, run
+
+FLAGS = (
+    "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--split 1,0,0 --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 "
+    "--global-batch-size 8 --num-workers 0 --lr 1e-3 --eval-iters 0 --log-interval 1000 "
+    "--distributed-timeout-minutes 2"
+)
+LAYOUTS = {
+    "dp2pp4": "--pipeline-model-parallel-size 4 --num-layers 8",
+    "dp4pp2": "--pipeline-model-parallel-size 2 --num-layers 4",
+    "zero": "--pipeline-model-parallel-size 4 --num-layers 8 --use-distributed-optimizer",
+    "ep2": "--pipeline-model-parallel-size 2 --num-layers 4 --num-experts 4 "
+    "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-router-load-balancing-type none",
+    "tp2": "--pipeline-model-parallel-size 4 --num-layers 8 --tensor-model-parallel-size 2",
+    "bf16": "--pipeline-model-parallel-size 4 --num-layers 8 --use-distributed-optimizer --bf16",
+}
+MEMORY = (
+    "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication "
+    "--replication-jump 4"
+)
+_HANGS_S = 120.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Kill drawn ranks, and compare the run with an undisturbed one to the bit."""
+
+    kills: int = 8
+    """Kills in each run."""
+    layouts: str = ",".join(LAYOUTS)
+    """Layouts of 8 ranks, separated by commas."""
+    schedules: str = "1f1b,zb-h1"
+    """Schedules, separated by commas. "+" at the end: with post-validation."""
+    steps: int = 40
+    """Steps of a run."""
+    seed: int = 1
+    """Seed of all draws."""
+    nodes: float = 0.5
+    """How often the memory of the killed rank is lost with it."""
+    pairs: float = 0.0
+    """How often the memory of its buddy is lost too."""
+    places: str = ",".join(PLACES[:3])
+    """Where a rank is killed, separated by commas."""
+    flags: str = ""
+    """More flags."""
+
+
+class Launcher:
+    """Starts the ranks of a run again and again, until it has ended.
+
+    Attributes:
+        lines: of the logs, that tell of states in memory.
+    """
+
+    def __init__(self, flags: Sequence[str], folder: Path) -> None:
+        self.flags = flags
+        self.folder = folder
+        self.attempts = 0
+
+    def attempt(self, death: Death | None) -> bool:
+        """Start all ranks, and wait for their end; return whether all have ended well."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env = {
+            "WORLD_SIZE": "8",
+            "LOCAL_WORLD_SIZE": "8",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_MAX_RESTARTS": "1000",
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempts),
+        }
+        log = self.folder / f"log-{self.attempts:03d}"
+        self.attempts += 1
+        ranks = {}
+        for rank in range(8):
+            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            pid = os.fork()
+            if not pid:
+                # Whatever happens, a rank must not go on as a launcher.
+                code = 70
+                try:
+                    code = run(self.flags, own, log, self.folder / "numbers", death)
+                finally:
+                    sys.stdout.flush()
+                    os._exit(code)
+            ranks[pid] = rank
+        good = True
+        until = time.monotonic() + _HANGS_S
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in ranks:
+                del ranks[pid]
+                if status and good:
+                    good = False
+                    for other in ranks:
+                        os.kill(other, signal.SIGKILL)
+            elif time.monotonic() > until:
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                raise SystemExit(f"hangs, see {log}: {death}")
+            else:
+                time.sleep(0.01)
+        return good
+
+    def forget(self, rank: int) -> None:
+        """Lose the memory of a rank, as with its machine."""
+        for base in SHARED.glob(f"megapipe-{os.getuid()}-{os.getpid()}-*"):
+            shutil.rmtree(base / str(rank), ignore_errors=True)
+
+    def said(self) -> list[str]:
+        """Return the lines on states in memory of all attempts."""
+        found = []
+        for path in sorted(self.folder.glob("log-*")):
+            found += [x for x in path.read_text().splitlines() if x.startswith("in memory: ")]
+        return found
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the rows of all attempts: numbers of steps, and files that were read."""
+        path = self.folder / "numbers"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def proved(options: Options, layout: str, schedule: str, data: Path, root: Path) -> str:
+    """Train undisturbed and disturbed, compare, and return a line on it.
+
+    Raises: SystemExit for a difference.
+    """
+    draw = random.Random(f"{options.seed} {layout} {schedule}")
+    name = schedule.removesuffix("+")
+    late = " --enable-optimizer-post-validation" if schedule != name else ""
+    flags = (
+        f"{FLAGS} {LAYOUTS[layout]} --pipeline-schedule {name}{late} --train-iters {options.steps} "
+        f"--save-interval {options.steps} --data-path {data} {options.flags}"
+    )
+    launchers = []
+    for kind, more in (("undisturbed", ""), ("disturbed", MEMORY)):
+        folder = root / f"{layout}-{schedule}-{kind}"
+        folder.mkdir()
+        line = f"{flags} {more} --save {folder}/save --load {folder}/save"
+        launchers.append(Launcher(line.split(), folder))
+    plain, broken = launchers
+    if not plain.attempt(None):
+        raise SystemExit(f"the undisturbed run failed, see {plain.folder}")
+    kills = gone = 0
+    began = time.monotonic()
+    for _ in range(options.kills):
+        place = draw.choice(options.places.split(","))
+        count = draw.randrange(30 if place == "pass" else 2)
+        death = Death(draw.randrange(8), place, draw.randrange(4), count)
+        if broken.attempt(death):
+            print(f"not met: {death}", flush=True)
+            break
+        kills += 1
+        if draw.random() < options.nodes:
+            broken.forget(death.rank)
+            gone += 1
+            if draw.random() < options.pairs:
+                broken.forget((death.rank + 4) % 8)
+    else:
+        if not broken.attempt(None):
+            raise SystemExit(f"the disturbed run failed, see {broken.folder}")
+    took = (time.monotonic() - began) / max(kills, 1)
+    left = list(SHARED.glob(f"megapipe-{os.getuid()}-{os.getpid()}-*"))
+    expected = {row["step"]: row for row in plain.rows() if "step" in row}
+    rows = broken.rows()
+    wrong = [row for row in rows if "step" in row and expected[row["step"]] != row]
+    reads = {str(row["read"]) for row in rows if "read" in row}
+    last = f"save/iter_{options.steps:07d}"
+    tensors, differing = difference(plain.folder / last, broken.folder / last)
+    # The recipe of its table has P.
+    states = [json.loads((x.folder / last / "state.json").read_text())["state"] for x in launchers]
+    if {**states[0], "recipe": ""} == {**states[1], "recipe": ""}:
+        differing = [x for x in differing if x != "state.json"]
+    lost = [int(x.partition(", ")[2].split()[0]) for x in broken.said() if " are back " in x]
+    text = (
+        f"{layout:7} {schedule:8} {kills:3} kills, {gone:3} with their memory: {len(lost):3} "
+        f"returns, {max(lost, default=0)} step(s) lost at most; {len(rows)} losses and norms, "
+        f"{len(wrong)} differ; {tensors} tensors, {len(differing)} differ; {took:.1f} s a kill"
+    )
+    read = [x for x in reads if not x.startswith(str(broken.folder / last))]
+    if wrong or differing or left or max(lost, default=0) > 1 or (read and not options.pairs):
+        raise SystemExit(f"{text}\n{wrong[:2]} {differing[:3]} {left} {read[:3]}")
+    shutil.rmtree(broken.folder / "save")
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if nothing differs by a bit."""
+    options = parse(Options, sys.argv[1:] if argv is None else argv)
+    with TemporaryDirectory() as name:
+        root = Path(name)
+        data = root / "data"
+        with IndexedWriter(str(data), np.uint16) as writer:
+            writer.add_documents(np.arange(20_000) % 127, np.full(200, 100))
+        try:
+            for layout in options.layouts.split(","):
+                for schedule in options.schedules.split(","):
+                    print(proved(options, layout, schedule, data, root), flush=True)
+        except SystemExit:
+            shutil.copytree(root, "/tmp/nodisk-failed", dirs_exist_ok=True)
+            raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
