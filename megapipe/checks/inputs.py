@@ -9,6 +9,7 @@ from shutil import which
 from typing import TypeVar
 
 from megapipe.config import Config
+from megapipe.config.notes import either
 from megapipe.data.blend import split_ranges
 from megapipe.data.files import file_problems, folder_problems
 from megapipe.data.indexed import glance
@@ -72,7 +73,8 @@ def _installed(package: str) -> bool:
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of a --save-retain-interval at whose steps nothing is saved."""
+    """Yield problems of the steps that are kept, and of the ranks that keep states."""
+    yield from _replica_problems(config)
     every = config.checkpoint.save_interval
     kept = config.checkpoint.save_retain_interval
     if every and kept and kept % every:
@@ -81,6 +83,24 @@ def checkpoint_problems(config: Config) -> Iterator[str]:
             f"--save-retain-interval {kept} is no multiple of --save-interval {every}, "
             "so checkpoints to keep would not be saved. "
             f"Use --save-retain-interval {multiple}."
+        )
+
+
+def _replica_problems(config: Config) -> Iterator[str]:
+    flags = config.checkpoint
+    world = config.world_size
+    if not (config.copies_state and flags.replication) or config.equal_states > 1:
+        return
+    factor = flags.replication_factor
+    jump = flags.replication_jump or world // factor
+    if not jump or world % (jump * factor):
+        jumps = [n for n in range(1, world) if world % (n * factor) == 0]
+        remedy = "Use another --replication-factor."
+        if jumps:
+            remedy = f"Use --replication-jump {either(jumps)}."
+        yield (
+            f"--replication-jump {jump} x --replication-factor {factor} does not divide the "
+            f"{world} ranks: some would have nobody that keeps their state. {remedy}"
         )
 
 

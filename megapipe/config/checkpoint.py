@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import Refused, at_least, demands, excludes, needs
+from megapipe.config.notes import Idle, Refused, at_least, demands, excludes, needs
 
 SAVES = needs("save", "nothing is saved")
 LOADS = needs("load", "nothing is loaded")
@@ -114,12 +114,21 @@ class CheckpointConfig:
         ),
         excludes("skip_train", "{}: {} changes no state"),
         excludes("freeze_all_layers", "{}: {} changes no state"),
+        Refused(
+            "{}: no two ranks have one state, which is lost with its machine: they have shards, "
+            "experts or stages of their own. Add --replication.",
+            lambda c: c.equal_states <= 1 and c.world_size > 1 and not c.checkpoint.replication,
+        ),
     ] = None
     """local: keep each rank's state in memory that outlives its process. Ranks that torchrun
     --max-restarts starts again go on from there, and read no disk."""
     non_persistent_save_interval: Annotated[int | None, at_least(1), IN_MEMORY] = None
     """Keep the state after every this many steps. Two of them are kept."""
-    replication: Annotated[bool, IN_MEMORY] = False
+    replication: Annotated[
+        bool,
+        IN_MEMORY,
+        Idle(lambda c: c.equal_states > 1, "data parallelism keeps states equal: none is sent"),
+    ] = False
     """Send each rank's state to other ranks too, if data parallelism gives none of them an equal
     one. A lost machine's state is then with them."""
     replication_jump: Annotated[int | None, at_least(1), REPLICATES] = None

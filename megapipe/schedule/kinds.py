@@ -271,7 +271,7 @@ class Kind(StrEnum):
     U = "U", _of_stage("update", "#332233", "u", _UPDATE, (Made.UPDATED,))
     A = "A", _of_links("gather weights", "#84e4b4", "a", _GATHER, (Made.GATHERED,), further=True)
     V = "V", _of_stage("validate", "#480000", "v", _VALIDATE, (Made.VALIDATED,), border=True)
-    P = "P", _of_links("copy to a peer", "#8c8c24", "p", (_VALID,), (Made.COPIED,), posted=True)
+    P = "P", _of_links("copy to a peer", "#781800", "p", (_VALID,), (Made.COPIED,), posted=True)
 
     E = (
         "E",

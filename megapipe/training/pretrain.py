@@ -315,7 +315,7 @@ class Training:
         asked = triggered(config, run.mesh, n)
         due = flags.save_interval and n % flags.save_interval == 0
         if flags.save and ("save" in asked or due):
-            # First, so that no checkpoint on disk is newer than what is in memory.
+            # First, so that no checkpoint on disk is newer than the state in memory.
             if self.copies is not None:
                 self.copies.now()
             self.saving.save()

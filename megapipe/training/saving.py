@@ -34,8 +34,8 @@ class Saving:
         run: this rank's part of the run.
         hooks: changes that the user's program makes to the run.
         contents: digests of data and tokenizer, which a resumed run compares.
-        last: iteration of the checkpoint that the run has loaded, or of the newest one in --save if
-            it has gone back to a state in memory; 0 for none.
+        last: iteration of the checkpoint that the run has loaded; 0 for none. If it has gone back
+            to a state in memory, iteration of the newest checkpoint in --save.
 
     Attributes:
         last: iteration of the newest complete checkpoint, or of the loaded one; 0 for none.

@@ -31,9 +31,9 @@ RUNS = [
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local",
-    "--timing-log-level 1 --pipeline-slices 2",
+    "--timing-log-level 1 --pipeline-slices 2 --non-persistent-ckpt-type local",
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
-    "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer",
+    "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer --non-persistent-ckpt-type local --replication",
     "--multi-latent-attention",
     "--multi-latent-attention --rope-type rope --disable-bias-linear",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "

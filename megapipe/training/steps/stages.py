@@ -173,9 +173,6 @@ class Stages:
             first = consumed + (i * dp.size + dp.rank) * b
             return Stream(config.batch.seed, first, documents(i))
 
-        if self.copy is not None and weights is not None:
-            begins = [partial(self.copy, n) for n in range(len(weights))]
-            weights = [replace(x, copy=begin) for x, begin in zip(weights, begins, strict=True)]
         with self.scales.during_step():
             self.engine(
                 forward_step_func=self._forward_step,
@@ -193,7 +190,7 @@ class Stages:
                 documents=reading.borders,
                 read=reading.wait,
                 stopwatch=watch,
-                weights=weights,
+                weights=self._copied(weights),
                 stream=stream,
             )
         # Costs are measured in training steps alone.
@@ -205,3 +202,9 @@ class Stages:
         finish = self._adder.start(losses, consumed, evaluate=evaluate, extra=extra)
         mesh.position.leave()
         return finish
+
+    def _copied(self, weights: Sequence[Weights] | None) -> Sequence[Weights] | None:
+        """Return the functions that passes on each stage's weights call, with `copy` among them."""
+        if self.copy is None or weights is None:
+            return weights
+        return [replace(own, copy=partial(self.copy, n)) for n, own in enumerate(weights)]

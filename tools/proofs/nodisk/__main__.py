@@ -42,13 +42,13 @@ LAYOUTS = {
     "ep2": "--pipeline-model-parallel-size 2 --num-layers 4 --num-experts 4 "
     "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid --moe-router-load-balancing-type none",
+    "ep4": "--pipeline-model-parallel-size 2 --num-layers 4 --num-experts 4 "
+    "--expert-model-parallel-size 4 --moe-router-topk 2",
+    "pp2": "--pipeline-model-parallel-size 2 --num-layers 2",
     "tp2": "--pipeline-model-parallel-size 4 --num-layers 8 --tensor-model-parallel-size 2",
     "bf16": "--pipeline-model-parallel-size 4 --num-layers 8 --use-distributed-optimizer --bf16",
 }
-MEMORY = (
-    "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication "
-    "--replication-jump 4"
-)
+MEMORY = "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication"
 _HANGS_S = 120.0
 
 
@@ -58,8 +58,10 @@ class Options:
 
     kills: int = 8
     """Kills in each run."""
-    layouts: str = ",".join(LAYOUTS)
-    """Layouts of 8 ranks, separated by commas."""
+    world: int = 8
+    """Number of ranks. Rank n keeps the state of rank n + half of them, and the other way round."""
+    layouts: str = "dp2pp4,dp4pp2,zero,ep2,ep4,tp2,bf16"
+    """Layouts, separated by commas: names of LAYOUTS."""
     schedules: str = "1f1b,zb-h1"
     """Schedules, separated by commas. "+" at the end: with post-validation."""
     steps: int = 40
@@ -83,8 +85,9 @@ class Launcher:
         lines: of the logs, that tell of states in memory.
     """
 
-    def __init__(self, flags: Sequence[str], folder: Path) -> None:
+    def __init__(self, flags: Sequence[str], folder: Path, world: int) -> None:
         self.flags = flags
+        self.world = world
         self.folder = folder
         self.attempts = 0
 
@@ -94,8 +97,8 @@ class Launcher:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         env = {
-            "WORLD_SIZE": "8",
-            "LOCAL_WORLD_SIZE": "8",
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_MAX_RESTARTS": "1000",
@@ -104,7 +107,7 @@ class Launcher:
         log = self.folder / f"log-{self.attempts:03d}"
         self.attempts += 1
         ranks = {}
-        for rank in range(8):
+        for rank in range(self.world):
             own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             pid = os.fork()
             if not pid:
@@ -169,7 +172,7 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
         folder = root / f"{layout}-{schedule}-{kind}"
         folder.mkdir()
         line = f"{flags} {more} --save {folder}/save --load {folder}/save"
-        launchers.append(Launcher(line.split(), folder))
+        launchers.append(Launcher(line.split(), folder, options.world))
     plain, broken = launchers
     if not plain.attempt(None):
         raise SystemExit(f"the undisturbed run failed, see {plain.folder}")
@@ -178,7 +181,7 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
     for _ in range(options.kills):
         place = draw.choice(options.places.split(","))
         count = draw.randrange(30 if place == "pass" else 2)
-        death = Death(draw.randrange(8), place, draw.randrange(4), count)
+        death = Death(draw.randrange(options.world), place, draw.randrange(4), count)
         if broken.attempt(death):
             print(f"not met: {death}", flush=True)
             break
@@ -187,7 +190,7 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
             broken.forget(death.rank)
             gone += 1
             if draw.random() < options.pairs:
-                broken.forget((death.rank + 4) % 8)
+                broken.forget((death.rank + options.world // 2) % options.world)
     else:
         if not broken.attempt(None):
             raise SystemExit(f"the disturbed run failed, see {broken.folder}")

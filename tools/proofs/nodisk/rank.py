@@ -135,7 +135,7 @@ def _arrange(death: Death) -> None:
     if death.place == "pass":
         owner, name = execute._Runs, "item"
     elif death.place == "copy":
-        owner, name = copies.Copies, "_exchange"
+        owner, name = copies.Copies, "_send"
     elif death.place == "seal":
         owner, name = slots.Slot, "seal"
     elif death.place == "return":

@@ -1,0 +1,96 @@
+"""Copies of each rank's state in memory (P), which --non-persistent-ckpt-type local asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megapipe.config import Config
+from megapipe.plan.part import Part
+from megapipe.plan.plan import OfPlan, Plan
+from megapipe.plan.state import bytes_of_state
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Replicas(OfPlan):
+    """Copies of states, as a part of a plan: their bytes, their time, and what they protect from.
+
+    Attributes:
+        config: the configuration of the run.
+    """
+
+    config: Config
+
+    def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
+        """Return the costs with the time of a copy; nothing is sent where states are equal."""
+        if costs.p or self.config.equal_states > 1:
+            return costs
+        # As sharding counts it: FLOPs of a device while it receives a byte.
+        unit = self.config.parallel.data_parallel_flops_per_byte * plan.tp
+        if isinstance(costs.f, tuple) and isinstance(counted.f, tuple) and any(counted.f):
+            unit *= sum(costs.f) / sum(counted.f)
+        sends = self.config.checkpoint.replication_factor - 1
+        return replace(costs, p=tuple(unit * sends * x for x in stage_bytes(plan, self.config)))
+
+    def summary(self, plan: Plan) -> str:
+        """Return a line on what each rank keeps, which losses that survives, and what it costs."""
+        config = self.config
+        flags = config.checkpoint
+        sizes = stage_bytes(plan, config)
+        place = plan.schedule.placement
+        most = max(
+            sum(sizes[place.position(stage)] for stage in place.stages_on(rank))
+            for rank in range(place.num_ranks)
+        )
+        every = flags.non_persistent_save_interval
+        text = (
+            f"in memory after every {every} step(s), twice: up to {round(most):,} bytes of a rank"
+        )
+        if config.equal_states > 1:
+            return (
+                f"{text}. Nothing is sent: data parallelism keeps {config.equal_states} equal "
+                "states, and a run goes on in memory while one of each is left"
+            )
+        if not flags.replication:
+            return f"{text}, which is lost with its machine"
+        world = config.world_size
+        factor = flags.replication_factor
+        jump = flags.replication_jump or world // factor
+        survived = f"any machine of up to {jump} rank(s)"
+        if factor == 2 and world > 2:
+            survived += f", and {1 - 1 / (world - 1):.1%} of all pairs of ranks"
+        return (
+            f"{text}, which {factor - 1} other(s) at a distance of {jump} keep too: they survive "
+            f"the loss of {survived}; it makes a step {_shown(plan):.1%} longer"
+        )
+
+
+def stage_bytes(plan: Plan, config: Config) -> list[float]:
+    """Return the bytes of a rank's state of each stage: main parameters and moments, not padded."""
+    _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
+    each = moments + (master or config.precision.element_bytes)
+    sharded = config.parallel.splits_optimizer
+    found = []
+    for work in plan.works:
+        dense = (work.parameters - work.experts) / plan.tp
+        experts = work.experts / plan.expert_ranks
+        if sharded:
+            dense /= config.weight_replicas
+            experts /= config.expert_replicas
+        found.append(each * (dense + experts))
+    return found
+
+
+def _shown(plan: Plan) -> float:
+    """Return the share by which the copies make the simulated step longer."""
+    table = Recipe(plan.schedule.name, replicas=True).around(plan.schedule)
+    return simulate(table, plan.costs).makespan / plan.timeline.makespan - 1
+
+
+def _of(config: Config, *_: Schedule | None) -> Replicas | None:
+    return Replicas(config) if config.copies_state else None
+
+
+REPLICAS = Part("replicas", of=_of)
