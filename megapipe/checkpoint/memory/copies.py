@@ -75,16 +75,22 @@ class Copies:
         self._header: dict[str, Any] | None = None
         self._left = 0
 
-    def begin(self, stage: int) -> Callable[[], None]:
+    def begin(self, stage: int, *, always: bool = False) -> Callable[[], None]:
         """Begin to copy a stage, and return a function that waits for the end.
 
-        The state may change once `begin` has returned. Nothing is copied in steps without a copy.
+        The state may change once `begin` has returned.
+
+        Args:
+            stage: its place among this rank's stages.
+            always: copy in a step without a copy too.
         """
         if self._header is None:
             content = self.content()
             n = content["iteration"]
             self._slots[self.rank][0].reached = n
-            if n == self.done or (n % self._every and self.done is not None):
+            # The first step copies in any case, as nothing is in memory before.
+            due = always or self.done is None or n % self._every == 0
+            if n == self.done or not due:
                 return lambda: None
             self._slot = 1 - self._slot
             self._header = {"generation": n, "layout": self._layout, "content": content}
@@ -104,8 +110,8 @@ class Copies:
         return ended.result
 
     def now(self) -> None:
-        """Copy the whole state and wait, unless this generation is copied already."""
-        waits = [self.begin(stage) for stage in range(len(self._state))]
+        """Copy the whole state now and wait, unless this generation is copied already."""
+        waits = [self.begin(stage, always=True) for stage in range(len(self._state))]
         for wait in waits:
             wait()
 

@@ -72,9 +72,15 @@ def stage_bytes(plan: Plan, config: Config) -> list[float]:
     _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     each = moments + (master or config.precision.element_bytes)
     sharded = config.parallel.splits_optimizer
+    place = plan.schedule.placement
+    firsts = place.rank_of[: place.chain * place.num_chains : place.chain]
+    last = place.main - 1
     found = []
-    for work in plan.works:
+    for stage, work in enumerate(plan.works):
         dense = (work.parameters - work.experts) / plan.tp
+        # A tied head on the embedding's rank has no state of its own.
+        if plan.tied and stage == last and place.rank_of[last] in firsts:
+            dense -= plan.vocab_weights / plan.tp
         experts = work.experts / plan.expert_ranks
         if sharded:
             dense /= config.weight_replicas

@@ -246,5 +246,5 @@ def test_memory_goes_with_the_launcher_and_a_full_one_is_an_error(tmp_path, monk
     while first.parent.exists() and time.monotonic() < until:
         time.sleep(0.02)
     assert not first.parent.exists()
-    with pytest.raises(OSError, match="too large|No space"):
+    with pytest.raises(OSError, match=r"too large|No space"):
         Slot(tmp_path / "large", 1 << 60)

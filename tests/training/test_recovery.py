@@ -1,0 +1,109 @@
+"""A run whose process is lost goes on from memory: the same numbers to the bit, and no checkpoint is read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from short_run import config, run_of
+from tiny import STYLES
+
+from megapipe.checkpoint.memory import slots
+from megapipe.checkpoint.memory.copies import size_of
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.plan import make_plan
+from megapipe.plan.families.replicas import stage_bytes
+from megapipe.training.guards.process import Stopping
+
+ROOT = Path(__file__).parents[2]
+IN_MEMORY = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1}
+CASES = {
+    "gpt2": {},
+    "16 bits": {"bf16": True},
+    "a loss scale that falls": {"fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1},
+    "moments in 16 bits": {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"},
+    "muon": {"optimizer": "muon"},
+}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path, monkeypatch):
+    """A machine's memory, and a launcher that starts lost processes again."""
+    monkeypatch.setattr(slots, "SHARED", tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    return tmp_path
+
+
+def steps(training, count):
+    found = []
+    for _ in range(count):
+        result = training.driver.whole()
+        found.append((result.losses["lm loss"], result.grad_norm, result.skipped, training.run.rate()))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_in_the_place_of_a_lost_one_has_its_numbers(case, capsys):
+    plain = steps(run_of(ProcessMesh.single(), config(STYLES["gpt2"], **CASES[case])), 7)
+    flags = config(STYLES["gpt2"], **CASES[case], **IN_MEMORY)
+    # As text: a norm that is not finite equals itself there.
+    assert repr(steps(run_of(ProcessMesh.single(), flags), 4)) == repr(plain[:4])
+    second = run_of(ProcessMesh.single(), flags)
+    # The state after step 4 would have been copied during step 5.
+    assert second.run.progress.iteration == 3
+    assert "all ranks are back at iteration 3, 0 step(s) are lost, in" in capsys.readouterr().out
+    assert repr(steps(second, 2)) == repr(plain[3:5])
+    third = run_of(ProcessMesh.single(), flags)
+    assert repr(steps(third, 3)) == repr(plain[4:])
+
+
+def test_it_copies_as_often_as_its_flag_says_and_before_each_save(tmp_path):
+    flags = config(STYLES["gpt2"], **IN_MEMORY | {"non_persistent_save_interval": 3})
+    first = run_of(ProcessMesh.single(), flags)
+    seen = []
+    for _ in range(8):
+        steps(first, 1)
+        seen.append(first.copies.done)
+    assert seen == [0, 0, 0, 3, 3, 3, 6, 6]
+    saves = flags.with_fields(save=str(tmp_path / "disk"), save_interval=5)
+    second = run_of(ProcessMesh.single(), saves)
+    assert second.run.progress.iteration == 6
+    steps(second, 4)
+    assert second.copies.done == 9
+    assert not second._between_steps(10, Stopping(saves.guards, second.run.mesh, 0.0))
+    assert second.copies.done == 10
+
+
+def test_nothing_stays_after_the_end_and_nothing_is_kept_without_a_launcher(memory, monkeypatch, capsys):
+    flags = config(STYLES["gpt2"], **IN_MEMORY, train_iters=2, lr_warmup_iters=0)
+    training = run_of(ProcessMesh.single(), flags)
+    assert len(list(memory.glob("*/0/*"))) == 2
+    assert training.train() == 0
+    assert list(memory.iterdir()) == []
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
+    assert run_of(ProcessMesh.single(), flags).copies is None
+    assert "nothing is kept in memory. No launcher starts a lost rank again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("half, each", [(False, 12), (True, 12)])
+def test_its_bytes_are_those_of_the_formula_to_the_byte(half, each):
+    """Main parameters and two moments in float32, without a tied head; each begins at a multiple of 64 elements."""
+    flags = config(STYLES["gpt2"], bf16=half, **IN_MEMORY)
+    training = run_of(ProcessMesh.single(), flags)
+    params = [pair for module in training.run.modules for pair in module.named_parameters()]
+    sizes = [p.numel() for name, p in params if not name.startswith("output_layer")]
+    assert stage_bytes(make_plan(flags), flags) == [each * sum(sizes)]
+    padded = sum(-(-size // 64) * 64 for size in sizes)
+    assert size_of(training.copies._state) == each * padded
+
+
+def test_ranks_that_are_killed_with_their_memory_come_back_from_their_buddies():
+    program = [sys.executable, "-m", "tools.proofs.nodisk", "--world", "2", "--layouts", "pp2", "--kills", "3"]
+    how = ["--schedules", "zb-h1+", "--steps", "9", "--nodes", "1", "--seed", "4"]
+    done = subprocess.run([*program, *how], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # --replication is in its flags; SystemExit would name a difference.
+    assert ", 0 differ; " in done.stdout
+    assert " 3 kills,   3 with their memory" in done.stdout, done.stdout
