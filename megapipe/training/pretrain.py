@@ -41,10 +41,10 @@ from megapipe.training.guards.kernels import use_common
 from megapipe.training.guards.model import room
 from megapipe.training.guards.process import Stopping, triggered
 from megapipe.training.guards.ranks import contents, facts
+from megapipe.training.guards.recovery import follow, kept_by, newest_on_disk, returned
 from megapipe.training.guards.replicas import check_replicas
 from megapipe.training.hooks import NONE, Hooks
 from megapipe.training.reading import Reading
-from megapipe.training.recovery import follow, kept_by, newest_on_disk, returned
 from megapipe.training.report.lines import arguments
 from megapipe.training.report.profile import Profiler
 from megapipe.training.report.reporter import Reporter

@@ -17,7 +17,7 @@ from megapipe.plan import make_plan
 from megapipe.plan.families.replicas import stage_bytes
 from megapipe.training.guards.process import Stopping
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IN_MEMORY = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1}
 CASES = {
     "gpt2": {},
