@@ -39,7 +39,7 @@ from megapipe.schedule.measured.costs import Ran, measured_costs, spent
 from megapipe.schedule.views.figure import Files
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
-from megapipe.training.report.counters import measured
+from megapipe.training.report.compared import measured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

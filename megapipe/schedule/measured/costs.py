@@ -276,6 +276,28 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
     return next((ran[maker] for maker in makers if maker in ran), None)
 
 
+def arrivals(
+    ranks: Sequence[Sequence[Ran]], place: Placement
+) -> Iterator[tuple[tuple[int, int], float, float]]:
+    """Yield ((sender, receiver), lag, waited) for each message between two ranks in a step.
+
+    The lag is the time in seconds from the end of the pass that made the message to the start of
+    the pass that took it. Between two hosts it has the difference of their clocks. `waited` is how
+    long the receiver waited.
+
+    Args:
+        ranks: [pipeline rank] -> its measured passes.
+    """
+    ran = {x.item: x for row in ranks for x in row}
+    for rank, row in enumerate(ranks):
+        for x in row:
+            made = _made(x.item, place, ran)
+            if made is not None:
+                sender = place.rank_of[made.item.stage]
+                if sender != rank:
+                    yield (sender, rank), x.begin - made.end, x.waited
+
+
 def _links(ranks: int) -> list[tuple[int, int]]:
     """Return (rank, next rank) for each link. More than two ranks form a ring."""
     # Of two ranks the way around is the same link, and `Costs.comm` names it once.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from statistics import mean, median
+from dataclasses import replace
+from functools import cache, partial
 
 from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
@@ -21,12 +20,19 @@ from megapipe.pipeline_parallel.stopwatch import (
     exposed_by_all,
     ran_by_all,
 )
-from megapipe.plan import GIB, Plan
-from megapipe.schedule import Costs, Kind, Placement, Schedule, Timeline, simulate
-from megapipe.schedule.kinds import COPIES, Lane
-from megapipe.schedule.measured.costs import Ran, Spent, StepsRan, measured_costs, spent
+from megapipe.plan import Plan
+from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.kinds import COPIES
+from megapipe.schedule.measured.costs import Ran, measured_costs
 from megapipe.schedule.measured.slow import History, Sample, Slow, extremes
-from megapipe.schedule.views.lanes import Copied, communicates, communication, copied
+from megapipe.training.report.again import DIFFERS, Again, predict_again
+from megapipe.training.report.compared import (
+    Measured,
+    bubble_of,
+    measured,
+    simulated,
+    times_of_stages,
+)
 
 WINDOW = 5
 """Most steps between two exchanges of times."""
@@ -36,154 +42,6 @@ SAMPLE = 4
 """Least number of steps between two samples that find slow stages."""
 THIRD = 3
 """The step after which times are first compared. The first step is slower than all others."""
-
-# Every report needs the plan's timeline. A run has a table for each batch size, so a few are kept.
-_simulated = lru_cache(maxsize=4)(simulate)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The times of a pipeline in its last steps: medians over the steps, in seconds.
-
-    The bubble is the largest idle share of a rank between its first and last pass. Its parts are
-    `of_table`, `of_stages`, `of_host` and `of_messages`. Predictions are the plan's, scaled to the
-    measured speed of all ranks.
-
-    Attributes:
-        steps: number of steps.
-        costs: measured costs of passes and messages.
-        ranks: for each pipeline rank, its time in passes, in waits for inputs, and in all.
-        passes: time from a rank's first request for an input to the end of its last pass; the
-            largest of all ranks.
-        bubble: the bubble as a share of `passes`, as are its parts.
-        of_table: the bubble if all stages were equal and nothing else took time.
-        of_stages: the part that unequal stages add.
-        of_host: the part in which the host prepares the next pass.
-        predicted_passes: predicted `passes`.
-        predicted_bubble: predicted bubble.
-        predicted: predicted F, B and W of each stage of the model, in order.
-        peak_bytes: most bytes allocated on each rank; empty on CPUs.
-        predicted_peaks: predicted peak of each rank, in bytes.
-        exposed_communication: mean over ranks of the waits for collectives within passes; None if
-            passes have no collectives.
-        predicted_exposed: its prediction; None if the plan's costs have no communication.
-        copies: times of each rank's copies to and from the host, if the table has O and L.
-        predicted_copies: their prediction.
-    """
-
-    steps: int
-    costs: Costs
-    ranks: tuple[Spent, ...]
-    passes: float
-    bubble: float
-    of_table: float
-    of_stages: float
-    of_host: float
-    predicted_passes: float
-    predicted_bubble: float
-    predicted: Costs
-    peak_bytes: tuple[float, ...]
-    predicted_peaks: tuple[float, ...]
-    exposed_communication: float | None = None
-    predicted_exposed: float | None = None
-    copies: tuple[Copied, ...] = ()
-    predicted_copies: tuple[Copied, ...] = ()
-
-    @property
-    def of_messages(self) -> float:
-        """Return the bubble without its other three parts: the waits for messages."""
-        return self.bubble - self.of_table - self.of_stages - self.of_host
-
-
-def measured(
-    steps: StepsRan,
-    costs: Costs,
-    schedule: Schedule,
-    of_plan: Plan,
-    peak_bytes: tuple[float, ...] = (),
-    exposed: float | None = None,
-    copies: StepsRan = (),
-) -> Measured:
-    """Return the times of steps under one table, next to the plan's prediction.
-
-    Args:
-        steps: [step][pipeline rank] -> the measured passes.
-        costs: the costs measured from them.
-        schedule: the table.
-        of_plan: the plan.
-        peak_bytes: most bytes allocated on each rank; empty on CPUs.
-        exposed: mean seconds that a rank's passes wait for collectives in a step; None if there
-            are no collectives.
-        copies: [step][pipeline rank] -> the measured copies O and L; empty without any.
-    """
-    counted = of_plan.costs
-    by_step = [[spent(row) for row in step] for step in steps]
-    ranks = tuple(Spent(*_medians(of_rank)) for of_rank in zip(*by_step, strict=True))
-    passes = max(r.makespan for r in ranks)
-    worst = max(ranks, key=lambda r: r.idle)
-    # The table alone: equal stages, no messages, no host. Unequal stages add the second part.
-    stages = replace(costs, comm=0.0, overhead=0.0)
-    f, b, w = ((mean(x),) * len(x) for x in _stages(stages, schedule))
-    even = replace(stages, f=f, b=b, w=w)
-    of_table = _bubble(simulate(schedule, even))
-    of_stages = _bubble(simulate(schedule, stages)) - of_table
-    plan = _simulated(schedule, counted)
-    # The plan counts FLOPs or another machine's seconds. One factor scales its passes to ours.
-    speed = sum(r.busy for r in ranks) / (sum(plan.busy) or 1.0)
-    f, b, w = (tuple(x * speed for x in row) for row in _stages(counted, schedule))
-    predicted_exposed = None
-    if communicates(counted):
-        predicted_exposed = communication(schedule, counted).exposed * speed / len(ranks)
-    predicted_copies = []
-    if copies:
-        for of_rank in copied(schedule, counted, plan):
-            predicted_copies.append(Copied(*(speed * x for x in of_rank)))
-    copies_by_rank = zip(*map(_summed, copies), strict=True)
-    return Measured(
-        len(steps),
-        costs,
-        ranks,
-        passes,
-        worst.idle / passes,
-        of_table,
-        of_stages,
-        # Idle and not waiting: the host prepares the next pass.
-        (worst.idle - worst.waited) / passes,
-        plan.makespan * speed,
-        _bubble(plan),
-        replace(counted, f=f, b=b, w=w),
-        peak_bytes,
-        of_plan.peak_bytes,
-        exposed,
-        predicted_exposed,
-        tuple(Copied(*_medians(of_rank)) for of_rank in copies_by_rank),
-        tuple(predicted_copies),
-    )
-
-
-def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each column of a table."""
-    return [median(column) for column in zip(*rows, strict=True)]
-
-
-def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
-    """Return each rank's total times of copies in one step: out, back, and waits for them.
-
-    ranks: [pipeline rank] -> its measured copies.
-    """
-
-    def total(row: Sequence[Ran], lane: Lane) -> float:
-        return sum(x.end - x.begin for x in row if x.item.kind.traits.lane is lane)
-
-    found = []
-    for row in ranks:
-        waited = sum(x.waited for x in row)
-        found.append(Copied(total(row, Lane.D2H), total(row, Lane.H2D), waited))
-    return found
-
-
-def _bubble(timeline: Timeline) -> float:
-    return timeline.bubble / timeline.makespan
 
 
 class Counters:
@@ -229,6 +87,11 @@ class Counters:
         self._schedule: Schedule | None = None
         self._history = History({})
         self._now: Callable[[], Measured] | None = None
+        self._compare: Callable[..., Measured] | None = None
+        self._again: Again | None = None
+        self._by_again = False
+        # The measured steps so far, until the step is predicted again from them.
+        self._first: list[list[list[Ran]]] = []
         self.slow: list[Slow] = []
         self.samples: list[Sample] = []
 
@@ -290,6 +153,7 @@ class Counters:
             self._history = History({})
             self._recent.clear()
             self._copies.clear()
+            self._first.clear()
         self._recent.extend(steps)
         if any(kind.traits.lane in COPIES for kind in schedule.kinds):
             self._copies.extend(copied_by_all(watches, self.mesh.pp))
@@ -303,13 +167,41 @@ class Counters:
         copies = tuple(self._copies)
         costs = measured_costs(recent, schedule.placement, self.plan.costs, schedule.cuts, copies)
         if self.speaks:
-            # The comparison simulates the table, so it is made only if a report asks for it.
-            compare = partial(measured, recent, costs, schedule, self.plan, peaks, exposed, copies)
-            self._now = cache(compare)
+            if self._again is None:
+                self._first += steps
+            given = (recent, costs, schedule, self.plan, peaks, exposed, copies)
+            self._compare = partial(measured, *given)
+            self._renew()
         if self.steps - self._sampled_at < SAMPLE:
             return []
         self._sampled_at = self.steps
         return self._sample(costs, schedule)
+
+    def predict_again(self, seconds: Sequence[float]) -> Again | None:
+        """Return a prediction of the step from the passes so far, on the rank that writes the log.
+
+        If its bubble differs from the plan's by DIFFERS or more, the next comparisons predict by
+        it. Returns None on any other rank, and for a table without passes.
+
+        Args:
+            seconds: the duration of each step but the first.
+        """
+        if not self._first or self._schedule is None:
+            return None
+        given = (self._first, self.plan.costs, self._schedule, seconds, tuple(self._copies))
+        self._again = predict_again(*given)
+        plan = bubble_of(simulated(self._schedule, self.plan.costs))
+        self._by_again = abs(self._again.bubble - plan) >= DIFFERS
+        self._first = []
+        self._renew()
+        return self._again
+
+    def _renew(self) -> None:
+        """Let `now` compare the last steps with the prediction that holds by now."""
+        assert self._compare is not None
+        # The comparison simulates the table, so it is made only if a report asks for it.
+        again = partial(self._compare, again=self._again, by_again=self._by_again)
+        self._now = cache(again)
 
     def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:
         """Compare the replicas of the pipeline, stage by stage.
@@ -323,7 +215,9 @@ class Counters:
         """
         comm = costs.comm if isinstance(costs.comm, tuple) else ()
         # A GPU may be slow in one replica only, so replicas are compared stage by stage.
-        rows = self.mesh.dp_cp.gather_json([*_stages(costs, schedule), comm, self.mesh.pp.ranks])
+        rows = self.mesh.dp_cp.gather_json(
+            [*times_of_stages(costs, schedule), comm, self.mesh.pp.ranks]
+        )
         if not self.speaks:
             return []
         self.samples = []
@@ -348,36 +242,3 @@ class Counters:
         if mine is None:
             return ()
         return tuple(map(float, self.mesh.pp.gather_json(mine)))
-
-
-def _stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]:
-    """Return [F, B, W], each a tuple of seconds with one item per stage of one whole model."""
-    place = schedule.placement
-    time = replace(costs, overhead=0.0).durations(place)
-    return [tuple(time[kind][: place.chain]) for kind in (Kind.F, Kind.B, Kind.W)]
-
-
-def table(now: Measured, place: Placement) -> str:
-    """Return a table in ms: each stage's passes with their prediction, then each rank's time.
-
-    place: the rank of each stage.
-    """
-    head = "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")
-    lines = [f"{'stage':>5}  {'rank':>4}{head}"]
-    for stage, rank in enumerate(place.rank_of):
-        at = place.position(stage)
-        row = f"{stage:5}  {rank:4}"
-        for name in "fbw":
-            for costs, width in ((now.costs, 8), (now.predicted, 9)):
-                row += f"  {getattr(costs, name)[at] * 1e3:{width}.2f}"
-        lines.append(row)
-    memory = "  peak GiB  predicted" if now.peak_bytes else ""
-    lines.append(f"{'rank':>5}  passes ms   waits ms    host ms{memory}")
-    for rank, r in enumerate(now.ranks):
-        row = f"{rank:5}"
-        for seconds in (r.busy, r.waited, r.idle - r.waited):
-            row += f"  {seconds * 1e3:9.1f}"
-        if now.peak_bytes:
-            row += f"  {now.peak_bytes[rank] / GIB:9.3g}  {now.predicted_peaks[rank] / GIB:9.3g}"
-        lines.append(row)
-    return "\n".join(lines)

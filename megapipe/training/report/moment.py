@@ -9,7 +9,8 @@ from datetime import timedelta
 
 from megapipe.config import Config
 from megapipe.training.progress import Progress
-from megapipe.training.report.counters import Counters, Measured
+from megapipe.training.report.compared import Measured
+from megapipe.training.report.counters import Counters
 from megapipe.training.steps.step import StepResult
 
 
@@ -90,6 +91,11 @@ class Window:
     def restart(self) -> None:
         """Leave the time since the last step out of the next step's time."""
         self._since = time.monotonic()
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since the last step was counted, or since the last pause."""
+        return time.monotonic() - self._since
 
     @property
     def losses(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from megapipe.config import Config
 from megapipe.distributed.device import memory_bytes
 from megapipe.training.report.moment import Moment
 from megapipe.training.report.values import (
+    again,
     brief,
     bubble,
     busiest_load,
@@ -83,6 +84,7 @@ PASSES = (
     ),
     Number(bubble, "bubble: {:z.1%} ({}), predicted bubble: {:z.1%}"),
     Number(parts, line_tag=f"{PREFIX}bubble-of-{{}}", key="bubble_parts"),
+    Number(again, key="by_measured_passes", null=False),
     Number(exposed_text, "exposed communication: {}"),
     Number(exposed, line_tag=f"{PREFIX}exposed-communication", key="exposed_communication"),
     Number(copies, key="copies_ms", null=False),

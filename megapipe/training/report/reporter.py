@@ -19,7 +19,9 @@ from megapipe.plan import Plan
 from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.training.progress import Progress
 from megapipe.training.report import timers
-from megapipe.training.report.counters import THIRD, Counters, table
+from megapipe.training.report.again import DIFFERS
+from megapipe.training.report.compared import Measured, table
+from megapipe.training.report.counters import THIRD, Counters
 from megapipe.training.report.lines import (
     LEGEND,
     iteration_line,
@@ -69,6 +71,8 @@ class Reporter:
         self._peak = config.log.device_peak_tflops or peak_tflops(mesh.device)
         self._place = place
         self._compared = False
+        # Durations of the steps before the comparison, but the first.
+        self._seconds: list[float] = []
         self._counters = Counters(config, mesh, plan, speaker, speaks=self.speaks)
 
     def say(self, text: str) -> None:
@@ -105,7 +109,26 @@ class Reporter:
             rows = [table(now, self._place), "; ".join(fields(PASSES, now))]
             if len(now.ranks) > 1:
                 rows.append(LEGEND)
-            self.say("\n".join(rows))
+            rows.append(self._again(now))
+            self.say("\n".join(filter(None, rows)))
+
+    def _again(self, before: Measured) -> str:
+        """Predict the step again from the passes so far; return a sentence if it differs much.
+
+        Args:
+            before: the last steps, compared with the plan's prediction.
+        """
+        again = self._counters.predict_again([*self._seconds, self._window.elapsed])
+        if again is None or abs(again.bubble - before.predicted_bubble) < DIFFERS:
+            return ""
+        by = "FLOPs"
+        if self.config.parallel.pipeline_costs is not None:
+            by = "--pipeline-costs"
+        return (
+            f"stages take other times than by {by}: by the times that were measured the bubble is "
+            f"{again.bubble:.1%}, not {before.predicted_bubble:.1%}, and a step takes "
+            f"{again.step * 1e3:.1f} ms. Later lines predict by these times."
+        )
 
     def iteration(
         self, result: StepResult, progress: Progress, lr: float, optimizer: Optimizer
@@ -125,7 +148,11 @@ class Reporter:
         n = progress.iteration
         # Counted in every step, whether something is printed or not.
         window = self._window
+        first = self._counters.steps == 1
         window.add(result)
+        # The first step is slower than all others.
+        if not first and not self._compared:
+            self._seconds.append(window.last_seconds)
         # Known on all ranks, though one alone has boards: the norm below is collective.
         has_board = log.tensorboard_dir or log.wandb_project
         on_board = has_board and n % log.tensorboard_log_interval == 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megapipe.plan import GIB
 from megapipe.schedule.views.lanes import Copied
-from megapipe.training.report.counters import Measured
+from megapipe.training.report.compared import Measured
 from megapipe.training.report.moment import Moment
 
 
@@ -54,6 +54,16 @@ def parts(now: Measured) -> dict[str, float]:
         "host": now.of_host,
         "messages": now.of_messages,
     }
+
+
+def again(now: Measured) -> dict[str, float] | None:
+    """Return the prediction from the first steps' passes; None before there is one.
+
+    The keys are bubble, a share of the passes' time, and step_ms.
+    """
+    if now.again is None:
+        return None
+    return {"bubble": now.again.bubble, "step_ms": now.again.step * 1e3}
 
 
 def exposed(now: Measured) -> float | tuple[float, float] | None:

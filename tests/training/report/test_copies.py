@@ -9,7 +9,7 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 from megapipe.schedule import Costs, Kind, Pass
 from megapipe.schedule.measured.costs import Ran, Spent
 from megapipe.schedule.views.lanes import Copied
-from megapipe.training.report.counters import Measured
+from megapipe.training.report.compared import Measured
 from megapipe.training.report.numbers import PASSES, fields
 
 

@@ -27,8 +27,9 @@ from megapipe.plan import make_plan
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.measured.costs import Spent, measured_costs, spent
 from megapipe.training.progress import Progress
-from megapipe.training.report import counters, numbers
-from megapipe.training.report.counters import READ, WINDOW, Counters, Measured
+from megapipe.training.report import compared, numbers
+from megapipe.training.report.compared import Measured
+from megapipe.training.report.counters import READ, WINDOW, Counters
 from megapipe.training.report.lines import LEGEND, iteration_line, short_line
 from megapipe.training.report.moment import Moment, Window
 from megapipe.training.report.numbers import PASSES, Number, as_json, fields, scalars
@@ -341,7 +342,7 @@ def test_the_table_shows_milliseconds_and_gib_beside_what_was_predicted():
     ranks = (Spent(1.0, 0.9, 0.6, 0.1), Spent(1.0, 0.8, 0.7, 0.1))
     seconds = (0.9, 0.3, 0.1, 0.1, 0.1, 0.8, 0.2)
     now = Measured(1, times, ranks, *seconds, predicted, (2 * gib, 3 * gib), (4 * gib, 5 * gib))
-    rows = [line.split() for line in counters.table(now, build("1f1b", 2, 2).placement).splitlines()]
+    rows = [line.split() for line in compared.table(now, build("1f1b", 2, 2).placement).splitlines()]
     assert rows[1] == ["0", "0", "10.00", "40.00", "20.00", "50.00", "30.00", "60.00"]
     assert rows[4:] == [["0", "600.0", "100.0", "200.0", "2", "4"], ["1", "700.0", "100.0", "0.0", "3", "5"]]
 
