@@ -157,7 +157,7 @@ def measured_costs(
         overhead = median(between)
     f, b, w = zip(*_stages(known, place, counted), strict=True)
     # The clock adds the overhead to the pass that receives, so the link must not have it too.
-    comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in _links(place.num_ranks))
+    comm = tuple(max(0.0, _lag(least, *ends) - overhead) for ends in links(place.num_ranks))
     fb = None
     if pairs:
         fb = median(pairs) * place.chain / place.num_ranks
@@ -278,12 +278,12 @@ def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
 
 def arrivals(
     ranks: Sequence[Sequence[Ran]], place: Placement
-) -> Iterator[tuple[tuple[int, int], float, float]]:
-    """Yield ((sender, receiver), lag, waited) for each message between two ranks in a step.
+) -> Iterator[tuple[tuple[int, int], Ran, float]]:
+    """Yield ((sender, receiver), pass, lag) for each message between two ranks in a step.
 
-    The lag is the time in seconds from the end of the pass that made the message to the start of
-    the pass that took it. Between two hosts it has the difference of their clocks. `waited` is how
-    long the receiver waited.
+    The pass is the one that took the message. The lag is the time in seconds from the end of the
+    pass that made it to the start of this one. Between two hosts it has the difference of their
+    clocks.
 
     Args:
         ranks: [pipeline rank] -> its measured passes.
@@ -295,10 +295,30 @@ def arrivals(
             if made is not None:
                 sender = place.rank_of[made.item.stage]
                 if sender != rank:
-                    yield (sender, rank), x.begin - made.end, x.waited
+                    yield (sender, rank), x, x.begin - made.end
 
 
-def _links(ranks: int) -> list[tuple[int, int]]:
+def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
+    """Return the host's seconds before each pass of a step: from the last one to its request.
+
+    A rank's first pass has none. A pass in a pair has those of the pair.
+
+    Args:
+        ranks: [pipeline rank] -> its measured passes.
+    """
+    found: dict[Pass, float] = {}
+    for row in ranks:
+        last: Ran | None = None
+        for group in in_turn(row):
+            time = 0.0
+            if last is not None:
+                time = max(0.0, group[0].begin - group[0].waited - last.end)
+            found |= {x.item: time for x in group}
+            last = group[0]
+    return found
+
+
+def links(ranks: int) -> list[tuple[int, int]]:
     """Return (rank, next rank) for each link. More than two ranks form a ring."""
     # Of two ranks the way around is the same link, and `Costs.comm` names it once.
     count = ranks

@@ -7,13 +7,20 @@ than its FLOPs say, a late message, the host between two passes, and passes that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
 
-from megapipe.schedule import Costs, Pass, Schedule, simulate
-from megapipe.schedule.measured.costs import StepsRan, arrivals, measured_costs, spent
+from megapipe.schedule import Costs, Pass, Placement, Schedule, simulate
+from megapipe.schedule.measured.costs import (
+    StepsRan,
+    arrivals,
+    host_times,
+    links,
+    measured_costs,
+    spent,
+)
 
 DIFFERS = 0.02
 """Least difference of two predicted bubbles, as shares of the passes' time, that is told."""
@@ -48,7 +55,7 @@ class Again:
         """Return (passes, bubble) of a table of the same stages, such as for another batch size."""
         if schedule is self.schedule:
             return self.passes, self.bubble
-        return _played(schedule, self.costs, {})
+        return _played(schedule, self.costs, {}, {})
 
 
 def predict_again(
@@ -66,62 +73,65 @@ def predict_again(
         seconds: the duration of each step so far but the first, from its samples to its update.
         copies: [step][pipeline rank] -> the measured copies O and L; empty without any.
     """
-    costs = measured_costs(steps, schedule.placement, counted, schedule.cuts, copies)
-    costs = replace(costs, comm=_with_late(costs.comm, steps, schedule))
+    place = schedule.placement
+    costs = measured_costs(steps, place, counted, schedule.cuts, copies)
+    hosts = [host_times(step) for step in steps]
+    costs = replace(costs, comm=_messages(steps, hosts, place))
     played = []
-    for step in steps:
+    for step, host in zip(steps, hosts, strict=True):
         took = {}
         for x in chain.from_iterable(step):
             # V computes next to nothing: its time is a wait for other ranks.
             if not x.item.kind.traits.border:
-                took[x.item] = x.end - x.begin + costs.overhead
-        played.append(_played(schedule, costs, took))
+                took[x.item] = x.end - x.begin + host[x.item]
+        played.append(_played(schedule, costs, took, host))
     passes, bubbles = zip(*played, strict=True)
     measured = mean(max(spent(row).makespan for row in step) for step in steps)
     outside = max(0.0, mean(seconds) - measured)
     return Again(costs, schedule, mean(passes), mean(bubbles), outside)
 
 
-def _played(schedule: Schedule, costs: Costs, took: dict[Pass, float]) -> tuple[float, float]:
+def _played(
+    schedule: Schedule, costs: Costs, took: Mapping[Pass, float], host: Mapping[Pass, float]
+) -> tuple[float, float]:
     """Return (seconds of the passes, bubble) of a simulated step.
 
     Args:
         took: seconds of single passes, with the host's time before each.
+        host: the host's seconds before each of these passes.
     """
     timeline = simulate(schedule, costs, took)
     # The host's time between two passes is no work: a measured bubble has it too.
     idle = []
     for row, span, busy in zip(schedule.ranks, timeline.span, timeline.busy, strict=True):
-        idle.append(span - busy + max(0, len(row) - 1) * costs.overhead)
+        between = sum(host.get(step[0], costs.overhead) for step in row[1:])
+        idle.append(span - busy + between)
     return timeline.makespan, max(idle) / (timeline.makespan or 1.0)
 
 
-def _with_late(
-    comm: float | tuple[float, ...], steps: StepsRan, schedule: Schedule
+def _messages(
+    steps: StepsRan, hosts: Sequence[Mapping[Pass, float]], place: Placement
 ) -> float | tuple[float, ...]:
-    """Return the times of messages with the mean delay of those that a pass waited for.
+    """Return the mean time of a message on each link, in seconds.
 
-    `measured_costs` has the least time of a message on each link. A step ends later by the others.
+    Only messages that a pass waited for show their time. A link without any has its least time
+    from the end of a pass to the start of the pass that took its message.
 
     Args:
-        comm: the least time on each link, in seconds.
+        hosts: for each step the host's time before each pass. The simulator adds it to the pass.
     """
-    if not isinstance(comm, tuple):
-        return comm
-    lags: dict[tuple[int, int], list[float]] = defaultdict(list)
-    least: dict[tuple[int, int], float] = {}
-    for step in steps:
-        for link, lag, waited in arrivals(step, schedule.placement):
-            least[link] = min(lag, least.get(link, lag))
-            if waited >= _WAITS:
-                lags[link].append(lag)
-    # Only differences on one link count, in which the clocks of two hosts cancel.
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for (one, two), row in lags.items():
-        late[min(one, two), max(one, two)] += [lag - least[one, two] for lag in row]
-    ranks = len(schedule.ranks)
+    least: dict[tuple[int, int], float] = {}
+    for step, host in zip(steps, hosts, strict=True):
+        for link, x, lag in arrivals(step, place):
+            took = lag - host[x.item]
+            least[link] = min(took, least.get(link, took))
+            if x.waited >= _WAITS:
+                late[link].append(took)
     found = []
-    for rank, seconds in enumerate(comm):
-        after = (rank + 1) % ranks
-        found.append(seconds + mean(late[min(rank, after), max(rank, after)] or [0.0]))
-    return tuple(found)
+    for ends in links(place.num_ranks):
+        ways = [way for way in (ends, ends[::-1]) if way in least]
+        # The difference of two hosts' clocks is in both ways, with opposite signs.
+        times = [mean(late.get(way) or [least[way]]) for way in ways]
+        found.append(max(0.0, mean(times or [0.0])))
+    return tuple(found) or 0.0
