@@ -23,6 +23,7 @@ from megapipe.checks.run import flag_problems
 from megapipe.commands.main import tell
 from megapipe.commands.plan.forecast import Shown, forecast, numbers, report, work_of_stage
 from megapipe.commands.plan.main import save_costs
+from megapipe.commands.plan.rates import save_rates
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank
 from megapipe.config import Config
 from megapipe.config.layers import inline
@@ -57,6 +58,9 @@ class Flags:
     """The speeds of links, as megapipe plan takes them: a .json, or a name such as h100."""
     save_costs: str | None = None
     """Write the times of the stages to this .json, for --pipeline-costs of the run."""
+    save_rates: str | None = None
+    """Measure products, memory and messages of this machine too, and write its rates to this .json,
+    for --rates of megapipe plan."""
     json: str | None = None
     """Also write the numbers to this file; - prints them instead of the text."""
 
@@ -70,7 +74,12 @@ def main(argv: Sequence[str]) -> None:
         number = getattr(flags, name)
         if number is not None and not number > 0:
             wrong.append(f"--{name.replace('_', '-')} must be above 0, got {number:g}.")
-    wrong += file_problems({"--save-costs": flags.save_costs, "--json": flags.json})
+    files = {
+        "--save-costs": flags.save_costs,
+        "--save-rates": flags.save_rates,
+        "--json": flags.json,
+    }
+    wrong += file_problems(files)
     if wrong:
         raise ConfigError(wrong)
     device = NOTHING
@@ -88,6 +97,8 @@ def main(argv: Sequence[str]) -> None:
     tell(text, numbers(plan, shown, found), flags.json)
     if flags.save_costs:
         save_costs(found.costs, flags.save_costs)
+    if flags.save_rates:
+        save_rates(flags.save_rates, config, plan, forecast(config, plan, shown))
 
 
 def prepared(argv: Sequence[str], world_size: int) -> tuple[Config, Plan]:

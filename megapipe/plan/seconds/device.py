@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from megapipe.config import Config
 from megapipe.errors import ConfigError
+
+Sizes = tuple[tuple[float, float], ...]
+"""(size, its rate or its time) by ascending size."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class Device:
     products of a GPT are assumed to reach half of it.
 
     Attributes:
-        flops: FLOP/s that matrix products of this model reach.
+        flops: FLOP/s that matrix products of this model reach, at most.
         node: the number of devices that the fast links join.
         inside: bytes per second that a device sends within a node.
         outside: bytes per second that a device sends to another node.
@@ -27,6 +33,11 @@ class Device:
         overhead: seconds that each pass takes in addition to its work.
         peak: FLOP/s of the data sheet, in which MFU is measured.
         source: where these numbers come from, in words.
+        memory: bytes per second that an update reads and writes; 0 for updates in no time.
+        by_product: (FLOP of a product, FLOP/s); () if products of every size reach `flops`.
+        by_message: (bytes of a message within a node, its seconds); () for bytes / `inside` and
+            `latency`.
+        by_far_message: the same beyond a node, in place of `outside`.
     """
 
     flops: float = 5e14
@@ -37,19 +48,25 @@ class Device:
     overhead: float = 4e-4
     peak: float = 9.89e14
     source: str = "H100's data sheet"
+    memory: float = 0.0
+    by_product: Sizes = ()
+    by_message: Sizes = ()
+    by_far_message: Sizes = ()
 
     @property
     def links(self) -> str:
         """Return the bandwidths within and between nodes, and the latency, in words."""
-        near = f"{self.inside / 1e9:g} GB/s among {self.node}"
-        far = f"{self.outside / 1e9:g} GB/s beyond"
-        return f"{near}, {far}, {self.latency * 1e6:g} us a message"
+        near = f"{self.inside / 1e9:.4g} GB/s among {self.node}"
+        far = f"{self.outside / 1e9:.4g} GB/s beyond"
+        return f"{near}, {far}, {self.latency * 1e6:.4g} us a message"
 
     @property
     def assumed(self) -> str:
         """Return all speeds in words, and where they come from."""
-        products = f"{self.flops / 1e12:g} TFLOP/s of {self.peak / 1e12:g}"
-        passes = f"{self.overhead * 1e6:g} us more a pass"
+        products = f"{self.flops / 1e12:.4g} TFLOP/s of {self.peak / 1e12:.4g}"
+        if self.by_product:
+            products = f"{self.by_product[0][1] / 1e12:.4g} to {products} by their size"
+        passes = f"{self.overhead * 1e6:.4g} us more a pass"
         return f"products at {products}, {passes}, {self.links} ({self.source})"
 
     def seconds(self, sent: float, extent: int, calls: int = 1) -> float:
@@ -62,7 +79,20 @@ class Device:
         """
         if not sent:
             return 0.0
+        times = self.by_message if extent <= self.node else self.by_far_message
+        if times:
+            return calls * _time_of(sent / calls, times)
         return sent / self.speed(extent) + calls * self.latency
+
+    def rate(self, product: float) -> float:
+        """Return the FLOP/s of passes whose matrix products have a size.
+
+        Args:
+            product: FLOP of one product, in the mean.
+        """
+        if not self.by_product:
+            return self.flops
+        return _between(product, self.by_product)
 
     def speed(self, extent: int) -> float:
         """Return the bytes per second that a device sends to another.
@@ -71,6 +101,22 @@ class Device:
             extent: devices from the first to the last rank. Beyond a node, the slower links count.
         """
         return self.inside if extent <= self.node else self.outside
+
+
+def _between(size: float, known: Sizes) -> float:
+    """Return the value of a size, on the line between its neighbours; beyond the ends, theirs."""
+    if size <= known[0][0]:
+        return known[0][1]
+    for (less, before), (more, after) in pairwise(known):
+        if size <= more:
+            return before + (after - before) * (size - less) / (more - less)
+    return known[-1][1]
+
+
+def _time_of(size: float, known: Sizes) -> float:
+    """Return the seconds of a message. Above the largest known size its speed stays the same."""
+    largest, _ = known[-1]
+    return _between(size, known) * max(1.0, size / largest)
 
 
 NOTHING = Device(inside=inf, outside=inf, latency=0.0)
@@ -111,25 +157,75 @@ def load_device(flag: str, given: str) -> Device:
         raise ConfigError(
             f"{flag} {given} cannot be read: {error}. Give a .json, or one of {', '.join(DEVICES)}."
         ) from None
-    names = [field.name for field in fields(Device)]
+    names = [field.name for field in fields(Device) if not field.name.startswith("by_")]
     if not isinstance(read, dict) or read.keys() - set(names):
         raise ConfigError(
             f"{flag} {given} must be a JSON object with only {', '.join(names)}, "
             'such as {"flops": 5e14, "node": 8}.'
         )
+    known = dict[str, Any]()
     for name, value in read.items():
         if name == "source":
             if not isinstance(value, str):
                 raise ConfigError(f'{flag} {given}: source must be a text, such as "measured".')
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        may_be_zero = name in ("latency", "overhead")
-        if not is_number or not (1e-30 <= value <= 1e30 or (value == 0 and may_be_zero)):
-            raise ConfigError(
-                f"{flag} {given}: {name} must be a number above 0, from 1e-30 to 1e30, "
-                f"got {json.dumps(value)[:100]}."
-            )
-    return Device(**{"source": given, **read})
+            known[name] = value
+        elif name in _BY_SIZE and isinstance(value, list):
+            known |= _by_size(f"{flag} {given}: {name}", name, value)
+        else:
+            if not _is_number(value, or_zero=name in ("latency", "overhead")):
+                raise ConfigError(
+                    f"{flag} {given}: {name} must be a number above 0, from 1e-30 to 1e30, "
+                    f"got {json.dumps(value)[:100]}."
+                )
+            known[name] = value
+    return Device(**{"source": given, **known})
+
+
+_BY_SIZE = {"flops": "by_product", "inside": "by_message", "outside": "by_far_message"}
+"""Fields that a file may give by size, and the fields of Device that keep the list."""
+
+
+def _is_number(value: object, *, or_zero: bool = False) -> bool:
+    """Return whether parsed JSON is a number that a speed may be."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 1e-30 <= value <= 1e30 or (or_zero and value == 0)
+
+
+def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
+    """Return fields of Device from a list by size: the list itself, and its largest speed.
+
+    Args:
+        where: names flag, file and field for errors.
+        name: flops, with FLOP/s by the FLOP of a product; or inside or outside, with seconds by
+            the bytes of a message.
+    Raises: ConfigError if it is no list of pairs in ascending order.
+    """
+    pairs: list[tuple[float, float]] = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2 or not all(map(_is_number, row)):
+            pairs = []
+            break
+        pairs.append((float(row[0]), float(row[1])))
+    ascends = all(a[0] < b[0] and (a[1] <= b[1] or name == "flops") for a, b in pairwise(pairs))
+    if not pairs or not ascends:
+        example = "[[1e6, 1e12], [1e9, 4e14]]"
+        what = "[FLOP of a product, FLOP/s]"
+        if name != "flops":
+            example = "[[1e3, 1e-5], [1e6, 2e-5]]"
+            what = "[bytes of a message, seconds]"
+        raise ConfigError(
+            f"{where} must be a number above 0, or pairs {what} by ascending size, with no message "
+            f"faster than a smaller one, such as {example}."
+        )
+    largest = max(_speeds(name, pairs))
+    return {name: largest, _BY_SIZE[name]: tuple(pairs)}
+
+
+def _speeds(name: str, pairs: Sequence[tuple[float, float]]) -> Iterator[float]:
+    """Yield the speed of each pair: FLOP/s, or bytes per second of a message."""
+    for size, value in pairs:
+        yield value if name == "flops" else size / value
 
 
 def device_of(config: Config) -> Device | None:

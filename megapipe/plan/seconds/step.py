@@ -11,6 +11,7 @@ from megapipe.plan.make import pieces_of
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import sums, with_messages
+from megapipe.plan.seconds.update import update
 from megapipe.schedule import Costs
 from megapipe.schedule.families.offload.rules import MOVES
 from megapipe.schedule.families.sharding.asked import Sharding
@@ -22,6 +23,7 @@ from megapipe.schedule.simulate import Clock, memory_steps, run_clock
 
 Layout = tuple[int, ...]
 SUMS = "gradient sums"
+UPDATE = "update"
 MESSAGES = "messages within layers"
 MOVED = "activations out of the way"
 AHEAD = Living(2, 1, ahead=True)
@@ -61,8 +63,8 @@ class Timed:
 
     @property
     def passes(self) -> float:
-        """Return the seconds of the step without its gradient sums and gathers after the passes."""
-        return self.step - self.parts[SUMS]
+        """Return the seconds of the step before gradients are summed and weights updated."""
+        return self.step - self.parts[SUMS] - self.parts[UPDATE]
 
 
 def layout_of(config: Config) -> Layout:
@@ -102,6 +104,7 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
     plain_clock = clock if plain is schedule else run_clock(plain, costs)
     moves = makespan - _end(plain_clock)
     at_end = sums(plan, config, device)
+    updated = update(plan, config, device)
     if sharded:
         if schedule.kinds == whole.kinds:
             recipe = Recipe(schedule.name, sharding=Sharding(living=AHEAD))
@@ -124,9 +127,10 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
         "bubble": _end(plain_clock) - busy,
         MOVED: moves,
         SUMS: at_end,
+        UPDATE: updated,
     }
     peak = max(map(add, held, plan.state_bytes))
-    return Timed(config, plan, schedule.name, makespan + at_end, peak, parts)
+    return Timed(config, plan, schedule.name, makespan + at_end + updated, peak, parts)
 
 
 def _end(clock: Clock) -> float:
@@ -152,7 +156,8 @@ def _least(config: Config, plan: Plan, device: Device) -> float:
 def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
     """Return the costs of a plan in seconds, without communication."""
     costs = plan.costs
-    rate = 1 / (config.parallel.tensor_model_parallel_size * device.flops)
+    tp = config.parallel.tensor_model_parallel_size
+    rate = 1 / (tp * device.rate(mean_product(plan) / tp))
     named = {name: getattr(costs, name) for name in "fbwol"}
     scaled: dict[str, Any] = {
         name: tuple(x * rate for x in column)
@@ -160,6 +165,15 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
         if isinstance(column, tuple)
     }
     return replace(costs, **scaled, overhead=device.overhead)
+
+
+def mean_product(plan: Plan) -> float:
+    """Return the FLOP of a matrix product in a pass, in the mean, before tensor parallelism."""
+    layers = plan.pieces.layers
+    # Four products of a layer stand for all: of queries, keys and values; of their output; and the
+    # two of an MLP. A slice has its part of the rows.
+    forward = sum(layer.f for layer in layers) / max(1, len(layers))
+    return forward / 4 / (len(plan.schedule.cuts) or 1)
 
 
 def work_of(costs: Costs) -> float:

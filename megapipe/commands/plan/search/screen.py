@@ -17,7 +17,7 @@ from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import Plan, plan_of
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.step import SUMS, Layout, layout_of
+from megapipe.plan.seconds.step import SUMS, UPDATE, Layout, layout_of
 
 OUT_OF_MEMORY = "out of memory"
 SLOWER = "slower than others of their kind"
@@ -105,15 +105,15 @@ class Screen:
         cells: layouts with their recomputation.
         memory: bytes of a device.
         counted: the work of the layers of each cell.
-        last: (index of the cell that was judged last, its plan or None). Candidates of a cell
-            follow each other, so that its plan is made once.
+        last: (index of the cell that was judged last, its plan, or why it has none). Candidates of
+            a cell follow each other, so that its plan is made once.
     """
 
     cells: list[Config]
     device: Device
     memory: float
     counted: Counted
-    last: tuple[int, Plan | None] = field(default=(-1, None))
+    last: tuple[int, Plan | str] = field(default=(-1, NO_TABLE))
 
     def judge(self, candidate: Candidate, limit: float) -> Sketch | Out:
         """Return a plan that fits, or why it is out.
@@ -123,33 +123,33 @@ class Screen:
         """
         cell = self.cells[candidate.cell]
         plan = self._plan(candidate.cell)
-        if plan is None:
-            return Out(OUT_OF_MEMORY)
+        if isinstance(plan, str):
+            return Out(plan)
         config = under(cell, candidate.schedule, candidate.chunks)
         try:
             return self._extrapolated(plan, config, candidate, limit)
         except (ConfigError, ScheduleError):
             return Out(OUT_OF_MEMORY if candidate.moves else NO_TABLE)
 
-    def _plan(self, number: int) -> Plan | None:
-        """Return the plan of a cell for few microbatches.
+    def _plan(self, number: int) -> Plan | str:
+        """Return the plan of a cell for few microbatches, or why there is none that fits.
 
-        Returns None if there is none, or if weights and optimizer state alone need too much memory.
+        Weights and optimizer state alone may need too much memory.
 
         Args:
             number: the index of the cell.
         """
         if self.last[0] != number:
             cell = self.cells[number]
-            plan: Plan | None
+            plan: Plan | str
             try:
                 plan = plan_of(short(cell, 1), self.counted.pieces(cell))
             except (ConfigError, ScheduleError):
-                plan = None
-            if plan is not None:
+                plan = NO_TABLE
+            if isinstance(plan, Plan):
                 room = self.memory * cell.parallel.pipeline_model_parallel_size
                 if sum(plan.state_bytes) > room:
-                    plan = None
+                    plan = OUT_OF_MEMORY
             self.last = (number, plan)
         return self.last[1]
 
@@ -174,9 +174,11 @@ class Screen:
         other = planned(plan, config, far, self.device, room)
         turns = left / (far.num_microbatches - near.num_microbatches)
         parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
-        # Gradient sums and gathers that are visible do not grow with the batch.
-        parts[SUMS] = other.parts[SUMS]
-        step = one.passes + turns * (other.passes - one.passes) + parts[SUMS]
+        # Gradient sums, gathers that are visible, and the update do not grow with the batch.
+        step = one.passes + turns * (other.passes - one.passes)
+        for name in (SUMS, UPDATE):
+            parts[name] = other.parts[name]
+            step += parts[name]
         peak = one.peak
         # A chunk that gathers its weights once for all microbatches holds the activations of all.
         if "sharding" in plan.own and not moves:
