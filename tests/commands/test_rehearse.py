@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from megapipe.commands.plan import main as plan
 from megapipe.commands.plan import rehearse
 from megapipe.commands.plan.held_bytes import parts_of
 from megapipe.commands.plan.rehearsed_rank import Alone, Rehearsed, answers_of, rank_alone, run_on
 from megapipe.errors import ConfigError, UserError
 from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan.seconds.device import load_device
 from megapipe.schedule import Kind, Pass
 from megapipe.schedule.measured.costs import Ran
 
@@ -181,3 +185,21 @@ def test_a_model_that_no_machine_holds_is_refused_as_the_run_refuses_it(vocabula
     flags = f"{MODEL} --global-batch-size 4 --vocab-size {vocabulary}"
     with pytest.raises(UserError, match="has no memory for its stages, which need"):
         rehearse.main(["--world-size", "2", "--steps", "1", "--", *flags.split()])
+
+
+def test_rates_from_a_rehearsal_give_a_plan_the_work_that_was_measured(tmp_path, capsys):
+    """The sum of all passes is by definition the rehearsal's; what a step waits for follows from the file."""
+    files = [str(tmp_path / name) for name in ("rates.json", "costs.json")]
+    flags = f"{MODEL} --global-batch-size 16".split()
+    rehearse.main(["--world-size", "2", "--save-rates", files[0], "--save-costs", files[1], "--", *flags])
+    assert "rates of this machine: " in capsys.readouterr().out
+    costs = json.loads(Path(files[1]).read_text())
+    work = 8 * sum(sum(costs[name]) for name in "fbw") / 2
+    device = load_device("--rates", files[0])
+    assert device.memory > 0
+    assert [size for size, _ in device.by_message] == sorted(size for size, _ in device.by_message)
+    assert "measured by megapipe rehearse on" in device.source
+    plan.main([*flags, "--rates", files[0], "--json", "-"])
+    step = json.loads(capsys.readouterr().out)["step"]["predicted"]
+    assert step["shares"]["model"] * step["seconds"] == pytest.approx(work, rel=0.02)
+    assert step["shares"]["update"] > 0

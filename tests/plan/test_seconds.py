@@ -7,9 +7,10 @@ import pytest
 
 from megapipe.commands.plan.main import main as plan_command
 from megapipe.config import Config
+from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse
 from megapipe.plan import make_plan
-from megapipe.plan.seconds.device import Device, device_of
+from megapipe.plan.seconds.device import Device, device_of, load_device
 from megapipe.plan.seconds.page import digest, numbers
 from megapipe.plan.seconds.step import timed
 from megapipe.training.check import check
@@ -83,6 +84,31 @@ def test_a_run_on_cpus_has_no_device_until_rates_name_one(tmp_path):
     (tmp_path / "laptop.json").write_text('{"flops": 1e11, "source": "measured"}')
     device = device_of(parse(Config, [*flags, "--rates", str(tmp_path / "laptop.json")]))
     assert device == Device(flops=1e11, source="measured")
+
+
+def test_rates_by_size_are_those_between_their_neighbours(tmp_path):
+    (tmp_path / "rates.json").write_text(
+        '{"flops": [[100, 10], [200, 30]], "inside": [[1000, 1], [3000, 2]], "node": 2, "outside": 100, "latency": 5}'
+    )
+    device = load_device("--rates", str(tmp_path / "rates.json"))
+    assert [device.rate(size) for size in (1, 100, 150, 200, 900)] == [10, 10, 20, 30, 30]
+    # Two messages of 1 s, of 1.5 s; above the largest one the speed stays that of 3000 bytes.
+    assert [device.seconds(sent, 2, 2) for sent in (0, 200, 4000, 12000)] == [0, 2, 3, 8]
+    assert device.seconds(1000, 4, 2) == 1000 / 100 + 2 * 5
+    assert (device.flops, device.inside) == (30, 1500)
+    (tmp_path / "rates.json").write_text('{"inside": [[1000, 2], [3000, 1]]}')
+    with pytest.raises(ConfigError, match=r"inside must be a number above 0, or pairs .* by ascending size"):
+        load_device("--rates", str(tmp_path / "rates.json"))
+
+
+@pytest.mark.parametrize("zero, moved", [("", 38), ("--use-distributed-optimizer", 8 + 30 / 2)])
+def test_an_update_takes_the_time_of_the_memory_it_reads_and_writes(zero, moved):
+    flags = f"--pipeline-model-parallel-size 2 {zero}"
+    none, some = (predicted(flags, 4, Device(flops=1e12, memory=memory)) for memory in (0.0, 1e9))
+    # Bytes of a parameter in bf16 with float32 gradient, moments and main parameter. The first rank
+    # has the embedding of 1001 rows and 64 positions, and two layers of 12 h^2 weights and 13 h more.
+    parameters = (1001 + 64) * 64 + 2 * (12 * 64**2 + 13 * 64)
+    assert some["seconds"] - none["seconds"] == pytest.approx(moved * parameters / 1e9)
 
 
 @pytest.mark.parametrize("times", ["1", "[1, 2, 3, 4]"])

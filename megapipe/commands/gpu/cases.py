@@ -41,9 +41,11 @@ LARGE_LAYER = (
 )
 GPT3_350M = f"{LARGE} --hidden-size 1024 --micro-batch-size 8"
 GPT3_1_3B = f"{LARGE} --hidden-size 2048 --micro-batch-size 4"
-# Scripts. {device} and {nanogpt} are the flags of megapipe gpu-check.
+# Scripts. {device} and {nanogpt} are the flags of megapipe gpu-check, {folder} is its --output.
 KERNEL = "megapipe/commands/gpu/kernels.py --device {device} --only"
 MEASURE = "megapipe/commands/gpu/measures.py --device {device} --only"
+RATES = "-m megapipe rehearse --world-size 4 --ranks 1 --save-rates {folder}/rates.json --"
+MIDDLE = "--pipeline-model-parallel-size 4 --num-layers 4"
 NANOGPT = (
     "tools/bench/training.py --device cuda --precision bf16 --compile --batch 8 --least 1 "
     "--nanogpt {nanogpt}"
@@ -96,8 +98,8 @@ class Case:
         memory: largest relative difference of the peak memory from the plan's prediction; None
             does not compare.
         mfu: smallest fraction of the device's bf16 peak, for a device whose peak is known.
-        script: the arguments of Python, instead of a training. The case passes with exit status 0,
-            and the last line of output is its figure.
+        script: the arguments of Python, instead of a training; {folder} is that of --output. The
+            case passes with exit status 0, and the last line of output is its figure.
         needs: a package, or a flag of megapipe gpu-check. Without it the case is left out.
         ranks: the number of processes.
         devices: the devices on which the case makes sense.
@@ -126,6 +128,17 @@ CASES = (
     Case("kernel: attention with dropout", script=f"{KERNEL} dropout_attention"),
     Case("tests for a GPU", script="-m pytest -q -m gpu", needs="pytest", devices=GPU, seconds=240),
     Case("ceilings", script=f"{MEASURE} ceilings"),
+    # The file rates.json for --rates of megapipe plan: passes of a layer, products, messages.
+    Case(
+        "rates of this CPU",
+        script=f"{RATES} {SHAPE} {SIZES['cpu']} {MIDDLE} --distributed-backend gloo",
+        devices=("cpu",),
+    ),
+    Case(
+        "rates of this GPU",
+        script=f"{RATES} {SHAPE} {LARGE_LAYER} {MIDDLE} --bf16",
+        devices=GPU,
+    ),
     Case("B and W separate: time", script=f"{MEASURE} split"),
     Case("every schedule of one rank", script=f"{MEASURE} schedules"),
     Case("CUDA graphs: bits and time", script=f"{MEASURE} graphs", devices=GPU),

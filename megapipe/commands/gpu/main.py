@@ -56,7 +56,8 @@ class Flags:
     nanogpt: str | None = None
     """Folder of nanoGPT to compare with, from git clone https://github.com/karpathy/nanoGPT"""
     output: str = "gpu-check"
-    """Folder for report.md, report.json and the output of each case. It replaces files."""
+    """Folder for report.md, report.json, rates.json (for --rates of megapipe plan), and the output
+    of each case. It replaces files."""
     only: tuple[str, ...] = ("*",)
     """Patterns of case names. The references of these cases run too."""
 
@@ -244,7 +245,11 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
         file: the value of --metrics-file, for a training.
     """
     if case.script:
-        known = {"device": flags.device, "nanogpt": str(Path(flags.nanogpt or "").resolve())}
+        known = {
+            "device": flags.device,
+            "nanogpt": str(Path(flags.nanogpt or "").resolve()),
+            "folder": str(folder),
+        }
         return [sys.executable, *(part.format_map(known) for part in case.script.split())]
     run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
     if flags.device == "cpu":

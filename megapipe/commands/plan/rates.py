@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def _copied(device: torch.device) -> float:
 def _messages(device: torch.device) -> Sizes:
     """Return (bytes, seconds) of messages between the two ranks, each half of a way there and back.
 
-    Both ranks call it. A larger message takes at least the time of a smaller one.
+    Both ranks call it.
     """
     found: list[tuple[float, float]] = []
     for size in _MESSAGES:
@@ -174,9 +175,10 @@ def _messages(device: torch.device) -> Sizes:
             _there_and_back(x)
             synchronize(device)
             times.append((time.perf_counter() - began) / 2)
-        before = found[-1][1] if found else 0.0
-        found.append((float(size), max(before, median(times))))
-    return tuple(found)
+        found.append((float(size), median(times)))
+    # No message takes longer than a larger one: another program has slowed the smaller one down.
+    seconds = [*accumulate(reversed([seconds for _, seconds in found]), min)]
+    return tuple(zip((size for size, _ in found), reversed(seconds), strict=True))
 
 
 def _there_and_back(x: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import inf
@@ -170,7 +170,7 @@ def load_device(flag: str, given: str) -> Device:
                 raise ConfigError(f'{flag} {given}: source must be a text, such as "measured".')
             known[name] = value
         elif name in _BY_SIZE and isinstance(value, list):
-            known |= _by_size(f"{flag} {given}: {name}", name, value)
+            known = _by_size(f"{flag} {given}: {name}", name, value) | known
         else:
             if not _is_number(value, or_zero=name in ("latency", "overhead")):
                 raise ConfigError(
@@ -218,14 +218,15 @@ def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
             f"{where} must be a number above 0, or pairs {what} by ascending size, with no message "
             f"faster than a smaller one, such as {example}."
         )
-    largest = max(_speeds(name, pairs))
-    return {name: largest, _BY_SIZE[name]: tuple(pairs)}
-
-
-def _speeds(name: str, pairs: Sequence[tuple[float, float]]) -> Iterator[float]:
-    """Yield the speed of each pair: FLOP/s, or bytes per second of a message."""
-    for size, value in pairs:
-        yield value if name == "flops" else size / value
+    found: dict[str, Any] = {_BY_SIZE[name]: tuple(pairs)}
+    if name == "flops":
+        found[name] = max(rate for _, rate in pairs)
+    else:
+        found[name] = max(size / seconds for size, seconds in pairs)
+    if name == "inside":
+        # For the words that describe a device: the time of a small message.
+        found["latency"] = pairs[0][1]
+    return found
 
 
 def device_of(config: Config) -> Device | None:

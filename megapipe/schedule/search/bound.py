@@ -1,8 +1,8 @@
 """A lower bound of the makespan, from chains of passes, the memory limit and the work of a rank.
 
-It has two ideas, for any costs by stage. Before its first B a rank can only run F, as many as fit
-its memory. After its last B it can only run W, as many as its memory has deferred. And every
-microbatch occupies memory from its F to its W, so memory times time is bounded (Little's law).
+It has three ideas, for any costs by stage. Before its first B a rank can only run F, as many as fit
+its memory. After its last B it can only run W, as many as its memory has deferred. Every microbatch
+occupies memory from its F to its W, so memory times time is bounded (Little's law).
 """
 
 from __future__ import annotations

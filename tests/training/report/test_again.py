@@ -27,9 +27,10 @@ SECOND = [("F", 0, 0, 2.5, 6.5), ("BW", 0, 6.75, 6.75, 11.75), ("F", 1, 12, 12, 
 
 def ran(stage: int, rows, clock: float = 0.0) -> list[Ran]:
     """The passes of a rank, whose clock is ahead by some seconds."""
-    return [
-        Ran(Pass(Kind(kind), stage, n), begin + clock, end + clock, begin - asked) for kind, n, asked, begin, end in rows
-    ]
+    found = []
+    for kind, n, asked, begin, end in rows:
+        found.append(Ran(Pass(Kind(kind), stage, n), begin + clock, end + clock, begin - asked))
+    return found
 
 
 @pytest.mark.parametrize("clock", [0.0, 1000.0])

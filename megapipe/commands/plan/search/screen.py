@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megapipe.commands.plan.search.bounds import Counted
 from megapipe.commands.plan.search.cells import is_movable, short, under
-from megapipe.commands.plan.search.timed import Room, planned
+from megapipe.commands.plan.search.timed import Room, with_schedule
 from megapipe.config import Config
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import Plan, plan_of
@@ -163,7 +163,7 @@ class Screen:
         left = m - near.num_microbatches
         rest = candidate.least * left / m
         room = Room(self.memory, limit - rest) if moves else None
-        one = planned(plan, config, near, self.device, room)
+        one = with_schedule(plan, config, near, self.device, room)
         if one.peak > self.memory:
             return Out(OUT_OF_MEMORY, one.step + rest, not moves and is_movable(config))
         if left == 0:
@@ -171,7 +171,7 @@ class Screen:
         if one.passes + rest > limit:
             return Out(SLOWER, one.passes + rest)
         room = Room(self.memory, inf) if moves else None
-        other = planned(plan, config, far, self.device, room)
+        other = with_schedule(plan, config, far, self.device, room)
         turns = left / (far.num_microbatches - near.num_microbatches)
         parts = {name: x + turns * (other.parts[name] - x) for name, x in one.parts.items()}
         # Gradient sums, gathers that are visible, and the update do not grow with the batch.

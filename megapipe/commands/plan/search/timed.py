@@ -52,7 +52,7 @@ class Room(NamedTuple):
     as_run: bool = False
 
 
-def planned(
+def with_schedule(
     plan: Plan, config: Config, batch: Config, device: Device, room: Room | None = None
 ) -> Timed:
     """Return a layout's plan with another schedule and batch, and the times of its step.
