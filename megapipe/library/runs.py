@@ -33,8 +33,17 @@ def ready(config: Config) -> Config:
     """
     config = with_processes(config)
     # The embedding's rows are known once the tokenizer is.
-    vocab = config.model.padded_vocab(validate(config, has_cuda=has_cuda()).vocab_size)
-    return replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    return with_vocabulary(config, validate(config, has_cuda=has_cuda()).vocab_size)
+
+
+def with_vocabulary(config: Config, size: int) -> Config:
+    """Return the configuration with the embedding's rows and the text of --per-layer-overrides.
+
+    Args:
+        size: the tokens of the tokenizer.
+    """
+    model = inline(config.model)
+    return replace(config, model=replace(model, padded_vocab_size=model.padded_vocab(size)))
 
 
 def make_plan(config: Config) -> Plan:

@@ -202,4 +202,3 @@ def test_rates_from_a_rehearsal_give_a_plan_the_work_that_was_measured(tmp_path,
     plan.main([*flags, "--rates", files[0], "--json", "-"])
     step = json.loads(capsys.readouterr().out)["step"]["predicted"]
     assert step["shares"]["model"] * step["seconds"] == pytest.approx(work, rel=0.02)
-    assert step["shares"]["update"] > 0

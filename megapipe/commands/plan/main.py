@@ -30,7 +30,7 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
-from megapipe.library.runs import ready
+from megapipe.library.runs import ready, with_vocabulary
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.page import digest, in_short, page, predicted
@@ -286,9 +286,7 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
     try:
         if problems := flag_problems(config):
             raise ConfigError(problems)
-        padded = config.model.padded_vocab(vocab)
-        config = config.with_batch(config.global_batch_size)
-        config = replace(config, model=replace(inline(config.model), padded_vocab_size=padded))
+        config = with_vocabulary(config.with_batch(config.global_batch_size), vocab)
         return Yours(of_run(config, device))
     except (ConfigError, ScheduleError) as error:
         return Yours(refused=" ".join(str(error).split()))

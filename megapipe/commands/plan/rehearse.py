@@ -26,12 +26,12 @@ from megapipe.commands.plan.main import save_costs
 from megapipe.commands.plan.rates import save_rates
 from megapipe.commands.plan.rehearsed_rank import Answers, Rehearsed, answers_of, rehearse_rank
 from megapipe.config import Config
-from megapipe.config.layers import inline
 from megapipe.data.files import file_problems
 from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, place_of_dashes
+from megapipe.library.runs import with_vocabulary
 from megapipe.plan import Plan, make_plan
 from megapipe.plan.seconds.device import NOTHING, load_device
 from megapipe.plan.shapes.slices import chosen
@@ -148,8 +148,7 @@ def planned(config: Config, problems: Sequence[str] = ()) -> tuple[Config, Plan]
     if problems := [*flag_problems(config), *problems]:
         raise ConfigError(problems)
     tokenizer, _ = answer(lambda: build_tokenizer(config.data))
-    vocab = config.model.padded_vocab(vocabulary(config, tokenizer)[0])
-    config = replace(config, model=replace(inline(config.model), padded_vocab_size=vocab))
+    config = with_vocabulary(config, vocabulary(config, tokenizer)[0])
     config = config.with_batch(config.global_batch_size)
     return config, make_plan(config)
 
