@@ -98,7 +98,8 @@ def test_every_case_that_a_cpu_can_run_passes(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         gpu_check.main(["--device", "cpu", "--output", str(tmp_path)])
     assert not end.value.code, capsys.readouterr().out
-    assert len(json.loads((tmp_path / "report.json").read_text())["cases"]) == 28
+    assert len(json.loads((tmp_path / "report.json").read_text())["cases"]) == 29
+    assert load_device("--rates", str(tmp_path / "rates.json")).by_product
 
 
 def test_a_script_fails_by_its_exit_status_and_its_last_line_is_the_figure(tmp_path):

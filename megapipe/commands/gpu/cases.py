@@ -98,8 +98,8 @@ class Case:
         memory: largest relative difference of the peak memory from the plan's prediction; None
             does not compare.
         mfu: smallest fraction of the device's bf16 peak, for a device whose peak is known.
-        script: the arguments of Python, instead of a training; {folder} is that of --output. The
-            case passes with exit status 0, and the last line of output is its figure.
+        script: the arguments of Python, instead of a training; {folder} is the value of
+            --output. The case passes with exit status 0, and the last line of output is its figure.
         needs: a package, or a flag of megapipe gpu-check. Without it the case is left out.
         ranks: the number of processes.
         devices: the devices on which the case makes sense.

@@ -301,7 +301,7 @@ def arrivals(
 def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
     """Return the host's seconds before each pass of a step: from the last one to its request.
 
-    A rank's first pass has none. A pass in a pair has those of the pair.
+    A rank's first pass has none. Both passes of a pair have the pair's.
 
     Args:
         ranks: [pipeline rank] -> its measured passes.

@@ -23,7 +23,7 @@ from megapipe.schedule.measured.costs import (
 )
 
 DIFFERS = 0.02
-"""Least difference of two predicted bubbles, as shares of the passes' time, that is told."""
+"""Least difference of two predicted bubbles, as shares of the passes' time, that is reported."""
 _WAITS = 1e-4
 """Seconds from which a pass that asks for a message is said to wait for it."""
 

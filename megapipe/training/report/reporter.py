@@ -125,7 +125,7 @@ class Reporter:
         if self.config.parallel.pipeline_costs is not None:
             by = "--pipeline-costs"
         return (
-            f"stages take other times than by {by}: by the times that were measured the bubble is "
+            f"stages take other times than by {by}: by measured times the bubble is "
             f"{again.bubble:.1%}, not {before.predicted_bubble:.1%}, and a step takes "
             f"{again.step * 1e3:.1f} ms. Later lines predict by these times."
         )

@@ -72,7 +72,7 @@ def test_a_run_whose_prediction_fails_says_so_once_and_predicts_by_measured_time
     asked = replace(asked, log=log, batch=replace(asked.batch, train_iters=8))
     run_threads(partial(train, asked=asked), pp=2, timeout_s=60)
     said = capsys.readouterr().out
-    assert said.count("stages take other times than by --pipeline-costs: by the times that were measured") == 1
+    assert said.count("stages take other times than by --pipeline-costs: by measured times") == 1
     rows = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     assert "by_measured_passes" not in rows[1]
     again = rows[-1]["by_measured_passes"]

@@ -1,6 +1,6 @@
 """Compare steps of small models on this machine with their prediction from measured passes.
 
-    python -m tools.proofs.predicted_steps --models 20 --seed 0
+    python -m tools.proofs.steps.predicted --models 20 --seed 0
 
 Each drawn model trains on processes over gloo with one thread each, twice judged:
 
@@ -16,7 +16,7 @@ Linux counts the time that a thread was ready to run and had no core (/proc/self
 of which a rank waited so for more than 2% of its time is measured again, up to --tries times, and
 then not judged. If nothing else can be stopped, autogroups of Linux give this session the cores:
 
-    setsid -w bash -c 'echo -20 > /proc/self/autogroup; exec python -m tools.proofs.predicted_steps'
+    setsid -w bash -c 'echo -20 > /proc/self/autogroup; exec python -m tools.proofs.steps.predicted'
 """
 
 from __future__ import annotations
