@@ -13,6 +13,7 @@ from megapipe.commands.gpu import main as gpu_check
 from megapipe.commands.gpu.cases import CASES, Case
 from megapipe.commands.gpu.main import Outcome, judge
 from megapipe.errors import UserError
+from megapipe.plan.seconds.device import load_device
 
 A = {n: {"loss": 5.0 - n / 8, "norm": 1.0, "skipped": False} for n in range(1, 4)}
 
