@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from megapipe.config import Config, ModelConfig, OptimizerConfig
 from megapipe.config.model.mla import MLAConfig
+from megapipe.config.model.stream import Matrix
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
 
@@ -284,6 +285,9 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     """
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
     fields |= {"window_size": model.window, "no_bias_gelu_fusion": model.erf_gelu}
+    # A bias that all linear layers have need not be named.
+    own = [name for name in get_args(Matrix) if model.has_bias(name)]
+    fields["add_bias_to"] = tuple(name for name in own if not model.bias or name == "head")
     # A layer that differs may make use of a setting that the others ignore.
     if model.per_layer_overrides is None:
         if model.bias:
@@ -325,6 +329,7 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
         "rope_scaling_factor",
     )
     fields = _without(fields, of_heads)
+    fields["latent_norm_epsilon"] = model.latent_norm_epsilon or model.norm_epsilon
     if model.rope_type == "rope":
         return fields | {"mscale": MLAConfig.mscale}
     return fields | {"rope_type": "yarn", "rotary_percent": 1.0}

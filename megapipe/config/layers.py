@@ -28,7 +28,7 @@ _NAMES = (
     "group_query_attention num_query_groups qk_layernorm position_embedding_type rotary_base "
     "rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor window_size "
     "normalization norm_epsilon apply_layernorm_1p disable_bias_linear add_qkv_bias "
-    "attention_dropout hidden_dropout no_attention no_mlp "
+    "attention_dropout hidden_dropout parallel_attention_mlp no_norm_bias no_attention no_mlp "
     "norm_placement softmax_scale attn_logit_softcapping"
 )
 FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]

@@ -35,7 +35,6 @@ rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary posi
     scaled as in Llama 3.1 (--use-rope-scaling)
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
-moe-apply-probs-on-input: the weight of an expert is applied between its two layers
 moe-router-force-biased: use --moe-router-force-load-balancing
 moe-router-quantile-balancing-ema: use --moe-router-enable-expert-bias
 moe-paged-* moe-expert-rank-capacity-factor moe-pad-experts-for-cuda-graph-inference: use

@@ -31,6 +31,7 @@ from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.fused_cross_entropy import vocab_parallel_linear_cross_entropy
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.rng import current_stream, dropout
+from megapipe.tensor_parallel.scaling import scaled
 from megapipe.tensor_parallel.softcap import capped
 from megapipe.tensor_parallel.vocabulary import VocabularyRows
 
@@ -60,6 +61,7 @@ class Embedding(nn.Module):
         super().__init__()
         assert config.padded_vocab_size is not None
         self.hidden_dropout = config.hidden_dropout
+        self.factor = config.mup_embedding_mult
         self.shares_sequence = tp if config.sequence_parallel else None
         self.site = f"embedding of depth {span.depth}" if span.depth else "embedding"
         full = (config.padded_vocab_size, config.hidden)
@@ -121,9 +123,10 @@ class Embedding(nn.Module):
                 # reduce-scatter.
                 ids = ids.chunk(tp.size)[tp.rank]
             x = x + self.position_embeddings(ids)
+        x = scaled(x, self.factor)
         if self.training:
             x = dropout(x, self.hidden_dropout, self.site, tp=tp, dim=0)
-        return x  # type: ignore[no-any-return]
+        return x
 
 
 class Decoder(nn.Module):
@@ -180,7 +183,7 @@ def head_of(config: ModelConfig, tp: Axis, tied_to: str | None) -> ColumnParalle
         config.hidden,
         config.padded_vocab_size,
         tp=tp,
-        bias=False,
+        bias=config.has_bias("head"),
         sequence_parallel=config.sequence_parallel,
         init_std=std,
         tied_to=tied_to,
@@ -378,6 +381,8 @@ class GPTModel(nn.Module):
         # A depth continues from the states after the final norm, the ones that the head reads.
         if self.config.depths:
             _hidden.set(x)
+        # The head is linear: a factor on its input is a factor on the logits.
+        x = scaled(x, self.config.mup_output_mult)
         if labels is not None and self.config.cross_entropy_loss_fusion:
             losses = vocab_parallel_linear_cross_entropy(
                 x,

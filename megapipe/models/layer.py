@@ -20,6 +20,7 @@ from megapipe.models.recompute import recompute, without_result
 from megapipe.tensor_parallel.eager import eager
 from megapipe.tensor_parallel.rng import dropout
 from megapipe.tensor_parallel.saving import named
+from megapipe.tensor_parallel.scaling import scaled
 
 
 class TransformerLayer(nn.Module):
@@ -38,6 +39,7 @@ class TransformerLayer(nn.Module):
         config = layer_config(config, layer)
         self.layer = layer
         self.hidden_dropout = config.hidden_dropout
+        self.residual_multiplier = config.residual_multiplier
         self.recompute_norms = config.recompute_norms
         self.recompute_mlp = config.recompute_mlp
         if config.has_experts:
@@ -59,7 +61,9 @@ class TransformerLayer(nn.Module):
             attention = LatentAttention if config.multi_latent_attention else SelfAttention
             self.self_attention = attention(config, tp, layer)
         self.post_self_attn_layernorm = made(has_attention and config.has_post_norm)
-        self.pre_mlp_layernorm = made(has_mlp and config.has_pre_norm)
+        self.is_parallel = bool(config.parallel_attention_mlp) and has_attention and has_mlp
+        shares_norm = self.is_parallel and config.parallel_attention_mlp == "one_norm"
+        self.pre_mlp_layernorm = made(has_mlp and config.has_pre_norm and not shares_norm)
         self.mlp: nn.Module | None = None
         if has_mlp:
             self.mlp = MoE(config, tp, layer) if config.has_experts else MLP(config, tp)
@@ -67,6 +71,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: [s, b, h] -> [s, b, h]; under sequence parallelism [s/t, b, h]."""
+        if self.is_parallel:
+            return self._in_parallel(x)
         # The sum of one half waits for the next norm, so that a GPU does both in one kernel.
         delta = None
         if self.self_attention is not None:
@@ -79,6 +85,28 @@ class TransformerLayer(nn.Module):
         if delta is None:
             return x
         return x + delta
+
+    def _in_parallel(self, x: Tensor) -> Tensor:
+        """Return x + attention(norm(x)) + mlp(norm(x)), where both norms may be the same one."""
+        assert self.input_layernorm is not None
+        assert self.self_attention is not None
+        assert self.mlp is not None
+        attention: Callable[[Tensor], Tensor] = self.self_attention
+        mlp = partial(recompute, self.mlp) if self.recompute_mlp else self.mlp
+
+        def attended(y: Tensor) -> Tensor:
+            return self._drop(attention(y), "attention_out")
+
+        def computed(y: Tensor) -> Tensor:
+            return self._drop(mlp(y), "mlp_out")
+
+        def normed(norm: Norm, half: Callable[[Tensor], Tensor]) -> Tensor:
+            return without_result(norm, x, half) if self.recompute_norms else half(norm(x))
+
+        if self.pre_mlp_layernorm is None:
+            return x + normed(self.input_layernorm, lambda y: attended(y) + computed(y))
+        both = normed(self.input_layernorm, attended) + normed(self.pre_mlp_layernorm, computed)
+        return x + both
 
     def _half(
         self,
@@ -116,9 +144,9 @@ class TransformerLayer(nn.Module):
     # Not compiled: the layer's number would be a constant of the code, compiled for every layer.
     @eager
     def _drop(self, x: Tensor, site: str) -> Tensor:
-        if not self.training:
-            return x
-        return dropout(x, self.hidden_dropout, self.layer, site, tp=self.shares_sequence, dim=0)
+        if self.training:
+            x = dropout(x, self.hidden_dropout, self.layer, site, tp=self.shares_sequence, dim=0)
+        return scaled(x, self.residual_multiplier)
 
 
 def name_modules(stage: nn.Module) -> int:

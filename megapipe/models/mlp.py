@@ -33,7 +33,7 @@ class MLP(nn.Module):
             config.hidden,
             blocks * ffn,
             tp=tp,
-            bias=config.bias,
+            bias=config.has_bias("fc1"),
             sequence_parallel=config.sequence_parallel,
             blocks=blocks,
             init_std=config.linear_std,
@@ -45,7 +45,7 @@ class MLP(nn.Module):
             ffn,
             config.hidden,
             tp=tp,
-            bias=config.bias,
+            bias=config.has_bias("fc2"),
             sequence_parallel=config.sequence_parallel,
             init_std=config.residual_std,
         )

@@ -30,7 +30,8 @@ class Norm(nn.Module):
         layout = Layout((size,), mean=start, sum_over_tp=sum_over_tp)
         self.weight = set_layout(nn.Parameter(torch.empty(size)), layout)
         self.bias = None
-        if config.normalization == "LayerNorm":
+        self.centred = config.normalization == "LayerNorm"
+        if self.centred and not config.no_norm_bias:
             layout = Layout((size,), sum_over_tp=sum_over_tp)
             self.bias = set_layout(nn.Parameter(torch.empty(size)), layout)
 
@@ -53,4 +54,8 @@ class Norm(nn.Module):
     def _add_norm(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         # Megatron-LM's reason: in 16 bits numbers near 0 are finer than numbers near 1.
         weight = self.weight + 1 if self.one_more else self.weight
-        return add_norm(x, delta, weight, self.bias, self.epsilon)
+        bias: Tensor | None = self.bias
+        # Without a bias the functions below compute RMSNorm.
+        if bias is None and self.centred:
+            bias = torch.zeros_like(weight, requires_grad=False)
+        return add_norm(x, delta, weight, bias, self.epsilon)

@@ -61,6 +61,9 @@ def parts_of(config: ModelConfig) -> Parts:
     parts = _LOCAL
     if config.transformer_impl == "transformer_engine":
         parts = _TRANSFORMER_ENGINE
+        # Its LayerNorm always has a bias.
+        if config.no_norm_bias:
+            parts = replace(parts, norm=Norm)
     linear = parts
     fp8 = recipe_of(config)
     # Delayed scales must be the same in every pass of a step; Transformer Engine changes them in

@@ -356,7 +356,7 @@ def _head(model: ModelConfig, load: Load) -> Work:
     h = model.hidden
     vocab = model.padded_vocab_size or 0
     product = 2.0 * load.tokens * h * vocab
-    parameters = h * vocab + norm_size(model, h)
+    parameters = h * vocab + norm_size(model, h) + vocab * model.has_bias("head")
     fused = model.cross_entropy_loss_fusion
     # A fused loss keeps the logits of a small microbatch, and makes others again in backward.
     again = 0.0

@@ -30,11 +30,13 @@ STATE_COMES_IN_AS_FLOAT32 = {
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 }
+# There they act with --use-mup alone, and such a model is refused on its way there.
+WITH_USE_MUP = {"mup_embedding_mult", "mup_output_mult"}
 
 CARRIED = {
     (SECTION_OF[name], name)
     for name, rule in RULES.items()
-    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32
+    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32 | WITH_USE_MUP
 }
 
 

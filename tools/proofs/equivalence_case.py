@@ -110,6 +110,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "shared": _SOFTMAX | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
     "some": _SOFTMAX
     | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
+    "on input": _SOFTMAX | {"moe_apply_probs_on_input": True},
+    "softmax bias": _SOFTMAX
+    | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02},
     "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
 }
 # What an MLP is made of, in any style.
@@ -123,6 +126,10 @@ PARTS: dict[str, dict[str, Any]] = {
         "glu_linear_offset": 1.0,
     },
     "xielu": {"swiglu": False, "xielu": True},
+    "factors": {"mup_embedding_mult": 3.0, "residual_multiplier": 0.5, "mup_output_mult": 0.7},
+    "one norm": {"parallel_attention_mlp": "one_norm", "no_norm_bias": True},
+    "two norms": {"parallel_attention_mlp": "two_norms", "residual_multiplier": 0.5},
+    "biases": {"disable_bias_linear": True, "add_bias_to": ("proj", "fc2", "router")},
 }
 # What else loss_func reports.
 METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {

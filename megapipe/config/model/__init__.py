@@ -15,6 +15,7 @@ from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
 from megapipe.config.model.mtp import MTPConfig
 from megapipe.config.model.recompute import RecomputeConfig
+from megapipe.config.model.stream import StreamConfig
 from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 
 
@@ -23,6 +24,7 @@ from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 class ModelConfig(
     RecomputeConfig,
     AttentionConfig,
+    StreamConfig,
     ArchitectureConfig,
     MTPConfig,
     FP8Config,
@@ -51,6 +53,12 @@ class ModelConfig(
     """This layer has no attention. Only in --per-layer-overrides."""
     no_mlp: Annotated[bool, NO_FLAG, MUST] = False
     """This layer has no MLP. Only in --per-layer-overrides."""
+
+    def has_bias(self, matrix: str) -> bool:
+        """Return whether a weight matrix has a bias: qkv, or one of --add-bias-to."""
+        if matrix == "qkv":
+            return self.bias or self.add_qkv_bias
+        return matrix in self.add_bias_to or (self.bias and matrix != "head")
 
     @property
     def expert_ffn(self) -> int:

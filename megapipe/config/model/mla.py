@@ -69,6 +69,10 @@ class MLAConfig:
     """Coefficient in the factor on attention scores, the square of
     0.1 mscale-all-dim ln(factor) + 1."""
 
+    latent_norm_epsilon: Annotated[float | None, ABOVE_0, MUST, LATENT] = None
+    """Number that norms of latents add to the variance. Default: --norm-epsilon. Not in
+    Megatron-LM."""
+
     @property
     def qk_dim(self) -> int:
         """Channels of a query or key head: those with rotary positions and the others."""

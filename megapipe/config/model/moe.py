@@ -105,14 +105,9 @@ class MoEConfig:
         MUST,
         EXPERTS,
         NOT_SINKHORN,
-        Refused(
-            "{} works on scores of sigmoid or sqrtsoftplus. "
-            "Add --moe-router-score-function sigmoid.",
-            lambda c: c.model.has_experts and c.model.moe_router_score_function == "softmax",
-        ),
     ] = False
     """Add a bias to each expert's score when experts are chosen, but not to its weight. Every step
-    moves the biases towards an even load."""
+    moves the biases towards an even load. Unlike in Megatron-LM the scores may be a softmax."""
     moe_router_bias_update_rate: Annotated[
         float,
         at_least(0),
@@ -126,6 +121,16 @@ class MoEConfig:
     moe_input_jitter_eps: Annotated[float | None, BELOW_1, NAMED, EXPERTS] = None
     """Multiply the router's input by random factors from 1 - eps to 1 + eps in training. Default:
     no jitter."""
+    moe_apply_probs_on_input: Annotated[
+        bool,
+        MUST,
+        EXPERTS,
+        excludes(
+            "moe_pad_expert_input_to_capacity",
+            "{} gives padding rows of {} a gradient, as no weight of 0 follows them",
+        ),
+    ] = False
+    """Multiply an expert's input by its weight, as Llama 4, and not what its activation returns."""
     # Limits on the tokens of an expert, and how they get there.
     moe_expert_capacity_factor: Annotated[float | None, FINITE, NAMED, EXPERTS] = None
     """Limit an expert to tokens x k / experts x this factor in each microbatch, and drop the rest.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.save_load import STATE
-from megapipe.config import Config
+from megapipe.config import Config, ModelConfig
+from megapipe.config.notes import flag
 from megapipe.convert.checkpoints import exportable
 from megapipe.convert.huggingface.checks import check_ours
 from megapipe.convert.tensors import SavedTensors
@@ -163,6 +164,13 @@ def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None)
     return Export(config, saved, content, steps, fused)
 
 
+# The two factors act there with --use-mup alone, which changes learning rates too.
+_OWN = """
+geglu xielu parallel_attention_mlp no_norm_bias add_bias_to latent_norm_epsilon
+mup_embedding_mult residual_multiplier mup_output_mult
+"""
+
+
 def _check_model(config: Config, name: str) -> None:
     """Raise CheckpointError for a model that Megatron-LM does not have.
 
@@ -172,6 +180,9 @@ def _check_model(config: Config, name: str) -> None:
     model = config.model
     if model.per_layer_overrides is not None:
         raise CheckpointError(f"{name}: --per-layer-overrides has no equivalent in Megatron-LM")
+    for field in _OWN.split():
+        if getattr(model, field) != getattr(ModelConfig, field):
+            raise CheckpointError(f"{name}: {flag(field)} has no equivalent in Megatron-LM")
     if model.depths and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
             f"{name}: --mtp-num-layers {model.depths} with --position-embedding-type "

@@ -62,7 +62,9 @@ class LatentAttention(Attention):
 
         def norm(size: int) -> Norm | None:
             if config.qk_layernorm:
-                return Norm(config, size, sum_over_tp=split)
+                epsilon = config.latent_norm_epsilon or config.norm_epsilon
+                own = replace(config, norm_epsilon=epsilon)
+                return Norm(own, size, sum_over_tp=split)
             return None
 
         self.linear_q_proj: ColumnParallelLinear | None = None
@@ -82,7 +84,7 @@ class LatentAttention(Attention):
             heads * config.v_head_dim,
             config.hidden,
             tp=tp,
-            bias=config.bias,
+            bias=config.has_bias("proj"),
             sequence_parallel=split,
             init_std=config.residual_std,
             fp8=fp8,

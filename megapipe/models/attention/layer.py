@@ -171,7 +171,7 @@ class SelfAttention(Attention):
             config.hidden,
             (queries + 2 * groups) * head,
             tp=tp,
-            bias=config.bias or config.add_qkv_bias,
+            bias=config.has_bias("qkv"),
             sequence_parallel=config.sequence_parallel,
             init_std=config.linear_std,
         )
@@ -190,7 +190,7 @@ class SelfAttention(Attention):
             queries * head,
             config.hidden,
             tp=tp,
-            bias=config.bias,
+            bias=config.has_bias("proj"),
             sequence_parallel=config.sequence_parallel,
             init_std=config.residual_std,
         )

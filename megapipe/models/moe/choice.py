@@ -120,7 +120,8 @@ def choose(logits: Tensor, bias: Tensor | None, model: ModelConfig, compute: tor
     # A softmax keeps the order of the logits: without --moe-router-pre-softmax it comes later,
     # over the chosen experts.
     scores = logits
-    if function != "softmax" or model.moe_router_pre_softmax:
+    # A bias is in the unit of the scores.
+    if function != "softmax" or model.moe_router_pre_softmax or bias is not None:
         scores = scores_of(logits, function, compute)
     if bias is not None:
         scores = scores + bias

@@ -123,6 +123,7 @@ class _How(NamedTuple):
         first: True on one of the ranks that split each expert; it adds fc2's bias.
         activation: fc1's output [R, 2f or f] -> [R, f].
         swiglu: True if the activation is SwiGLU without a clamp, which has a fused kernel.
+        on_input: True to weigh the input of fc1, and neither the input of fc2 nor its bias.
         one, two: the products of fc1 and of fc2.
     """
 
@@ -130,18 +131,33 @@ class _How(NamedTuple):
     first: bool
     activation: Callable[[Tensor], Tensor]
     swiglu: bool
+    on_input: bool
     one: Products
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """Return the input of fc2, activation(first) x the weight of the row's choice: [R, f].
+        """Return the input of fc2: activation(first), x the weight of the row's choice. [R, f].
 
         Args:
             first: fc1's output, [R, 2f or f]. weights: [R].
         """
+        if self.on_input:
+            return self.activation(first)
         if self.swiglu and is_fused(first):
             return weighted_swiglu(first, weights)
         return (self.activation(first) * weights[:, None]).to(first.dtype)
+
+    def entering(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return the input of fc1 [R, h] for rows [R, h] and the weights [R] of their choices."""
+        if self.on_input:
+            return (rows * weights[:, None]).to(rows.dtype)
+        return rows
+
+    def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return rows [R, h] as fc2's bias takes part in them: by the weight of each row [R]."""
+        if self.on_input:
+            return rows
+        return rows * weights[:, None]
 
 
 class _Experts(torch.autograd.Function):
@@ -165,13 +181,13 @@ class _Experts(torch.autograd.Function):
         dispatcher = how.dispatcher
         by_row = dispatcher.dispatch_weights(weights)
         rows = dispatcher.dispatch(x).wait()
-        first = products(rows, fc1, dispatcher.ends, how.one)
+        first = products(how.entering(rows, by_row), fc1, dispatcher.ends, how.one)
         if bias1 is not None:
             first += bias1[dispatcher.experts]
         out = products(how.between(first, by_row), fc2, dispatcher.ends, how.two)
         if bias2 is not None and how.first:
             # By the weight as well: fc2's input has it, and its bias does not.
-            out += (bias2[dispatcher.experts] * by_row[:, None]).to(out.dtype)
+            out += how.of_bias(bias2[dispatcher.experts], by_row).to(out.dtype)
         # Megatron-LM's module moe_act keeps these two; hooks would count them for expert_fc1.
         saves("moe_act", first, by_row)
         kept = rows if dispatcher.keeps_rows else x
@@ -197,17 +213,26 @@ class _Experts(torch.autograd.Function):
             by_row = by_row.detach().requires_grad_()
             second = how.between(first, by_row)
         d_second = input_grads(grads, fc2, ends, how.two)
-        d_first, d_weights = torch.autograd.grad(second, (first, by_row), d_second)
+        d_weights = torch.zeros_like(by_row)
+        if how.on_input:
+            (d_first,) = torch.autograd.grad(second, (first,), d_second)
+        else:
+            d_first, d_weights = torch.autograd.grad(second, (first, by_row), d_second)
+        by_row = by_row.detach()
         second = second.detach()
         d_bias1 = d_bias2 = d_x = None
         if bias1 is not None:
             d_bias1 = _bias_grad(bias1, d_first, dispatcher.experts)
         if bias2 is not None:
-            d_bias2 = _bias_grad(bias2, grads * by_row.detach()[:, None], dispatcher.experts)
-            if how.first:
+            d_bias2 = _bias_grad(bias2, how.of_bias(grads, by_row), dispatcher.experts)
+            if how.first and not how.on_input:
                 d_weights = d_weights + (grads * bias2.detach()[dispatcher.experts]).sum(-1)
-        if ctx.needs_input_grad[0]:
-            d_x = dispatcher.combine(input_grads(d_first, fc1, ends, how.one)).wait()
+        if ctx.needs_input_grad[0] or how.on_input:
+            d_rows = input_grads(d_first, fc1, ends, how.one)
+            if how.on_input:
+                rows = kept if dispatcher.keeps_rows else dispatcher.dispatch(kept).wait()
+                d_weights = (d_rows * rows).sum(-1, dtype=d_weights.dtype)
+            d_x = dispatcher.combine(how.entering(d_rows, by_row)).wait()
         d_choices = dispatcher.combine_weights(d_weights)
         owner = ctx.weight_grads
         deferring = owner is not None and owner.is_deferring
@@ -217,7 +242,7 @@ class _Experts(torch.autograd.Function):
 
         def add_fc1(into: Tensor) -> None:
             rows = kept if dispatcher.keeps_rows else dispatcher.dispatch(kept).wait()
-            add_products(into, d_first, rows, ends, how.one)
+            add_products(into, d_first, how.entering(rows, by_row), ends, how.one)
 
         if gathers:
 
@@ -308,10 +333,12 @@ class Experts(nn.Module):
         # Gate and up are a dimension of their own, so that a checkpoint's slice is the same for
         # every t.
         layout = Layout((e, *full, h), len(full), std=config.linear_std, experts=True)
-        bias = Layout((e, *full), len(full), experts=True) if config.bias else None
+        bias = None
+        if config.has_bias("fc1"):
+            bias = Layout((e, *full), len(full), experts=True)
         self.linear_fc1 = _Stack(layout, (own, blocks * f // t, h), bias, fp8=fp8)
         layout = Layout((e, h, f), 2, std=config.residual_std, experts=True)
-        bias = Layout((e, h), experts=True) if config.bias else None
+        bias = Layout((e, h), experts=True) if config.has_bias("fc2") else None
         self.linear_fc2 = _Stack(layout, (own, h, f // t), bias, fp8=fp8)
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -329,6 +356,7 @@ class Experts(nn.Module):
             self.etp.rank == 0,
             function_of(self.config),
             self.config.plain_swiglu,
+            self.config.moe_apply_probs_on_input,
             one.products,
             two.products,
         )

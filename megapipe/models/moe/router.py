@@ -141,7 +141,7 @@ class Router(nn.Module):
         layout = Layout(shape, std=config.linear_std, sum_over_tp=split)
         self.weight = set_layout(nn.Parameter(torch.empty(shape)), layout)
         self.bias = None
-        if config.bias:
+        if config.has_bias("router"):
             # The bias starts at random values, as in Megatron-LM's router, and not at 0.
             layout = Layout(shape[:1], std=config.linear_std, sum_over_tp=split)
             self.bias = set_layout(nn.Parameter(torch.empty(shape[:1])), layout)

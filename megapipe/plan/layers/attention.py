@@ -32,7 +32,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
     products = 2.0 * load.tokens * h * (qkv + queries)
     # Backward has two products for each of forward's, and forward's once more if recomputed.
     in_backward = 2 + model.recompute_attention
-    bias = qkv * (model.bias or model.add_qkv_bias) + h * model.bias
+    bias = qkv * model.has_bias("qkv") + h * model.has_bias("proj")
     norms = norm_size(model, h) * norms_of_half(model)
     norms += 2 * norm_size(model, model.head_dim) * model.qk_layernorm
     return Work(
@@ -168,7 +168,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
         products,
         **_saved_with_latents(model, load, wide),
         kept=load.bytes(2 * h + latents, queries + up_kv + values),
-        parameters=down + up + out + h * model.bias + norms,
+        parameters=down + up + out + h * model.has_bias("proj") + norms,
         **load.sliced(scores, in_backward, 2 * wide, model.window),
     )
 

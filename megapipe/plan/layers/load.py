@@ -126,4 +126,5 @@ def norms_of_half(model: ModelConfig) -> int:
 def norm_size(model: ModelConfig, size: int) -> int:
     """Return the number of parameters of a norm over `size` features."""
     # LayerNorm has a bias in addition to its weight; RMSNorm has none.
-    return size * (2 if model.normalization == "LayerNorm" else 1)
+    has_bias = model.normalization == "LayerNorm" and not model.no_norm_bias
+    return size * (1 + has_bias)

@@ -31,16 +31,16 @@ def mlp_work(model: ModelConfig, load: Load) -> Work:
     again = model.recompute_mlp
     # The norm's result, or the residual stream itself where no norm precedes; then what a norm
     # after the MLP reads.
-    normed = h * (not (model.has_pre_norm and model.recompute_norms)) + h * model.has_post_norm
+    normed = h * _keeps_normed(model) + h * model.has_post_norm
     inside = _kept(model) * ffn * (not again)
     rest = load.bytes(normed, inside, h * bool(model.hidden_dropout))
     return Work(
         products,
         products * (1 + again),
         products,
-        **load.saved((load.bytes(h * model.has_pre_norm, 0), "mlp_norm"), (rest, "")),
+        **load.saved((load.bytes(h * _sums_first(model), 0), "mlp_norm"), (rest, "")),
         kept=load.bytes(2 * h, matrices * ffn),
-        parameters=_parameters(model, ffn) + norm_size(model, h) * norms_of_half(model),
+        parameters=_parameters(model, ffn) + _norms(model),
     )
 
 
@@ -56,9 +56,9 @@ def _parameters(model: ModelConfig, width: int) -> int:
         width: the number of its inner channels.
     """
     matrices = _matrices(model)
-    bias = (matrices - 1) * width + model.hidden
+    bias = (matrices - 1) * width * model.has_bias("fc1") + model.hidden * model.has_bias("fc2")
     scalars = ACTIVATIONS[model.activation].weights
-    return model.hidden * width * matrices + bias * model.bias + scalars
+    return model.hidden * width * matrices + bias + scalars
 
 
 def _kept(model: ModelConfig) -> int:
@@ -68,6 +68,28 @@ def _kept(model: ModelConfig) -> int:
     keep nothing else, see `config.model.activation`.
     """
     return ACTIVATIONS[model.activation].kept
+
+
+def _shares_norm(model: ModelConfig) -> bool:
+    """Return whether the MLP reads the result of attention's norm, which then counts there."""
+    return model.parallel_attention_mlp == "one_norm" and not model.no_attention
+
+
+def _sums_first(model: ModelConfig) -> bool:
+    """Return whether a norm before the MLP keeps its input, and attention's norm not the same."""
+    follows = model.parallel_attention_mlp is None or model.no_attention
+    return model.has_pre_norm and follows
+
+
+def _norms(model: ModelConfig) -> int:
+    """Return the number of parameters of the norms before and after an MLP."""
+    return norm_size(model, model.hidden) * (norms_of_half(model) - _shares_norm(model))
+
+
+def _keeps_normed(model: ModelConfig) -> bool:
+    """Return whether the input of an MLP is kept, and attention does not keep the same."""
+    again = model.has_pre_norm and model.recompute_norms
+    return not again and not _shares_norm(model)
 
 
 class _Rows(NamedTuple):
@@ -105,8 +127,7 @@ def _experts(model: ModelConfig, load: Load) -> Work:
     by_all_tokens = load.tokens * (experts + gate + shared * matrices)
     products = 2.0 * h * (accepted * model.expert_ffn * matrices + by_all_tokens)
     expert = _parameters(model, model.expert_ffn)
-    dense = h * (experts + gate) + experts * model.bias
-    dense += norm_size(model, h) * norms_of_half(model)
+    dense = h * (experts + gate) + experts * model.has_bias("router") + _norms(model)
     if shared:
         dense += _parameters(model, shared)
 
@@ -159,9 +180,9 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     # Rows that were exchanged are copies: then no expert keeps the norm's output.
     of_normed = "" if again or rows.exchanged else "expert_fc1"
     saved = [
-        (load.bytes(h * model.has_pre_norm, 0), "mlp_norm"),
+        (load.bytes(h * _sums_first(model), 0), "mlp_norm"),
         (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
-        (load.bytes(h * (not (model.has_pre_norm and model.recompute_norms)), 0), of_normed),
+        (load.bytes(h * _keeps_normed(model), 0), of_normed),
     ]
     if again:
         return saved

@@ -14,7 +14,7 @@ from expert_layers import CASES, SIGMOID, SWIGLU, B, E, T, inputs, layer_of
 from torch import Tensor, nn
 
 from megapipe.config import ModelConfig
-from megapipe.models.mlp import activate
+from megapipe.models.activations import activate
 from megapipe.models.moe import experts as grouped
 from megapipe.models.moe.choice import best
 from megapipe.models.moe.dispatch import AllGatherDispatcher
@@ -35,7 +35,7 @@ def chosen(l: Tensor, bias: Tensor | None, model: ModelConfig) -> list[int]:
     among = range(E)
     groups, keep = model.moe_router_num_groups, model.moe_router_group_topk
     if groups and keep:
-        after = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+        after = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax and bias is None
         of = [float(x) for x in l] if after else by
         size, counted = E // groups, model.moe_router_group_score_topk or model.moe_router_topk // keep
         sums = [sum(sorted(of[g * size : (g + 1) * size], reverse=True)[:counted]) for g in range(groups)]
@@ -69,7 +69,10 @@ def formula(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, dict[str, float], li
     y = torch.zeros_like(rows)
     for e in range(E):
         for t in sorted(kept[e]):
-            y[t] += weights[t, e] * expert(layer, e, rows[t])
+            if model.moe_apply_probs_on_input:
+                y[t] += expert(layer, e, weights[t, e] * rows[t])
+            else:
+                y[t] += weights[t, e] * expert(layer, e, rows[t])
     if layer.shared_experts is not None:
         y = y + layer.shared_experts(x).reshape(T, -1)  # an MLP, which other tests know
     s = scores(logits, model)

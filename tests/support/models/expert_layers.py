@@ -53,6 +53,16 @@ CASES = {
         moe_pad_expert_input_to_capacity=True,
     ),
     "much room": replace(GELU, moe_expert_capacity_factor=9.0, moe_pad_expert_input_to_capacity=True),
+    "weight before": replace(SWIGLU, moe_apply_probs_on_input=True, **LOSSES),
+    "weight before, biases": replace(GELU, moe_apply_probs_on_input=True, moe_router_topk=3),
+    "weight before, dropping": replace(SWIGLU, moe_apply_probs_on_input=True, moe_expert_capacity_factor=0.8),
+    "softmax and a bias": replace(SWIGLU, moe_router_enable_expert_bias=True, **LOSSES),
+    "softmax before and a bias": replace(
+        SWIGLU, moe_router_pre_softmax=True, moe_router_enable_expert_bias=True, **LOSSES
+    ),
+    "clamped, biases": replace(
+        GELU, quick_geglu=True, activation_func_clamp_value=0.3, glu_linear_offset=1.0, moe_router_topk=3
+    ),
     "shared": replace(GELU, moe_shared_expert_intermediate_size=8),
     "shared with a gate": replace(SWIGLU, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True),
 }

@@ -17,7 +17,11 @@ from megapipe.distributed.axis import Axis
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.families.family import OfStage, Setting, Sizes
-from megapipe.pipeline_parallel.families.vocabulary.shares import FLAG, VocabularyShare
+from megapipe.pipeline_parallel.families.vocabulary.shares import (
+    FLAG,
+    VocabularyShare,
+    logit_factor,
+)
 from megapipe.pipeline_parallel.loss import LossFunc
 from megapipe.pipeline_parallel.microbatches import Shape
 from megapipe.pipeline_parallel.passes.begin import Ends, sum_of
@@ -116,7 +120,9 @@ class Shared(OfStage):
         # loss_func is the user's and may weigh tokens. Autograd says how each loss counts.
         (scale,) = torch.autograd.grad(value, losses, grad)
         scale = scale.flatten().masked_fill(of_loss.ignored, 0.0)
-        grad_x = (of_loss.to_input * scale[:, None]).to(x.dtype).view(-1, *x.shape[1:])
+        factor = logit_factor(stage.module)
+        to_x = of_loss.to_input * (scale * factor)[:, None]
+        grad_x = to_x.to(x.dtype).view(-1, *x.shape[1:])
         # Under sequence parallelism the output has s/t tokens, and the loss all s.
         shares_sequence = grad_x.shape != x.shape
         # B of this stage takes it from there, as it would take the gradient of a usual loss.

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from megapipe.distributed.tokens import ahead
 from megapipe.errors import ConfigError
+from megapipe.pipeline_parallel.attributes import attribute_of
 from megapipe.pipeline_parallel.loss import ForwardStep, output_of
 from megapipe.tensor_parallel.collectives import opening
+from megapipe.tensor_parallel.scaling import scaled
 from megapipe.tensor_parallel.vocabulary import (
     Kept,
     VocabularyRows,
@@ -117,6 +119,7 @@ class VocabularyShare(nn.Module):
         with torch.no_grad():
             whole = [self._opens.forward(x).wait() for x in hidden]
             rows = torch.cat([x.reshape(-1, x.shape[-1]) for x in whole])
+            rows = scaled(rows, logit_factor(self))
             # An evaluation has no hidden states of depths, whose labels come last.
             labels = labels[: len(rows)]
             weight = self._use[1].weight
@@ -154,6 +157,11 @@ class VocabularyShare(nn.Module):
         for depth, grad in enumerate(grads):
             own = tokens[depth : depth + length]
             add_rows_gradient(own, grad[-length:], _main_grad(weight))
+
+
+def logit_factor(module: nn.Module) -> float:
+    """Return the factor on the input of a stage's head, --mup-output-mult."""
+    return getattr(attribute_of(module, "config"), "mup_output_mult", 1.0)
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:
