@@ -35,7 +35,7 @@ RUNS = [
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
     "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer --non-persistent-ckpt-type local --replication",
     "--multi-latent-attention",
-    "--multi-latent-attention --rope-type rope --disable-bias-linear",
+    "--multi-latent-attention --rope-type rope --disable-bias-linear --normalization RMSNorm",
     "--num-experts 8 --moe-expert-capacity-factor 1 --moe-shared-expert-intermediate-size 8 --moe-router-group-topk 2 "
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --metrics-file a",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from megapipe.config.notes import (
     ABOVE_0,
-    ANY,
+    FINITE,
     MUST,
     Idle,
     demands,
@@ -78,7 +78,7 @@ class ActivationConfig:
     Default: no limit."""
     glu_linear_offset: Annotated[
         float,
-        ANY,
+        FINITE,
         MUST,
         of_no_layer(lambda m: not m.gated, "the MLP has no gate, and nothing to add the offset to"),
     ] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megapipe.config.notes import ABOVE_0, MUST, Idle, excludes
+from megapipe.config.notes import ABOVE_0, MUST, excludes, of_no_layer
 
 Matrix = Literal["proj", "fc1", "fc2", "router", "head"]
 """A weight matrix by Megatron-LM's name: the projection out of attention, both layers of an MLP or
@@ -38,8 +38,8 @@ class StreamConfig:
     no_norm_bias: Annotated[
         bool,
         MUST,
-        Idle(
-            lambda c: c.model.normalization != "LayerNorm" and c.model.per_layer_overrides is None,
+        of_no_layer(
+            lambda m: m.normalization != "LayerNorm",
             "RMSNorm has no bias, with --normalization RMSNorm",
         ),
     ] = False

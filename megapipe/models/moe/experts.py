@@ -149,15 +149,11 @@ class _How(NamedTuple):
 
     def entering(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the input of fc1 [R, h] for rows [R, h] and the weights [R] of their choices."""
-        if self.on_input:
-            return (rows * weights[:, None]).to(rows.dtype)
-        return rows
+        return (rows * weights[:, None]).to(rows.dtype) if self.on_input else rows
 
     def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return rows [R, h] as fc2's bias takes part in them: by the weight of each row [R]."""
-        if self.on_input:
-            return rows
-        return rows * weights[:, None]
+        return rows if self.on_input else rows * weights[:, None]
 
 
 class _Experts(torch.autograd.Function):
@@ -333,9 +329,7 @@ class Experts(nn.Module):
         # Gate and up are a dimension of their own, so that a checkpoint's slice is the same for
         # every t.
         layout = Layout((e, *full, h), len(full), std=config.linear_std, experts=True)
-        bias = None
-        if config.has_bias("fc1"):
-            bias = Layout((e, *full), len(full), experts=True)
+        bias = Layout((e, *full), len(full), experts=True) if config.has_bias("fc1") else None
         self.linear_fc1 = _Stack(layout, (own, blocks * f // t, h), bias, fp8=fp8)
         layout = Layout((e, h, f), 2, std=config.residual_std, experts=True)
         bias = Layout((e, h), experts=True) if config.has_bias("fc2") else None
