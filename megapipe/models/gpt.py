@@ -376,12 +376,11 @@ class GPTModel(nn.Module):
             assert self.decoder is not None
             x = self.decoder(x)
         if head is None or isinstance(head, VocabularyRows):
-            # Where all ranks share the vocabulary, passes of their own compute the loss.
+            # Ranks that share the vocabulary compute the loss in passes of their own.
             return x  # type: ignore[no-any-return]
         # A depth continues from the states after the final norm, the ones that the head reads.
         if self.config.depths:
             _hidden.set(x)
-        # The head is linear: a factor on its input is a factor on the logits.
         x = scaled(x, self.config.mup_output_mult)
         if labels is not None and self.config.cross_entropy_loss_fusion:
             losses = vocab_parallel_linear_cross_entropy(
@@ -393,8 +392,7 @@ class GPTModel(nn.Module):
                 most_kept=self.most_kept,
                 cap=self.config.final_logit_softcapping,
             )
-            # Inside the model the sequence comes first, as in Megatron-LM. Callers get what they
-            # gave: [b, s].
+            # Inside the model the sequence comes first. Callers get what they gave: [b, s].
             return losses.t()
         logits = capped(head(x), self.config.final_logit_softcapping)
         if labels is None:

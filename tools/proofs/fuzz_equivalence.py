@@ -185,7 +185,9 @@ def _with_parts(rng: random.Random, case: Case) -> Case:
     """Draw what differs from the style: a layer has one activation, and experts no scalars."""
     if case.overrides == "kinds" or rng.random() < 0.5:
         return case
-    names = [name for name in PARTS if name != "xielu" or case.experts == "none"]
+    placed = STYLES[case.style].get("norm_placement", "pre") != "pre"
+    without = {"xielu": case.experts != "none", "one norm": placed, "two norms": placed}
+    names = [name for name in PARTS if not without.get(name)]
     return replace(case, parts=rng.choice(names))
 
 
