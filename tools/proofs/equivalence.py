@@ -78,7 +78,9 @@ class Training:
         schedule = table(case)
         places, dtype = spans(case.layers, schedule.placement), getattr(torch, case.dtype)
         own = schedule.placement.stages_on(mesh.pp.rank)
-        self.stages = [gpt_provider(self.config.model, places[s], mesh.tp).to(dtype) for s in own]
+        self.stages = [
+            gpt_provider(self.config.model, places[s], mesh.tp).to(mesh.device, dtype) for s in own
+        ]
         for stage in self.stages:
             initialize(stage, 1, mesh.tp)
             _move(stage, case.moved)
@@ -124,7 +126,7 @@ class Training:
             f"bias of layer {router.layer}": router.expert_bias
             for router in self.pipeline.routers.own
         }
-        whole = {name: Part(x.double(), {}) for name, x in biases.items() if x is not None}
+        whole = {name: Part(x.double().cpu(), {}) for name, x in biases.items() if x is not None}
         with self.optimizer.gathers.whole():
             return {
                 name: self._part(name, param) for name, param in self.optimizer.params.items()
@@ -141,7 +143,7 @@ class Training:
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])
         tp = self.mesh.tp
-        return Part(tensor.detach().clone().view(layout.local(tp)), layout.pieces(tp))
+        return Part(tensor.detach().cpu().clone().view(layout.local(tp)), layout.pieces(tp))
 
 
 def train(

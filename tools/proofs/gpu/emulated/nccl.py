@@ -1,0 +1,266 @@
+"""A communicator with NCCL's rules and real sums, for ranks that are threads with a device each.
+
+Its operations run on a stream of their own: after what the asking stream has so far, one after
+another, and what waits for them comes after. Until then what they write is poison. Both sides must
+bring the same sizes and types, and tensors of this rank's device. gloo does the sums, on copies of
+what was there at the call, so the bits are a CPU's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tools.proofs.gpu.emulated.streams import Event, Stream
+
+Signatures = dict[tuple[object, ...], str]
+"""What the first rank has brought to an operation, by communicator and number."""
+
+
+class Work:
+    """An operation that was asked for, as dist.Work."""
+
+    def __init__(self, by: Communicator, started: Sequence[Any], written: Sequence[Any]) -> None:
+        self._by, self._started, self._written = by, list(started), list(written)
+        self._end = by.stream.record_event()
+        self._waited = False
+
+    def end(self) -> None:
+        """Wait until it is over on the device."""
+        while self._started:
+            self._started.pop(0).wait()
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let the current stream wait for it, and all that was asked for before."""
+        self._by.end(self)
+        for x, values in self._written:
+            torch.ops.emulated.host(x).copy_(values)
+        self._written.clear()
+        self._end.wait()
+        self._waited = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._waited
+
+
+class Communicator:
+    """A process group of one rank.
+
+    Args:
+        inner: a gloo group of the same ranks.
+        name: of the communicator, with its ranks.
+        rank: position of this one.
+        signatures: shared by all ranks.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        name: str,
+        rank: int,
+        signatures: Signatures,
+        device: torch.device,
+    ) -> None:
+        self.inner, self.name, self.signatures = inner, name, signatures
+        self.device, self._rank = device, rank
+        self._stream: Stream | None = None
+        self._asked = list[Work]()
+        self._numbers: dict[object, int] = {}
+        self._lock = threading.RLock()
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return int(self.inner.size())
+
+    @property
+    def stream(self) -> Stream:
+        if self._stream is None:
+            self._stream = Stream(self.device)
+        return self._stream
+
+    def end(self, work: Work) -> None:
+        """Operations of a communicator end in the order in which they were asked for."""
+        with self._lock:
+            if work in self._asked:
+                n = self._asked.index(work) + 1
+                due, self._asked = self._asked[:n], self._asked[n:]
+                for other in due:
+                    other.end()
+        work.end()
+
+    def _agree(self, key: object, what: str) -> int:
+        """Compare what this rank brings with the others. Returns: the number of the operation."""
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        first = self.signatures.setdefault((self.name, key, number), what)
+        if first != what:
+            self._fault(f"{what} on rank {self._rank}, {first} on another")
+        return number
+
+    def _fault(self, text: str) -> None:
+        Event.lib.fault(f"NCCL: {self.name}: {text}")
+        raise RuntimeError(f"NCCL: {self.name}: {text}")
+
+    def _ask(
+        self,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        launch: Callable[[list[Tensor], list[Tensor]], Sequence[Any]],
+        what: str,
+    ) -> Work:
+        """Begin an operation. launch: of copies on the host; what it reads and writes -> Works."""
+        for x in (*read, *written):
+            if x.device != self.device:
+                self._fault(f"{what} of a tensor on {x.device}, and the rank has {self.device}")
+            if not x.is_contiguous():
+                self._fault(f"{what} of a tensor that is not contiguous")
+        self.stream.wait_event(_current().record_event())
+        for x in read:
+            torch.ops.emulated.use(x.detach(), False, self.stream.lane, what)
+        for x in written:
+            torch.ops.emulated.use(x.detach(), True, self.stream.lane, what)
+        given = [torch.ops.emulated.host(x.detach()).clone() for x in read]
+        made = [torch.empty(x.shape, dtype=x.dtype) for x in written]
+        for x in written:
+            torch.ops.emulated.poison(x.detach())
+        works = launch(given, made)
+        work = Work(self, works, list(zip([x.detach() for x in written], made, strict=True)))
+        work.kept = (*read, *written, *given)  # torch keeps them until somebody has waited
+        with self._lock:
+            self._asked.append(work)
+        return work
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (x,) = tensors
+        what = f"all_reduce {opts.reduceOp.op} {_text(x)}"
+        self._agree("all", what)
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            made[0].copy_(given[0])
+            return [self.inner.allreduce(made, opts)]
+
+        return self._ask([x], [x], launch, what)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (x,) = tensors
+        what = f"broadcast {opts.rootRank} {_text(x)}"
+        self._agree("all", what)
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            if given:
+                made[0].copy_(given[0])
+            return [self.inner.broadcast(made, opts)]
+
+        return self._ask([x] if opts.rootRank == self._rank else [], [x], launch, what)
+
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+        what = f"all_gather {_text(x)}"
+        self._agree("all", what)
+        if out.numel() != x.numel() * self.size():
+            self._fault(f"{what} into {_text(out)}")
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            return [dist.all_gather_into_tensor(made[0], given[0], self.inner, async_op=True)]
+
+        return self._ask([x], [out], launch, what)
+
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
+        what = f"reduce_scatter {_text(x)}"
+        self._agree("all", what)
+        if out.numel() * self.size() != x.numel():
+            self._fault(f"{what} into {_text(out)}")
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            return [dist.reduce_scatter_tensor(made[0], given[0], group=self.inner, async_op=True)]
+
+        return self._ask([x], [out], launch, what)
+
+    def all_to_all_single(
+        self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int], opts: Any = None
+    ) -> Work:
+        what = "all_to_all"
+        number = self._agree("all", f"{what} {x.dtype}")
+        row = x[:1].numel() if len(x) else out[:1].numel()
+        for peer in range(self.size()):
+            sent = leaving[peer] if leaving else len(x) // self.size()
+            received = arriving[peer] if arriving else len(out) // self.size()
+            for ends, rows in (
+                ((self._rank, peer), sent),
+                ((peer, self._rank), received),
+            ):
+                key = (self.name, "rows", number, ends)
+                first = self.signatures.setdefault(key, f"{rows}")
+                if first != f"{rows}":
+                    self._fault(f"{what} from {ends[0]} to {ends[1]}: {rows} rows, and {first}")
+        del row
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            return [
+                dist.all_to_all_single(
+                    made[0], given[0], arriving or None, leaving or None, self.inner, async_op=True
+                )
+            ]
+
+        return self._ask([x], [out], launch, what)
+
+    def _message(self, sends: bool, x: Tensor, peer: int) -> tuple[Callable[[Tensor], Any], str]:
+        ends = (self._rank, peer) if sends else (peer, self._rank)
+        tag = self._agree(("message", sends, *ends), "message")
+        what = f"message {ends[0]} to {ends[1]} {_text(x)}"
+        first = self.signatures.setdefault((self.name, "message", ends, tag), what)
+        if first != what:
+            self._fault(f"{what}, and {first}")
+        if sends:
+            return (lambda host: self.inner.send([host], peer, tag)), what
+        return (lambda host: self.inner.recv([host], peer, tag)), what
+
+    def batch(self, calls: Sequence[tuple[bool, Tensor, int]]) -> Work:
+        """Sends and receives that begin and end together. calls: is a send, tensor, peer."""
+        ways = [self._message(*call) for call in calls]
+        read = [x for sends, x, _ in calls if sends]
+        written = [x for sends, x, _ in calls if not sends]
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            theirs, ours = iter(made), iter(given)
+            works = []
+            for (sends, _, _), (way, _) in zip(calls, ways, strict=True):
+                works.append(way(next(ours) if sends else next(theirs)))
+            return works
+
+        return self._ask(read, written, launch, "; ".join(what for _, what in ways))
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work:
+        return self.batch([(True, tensors[0], peer)])
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work:
+        return self.batch([(False, tensors[0], peer)])
+
+
+class Call:
+    """dist.P2POp."""
+
+    def __init__(self, op: Any, tensor: Tensor, group: Communicator, group_peer: int) -> None:
+        self.group = group
+        self.call = (op is dist.isend, tensor, group_peer)
+
+
+def batch(calls: Sequence[Call]) -> list[Work]:
+    """dist.batch_isend_irecv."""
+    (group,) = {call.group for call in calls}
+    return [group.batch([call.call for call in calls])]
+
+
+def _current() -> Stream:
+    return Stream(lane=Stream.lib.c.get_stream(-1))
+
+
+def _text(x: Tensor) -> str:
+    return f"{x.numel()} x {x.dtype}"
