@@ -58,6 +58,12 @@ struct Reading {
   std::vector<char> bytes;
 };
 
+void check(const Reading& reading) {
+  if (std::memcmp(static_cast<const char*>(reading.storage.data()) + reading.offset, reading.bytes.data(),
+                  reading.bytes.size()))
+    fault("host: page-locked memory was written before the copy that reads it was waited for");
+}
+
 struct Lane {
   int device;
   Clock clock;
@@ -149,10 +155,7 @@ void host_waits(const Event& event) {
   merge(known[device], event.clock);
   for (auto& lane : lanes) if (lane.device == device) merge(lane.clock, event.clock);
   auto& readings = lanes[event.lane].readings;
-  for (const auto& reading : readings)
-    if (std::memcmp(static_cast<const char*>(reading.storage.data()) + reading.offset, reading.bytes.data(),
-                    reading.bytes.size()))
-      fault("host: page-locked memory was written before the copy that reads it was waited for");
+  for (const auto& reading : readings) check(reading);
   readings.clear();
 }
 
@@ -303,10 +306,18 @@ std::pair<size_t, size_t> reach(const Tensor& x) {
   return {x.storage_offset() * x.itemsize(), (last + 1) * x.itemsize()};
 }
 
-// A stream reads or writes a tensor of the device.
+std::unordered_map<const void*, Block> locked;  // page-locked memory of the host, by its address
+
+// A stream reads or writes a tensor of the device, or page-locked memory.
 void use(const Tensor& x, bool writes, int lane, const std::string& name) {
+  if (!judging) return;
   auto* block = block_of(x.storage());
-  if (!judging || !block) return;
+  if (!x.is_cuda()) {
+    Lock lock(mutex);
+    const auto it = locked.find(x.storage().data());
+    block = it == locked.end() ? nullptr : &it->second;
+  }
+  if (!block) return;
   const auto [begin, end] = reach(x);
   if (begin == end) return;
   Lock lock(mutex);
@@ -327,14 +338,12 @@ void use(const Tensor& x, bool writes, int lane, const std::string& name) {
   block->accesses = std::move(left);
 }
 
-std::unordered_map<const void*, size_t> locked;  // page-locked memory of the host
-
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto made = c10::GetCPUAllocator()->allocate(bytes);
     void* at = made.get();
     Lock lock(mutex);
-    if (at) locked[at] = bytes;
+    if (at) locked[at] = {{}, 0, 0, {}, {}};
     return {at, made.release_context(), [](void* p) {
               Lock lock(mutex);
               locked.erase(p);
@@ -404,19 +413,23 @@ struct Given {
   bool writes;
 };
 
+Reading read_by(const Tensor& from) {
+  const auto [begin, end] = reach(from);
+  const char* bytes = static_cast<const char*>(from.storage().data());
+  return {from.storage(), begin, std::vector<char>(bytes + begin, bytes + end)};
+}
+
 // A copy of which the host does not wait for the end runs when somebody waits for it.
 void put_off(const Tensor& to, const Tensor& from, const Tensor& pinned, int lane) {
   Lock lock(mutex);
   auto& own = lanes[lane];
-  if (pinned.defined() && pinned.is_same(from)) {
-    const auto [begin, end] = reach(from);
-    const char* bytes = static_cast<const char*>(from.storage().data());
-    own.readings.push_back({from.storage(), begin, std::vector<char>(bytes + begin, bytes + end)});
-  }
+  std::optional<Reading> reading;
+  if (pinned.defined() && pinned.is_same(from)) reading = read_by(from);
   ++own.asked;
   poison(to);
-  own.jobs.push_back({own.asked, [to, from] {
+  own.jobs.push_back({own.asked, [to, from, reading] {
                         c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset);
+                        if (reading) check(*reading);
                         const_cast<Tensor&>(to).copy_(from);
                       }});
 }
@@ -483,8 +496,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                   x.own.device().str(), " and one on ", gpu(device).str());
     }
     if (!is_view && !empty && name != "aten::set_")
-      for (const auto& x : given)
-        if (x.own.is_cuda()) use(x.own, x.writes, lane, name.substr(name.rfind(':') + 1));
+      for (const auto& x : given) use(x.own, x.writes, lane, name.substr(name.rfind(':') + 1));
     if (name == "aten::copy_" && stack->back().toBool()) {
       Tensor pinned;
       for (const auto& x : given) if (!x.own.is_cuda() && is_locked(x.own.storage().data())) pinned = x.host;
@@ -492,9 +504,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       if (late && (crosses ? pinned.defined() : lane != device)) {
         if (lane == device && given[0].own.is_cuda()) {  // the device computes with it at once
           Lock lock(mutex);
-          const auto [begin, end] = reach(given[1].host);
-          const char* bytes = static_cast<const char*>(given[1].host.storage().data());
-          lanes[lane].readings.push_back({given[1].host.storage(), begin, std::vector<char>(bytes + begin, bytes + end)});
+          lanes[lane].readings.push_back(read_by(given[1].host));
         } else {
           put_off(given[0].host, given[1].host, pinned, lane);
           const Tensor out = given[0].own;
@@ -575,6 +585,23 @@ int over(void* event) {  // nobody has waited for it: the host is ahead
   Lock lock(mutex);
   return own.lane < 0 || (known[lanes[own.lane].device].size() > static_cast<size_t>(own.lane) &&
                           known[lanes[own.lane].device][own.lane] >= own.clock[own.lane]);
+}
+// Gives a storage of a device other memory, as a storage's resize_ does.
+void resize_storage(void* storage, size_t bytes) {
+  auto* own = static_cast<c10::StorageImpl*>(storage);
+  auto there = Storage(Storage::use_byte_size_t(), bytes, c10::GetCPUAllocator(), true);
+  if (bytes) std::memset(there.mutable_data(), kPoison, bytes);
+  Lock lock(mutex);
+  start();
+  const int device = own->device().index();
+  std::memcpy(there.mutable_data(), own->data(), std::min(bytes, own->nbytes()));
+  auto* block = new Block{there, device, judging ? lane_now(device) : -1, {}, {}};
+  if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(bytes), there.data()});
+  // What was there goes, with the checks of memory that is freed.
+  own->set_data_ptr_noswap({there.mutable_data(), block, &forget, gpu(device)});
+  own->set_nbytes(bytes);
+  lending.insert_or_assign(there.unsafeGetStorageImpl(),
+                           c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(own)));
 }
 double event_ms(void* event) { return static_cast<Event*>(event)->at; }
 void synchronize_device(int device) { synchronize(device); }

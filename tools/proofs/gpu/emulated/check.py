@@ -1,27 +1,106 @@
-"""x"""
+"""Draw trainings as tools/proofs/fuzz_equivalence.py does, run them on emulated devices, and compare.
+
+    python -m tools.proofs.gpu.emulated.check --seconds 600 --seed 0
+
+Every rank is a thread with a device of its own. A case must have the numbers of one process with one
+device, to the bit where nothing is summed in another order, and those of one process on a CPU, whose
+kernels are others, within rounding. It fails too if a GPU would have refused something, if two
+streams touch the same bytes without an order, or if the host waits more often than the table below.
+"""
+
 from __future__ import annotations
-import random, sys, time, traceback
-from dataclasses import replace
-from functools import partial
+
+import os
+import random
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
 from tools.proofs.gpu import fake_cuda
+
 fake_cuda.load()
+
 import torch
-from megapipe.pipeline_parallel.threads import run_threads
+
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from megapipe.plan import sharing
-from tools.proofs.equivalence import train, differences, differing_bits
+from tools.proofs import equivalence
+from tools.proofs.equivalence import Outcome, differences, train
 from tools.proofs.equivalence_case import Case, table
+from tools.proofs.fuzz_equivalence import command, draw, read
 from tools.proofs.gpu.emulated.ranks import devices, run_ranks
 
-def on_devices(case, late=True):
-    sizes = {axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+
+def on_devices(case: Case, *, late: bool = True) -> tuple[list[Outcome], list[str]]:
+    """Train a case, a device for each rank. Returns: what the ranks have, and the faults."""
+    axes = ("tp", "cp", "dp", "pp", "ep", "etp")
+    sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in axes}
     shares = sharing(table(case).placement, tied=case.tied)
     with devices(late=late) as lib:
-        ranks = run_ranks(partial(train, case=case), **sizes, shares=shares, timeout_s=60,
-                          extra_links=int(case.vocabulary))
+        extra = int(case.vocabulary)
+        body = partial(train, case=case)
+        ranks = run_ranks(body, **sizes, shares=shares, timeout_s=60, extra_links=extra)
         return ranks, lib.faults()
 
-if __name__ == "__main__":
+
+@cache
+def alone_on_device(case: Case) -> Outcome:
+    """A case of one process that has one device."""
+    with devices():
+        torch.cuda.set_device(0)
+        return train(ProcessMesh.single(torch.device("cuda", 0)), case)
+
+
+def run(case: Case, *, late: bool = True) -> list[str]:
+    """The differences and faults of a case; a case that fails has its error."""
+    try:
+        ranks, found = on_devices(case, late=late)
+        with mock.patch.object(equivalence, "alone", alone_on_device):
+            found += [f"one device: {text}" for text in differences(case, ranks)]
+        with mock.patch.object(Case, "same_bits", False):
+            found += [f"a CPU: {text}" for text in differences(case, ranks)]
+        return found
+    except Exception as error:
+        return ["".join(traceback.format_exception(error))]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Draw trainings, run them on emulated devices, and compare them with one process."""
+
+    seed: int = 0
+    """Of the draws."""
+    cases: int = 10
+    """How many."""
+    case: str | None = None
+    """Run this one case, as printed."""
+    early: bool = False
+    """Copies run at once, and not as late as events allow."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
-    case = Case("1f1b", 2, 4, (1, 1))
-    ranks, faults = on_devices(case)
-    print(faults[:5], differences(case, ranks))
+    if options.case:
+        cases = [read(options.case)]
+    else:
+        rng = random.Random(options.seed)
+        cases = [replace(draw(rng), compile=False) for _ in range(options.cases)]
+    failed = 0
+    for n, case in enumerate(cases):
+        found = run(case, late=not options.early)
+        failed += bool(found)
+        if found:
+            print(f"case {n}:", *found[:6], command(case), sep="\n", flush=True)
+    print(f"{len(cases)} cases, seed {options.seed}: {failed} fail", flush=True)
+    sys.stdout.flush()
+    os._exit(failed > 0)
+
+
+if __name__ == "__main__":
+    stop.run(main)

@@ -125,6 +125,16 @@ def _record_stream(x: torch.Tensor, stream: Stream) -> None:
     torch.ops.aten.record_stream(x, there)
 
 
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize_here(storage, size)
+    Stream.lib.c.resize_storage(ctypes.c_void_p(storage._cdata), ctypes.c_size_t(size))
+    return storage
+
+
+_resize_here = torch.UntypedStorage.resize_
+
+
 def _fakes(lib: Library, host_waits: Callable[[str], None]) -> dict[str, Any]:
     """What torch._C has in a build for CUDA."""
 
@@ -191,6 +201,7 @@ def running(
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake, create=True))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", _record_stream))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resize))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 3)))
         lib.c.tell_of_waits(heard)
         stack.callback(lib.c.tell_of_waits, None)
