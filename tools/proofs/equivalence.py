@@ -135,10 +135,12 @@ class Training:
     def _at(self, consumed: int) -> list[Tensor]:
         dp, b = self.mesh.dp, self.case.batch
         firsts = [consumed + (i * dp.size + dp.rank) * b for i in range(self.case.microbatches)]
-        return [
+        read = [
             torch.stack([self.case.sample(number) for number in range(first, first + b)])
             for first in firsts
         ]
+        # As the loader gives them to a GPU.
+        return [x.pin_memory() for x in read] if self.mesh.device.type == "cuda" else read
 
     def _part(self, name: str, tensor: Tensor) -> Part:
         layout = layout_of(self.optimizer.params[name])

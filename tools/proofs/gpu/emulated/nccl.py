@@ -8,6 +8,7 @@ what was there at the call, so the bits are a CPU's.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,26 +24,48 @@ Signatures = dict[tuple[object, ...], str]
 
 
 class Work:
-    """An operation that was asked for, as dist.Work."""
+    """An operation that was asked for, as dist.Work.
 
-    def __init__(self, by: Communicator, started: Sequence[Any], written: Sequence[Any]) -> None:
-        self._by, self._started, self._written = by, list(started), list(written)
-        self._end = by.stream.record_event()
+    Args:
+        stream: of its communicator.
+        launch: begins it and returns handles of gloo's.
+        written: tensors of the device, each with its values once it is over.
+        kept: what torch keeps until somebody has waited.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        launch: Callable[[], Sequence[Any]],
+        written: Sequence[tuple[Tensor, Tensor]],
+        kept: Sequence[Tensor],
+    ) -> None:
+        self._launch, self._written, self._kept = launch, list(written), list(kept)
+        self._end = stream.record_event()
+        self._over = threading.Event()
+        self._error: BaseException | None = None
         self._waited = False
 
-    def end(self) -> None:
-        """Wait until it is over on the device."""
-        while self._started:
-            self._started.pop(0).wait()
+    def run(self) -> None:
+        """Begin it and stay until its end."""
+        try:
+            for work in self._launch():
+                work.wait()
+        except BaseException as error:
+            self._error = error
+        self._over.set()
 
     def wait(self, timeout: object = None) -> bool:
-        """Let the current stream wait for it, and all that was asked for before."""
-        self._by.end(self)
+        """Let the current stream wait for it."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
         for x, values in self._written:
             torch.ops.emulated.host(x).copy_(values)
         self._written.clear()
         self._end.wait()
         self._waited = True
+        self._kept.clear()
         return True
 
     def is_completed(self) -> bool:
@@ -71,7 +94,8 @@ class Communicator:
         self.inner, self.name, self.signatures = inner, name, signatures
         self.device, self._rank = device, rank
         self._stream: Stream | None = None
-        self._asked = list[Work]()
+        self._asked = queue.SimpleQueue[Work]()
+        self._thread: threading.Thread | None = None
         self._numbers: dict[object, int] = {}
         self._lock = threading.RLock()
 
@@ -87,15 +111,18 @@ class Communicator:
             self._stream = Stream(self.device)
         return self._stream
 
-    def end(self, work: Work) -> None:
-        """Operations of a communicator end in the order in which they were asked for."""
+    def _run(self) -> None:
+        """Operations of a communicator begin in the order of asking, each after the one before."""
+        while True:
+            self._asked.get().run()
+
+    def _soon(self, work: Work) -> Work:
         with self._lock:
-            if work in self._asked:
-                n = self._asked.index(work) + 1
-                due, self._asked = self._asked[:n], self._asked[n:]
-                for other in due:
-                    other.end()
-        work.end()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+            self._asked.put(work)
+        return work
 
     def _agree(self, key: object, what: str) -> int:
         """Compare what this rank brings with the others. Returns: the number of the operation."""
@@ -131,12 +158,9 @@ class Communicator:
         made = [torch.empty(x.shape, dtype=x.dtype) for x in written]
         for x in written:
             torch.ops.emulated.poison(x.detach())
-        works = launch(given, made)
-        work = Work(self, works, list(zip([x.detach() for x in written], made, strict=True)))
-        work.kept = (*read, *written, *given)  # torch keeps them until somebody has waited
-        with self._lock:
-            self._asked.append(work)
-        return work
+        results = list(zip([x.detach() for x in written], made, strict=True))
+        kept = (*read, *written)
+        return self._soon(Work(self.stream, lambda: launch(given, made), results, kept))
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (x,) = tensors
@@ -188,7 +212,6 @@ class Communicator:
     ) -> Work:
         what = "all_to_all"
         number = self._agree("all", f"{what} {x.dtype}")
-        row = x[:1].numel() if len(x) else out[:1].numel()
         for peer in range(self.size()):
             sent = leaving[peer] if leaving else len(x) // self.size()
             received = arriving[peer] if arriving else len(out) // self.size()
@@ -200,7 +223,6 @@ class Communicator:
                 first = self.signatures.setdefault(key, f"{rows}")
                 if first != f"{rows}":
                     self._fault(f"{what} from {ends[0]} to {ends[1]}: {rows} rows, and {first}")
-        del row
 
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             return [
