@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -30,7 +31,7 @@ from megapipe.flags import stop
 from megapipe.flags.parse import parse
 from megapipe.plan import sharing
 from tools.proofs import equivalence
-from tools.proofs.equivalence import Outcome, differences, train
+from tools.proofs.equivalence import Outcome, Training, differences, train
 from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw, read
 from tools.proofs.gpu.emulated.ranks import devices, run_ranks
@@ -50,15 +51,24 @@ def drawn(seed: int, count: int) -> list[Case]:
     return cases
 
 
-def on_devices(case: Case, *, late: bool = True) -> tuple[list[Outcome], list[str]]:
-    """Train a case, a device for each rank. Returns: what the ranks have, and the faults."""
+def on_devices(
+    case: Case,
+    *,
+    late: bool = True,
+    change: Callable[[Training], None] | None = None,
+    timeout_s: float = 60.0,
+) -> tuple[list[Outcome], list[str]]:
+    """Train a case, a device for each rank. change: called before the first step of each.
+
+    Returns: what the ranks have, and the faults.
+    """
     axes = ("tp", "cp", "dp", "pp", "ep", "etp")
     sizes: dict[str, Any] = {axis: getattr(case, axis) for axis in axes}
     shares = sharing(table(case).placement, tied=case.tied)
     with devices(late=late) as lib:
         extra = int(case.vocabulary)
-        body = partial(train, case=case)
-        ranks = run_ranks(body, **sizes, shares=shares, timeout_s=60, extra_links=extra)
+        body = partial(train, case=case, **({"change": change} if change else {}))
+        ranks = run_ranks(body, **sizes, shares=shares, timeout_s=timeout_s, extra_links=extra)
         return ranks, lib.faults()
 
 
