@@ -22,6 +22,7 @@ from tools.proofs.gpu import fake_cuda
 fake_cuda.load()
 
 import torch
+import torch._dynamo  # a capture imports it, and it cannot be imported where torch.cuda is emulated
 
 from megapipe.distributed.device import graph_pool
 from megapipe.flags import stop

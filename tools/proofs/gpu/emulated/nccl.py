@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ from torch import Tensor
 
 from tools.proofs.gpu.emulated.streams import Event, Stream
 
-Signatures = dict[tuple[object, ...], str]
-"""What the first rank has brought to an operation, by communicator and number."""
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks know.
+
+    Attributes:
+        brought: by communicator, kind and number of an operation, what the first rank has brought.
+        ends: by that and the rank, its own part of the operation.
+    """
+
+    brought: dict[tuple[object, ...], str] = field(default_factory=dict)
+    ends: dict[tuple[object, ...], Event] = field(default_factory=dict)
 
 
 class Work:
@@ -31,6 +41,7 @@ class Work:
         launch: begins it and returns handles of gloo's.
         written: tensors of the device, each with its values once it is over.
         kept: what torch keeps until somebody has waited.
+        behind: returns the parts of other ranks that are over when this one is.
     """
 
     def __init__(
@@ -39,9 +50,10 @@ class Work:
         launch: Callable[[], Sequence[Any]],
         written: Sequence[tuple[Tensor, Tensor]],
         kept: Sequence[Tensor],
+        behind: Callable[[], Sequence[Event]],
     ) -> None:
         self._launch, self._written, self._kept = launch, list(written), list(kept)
-        self._end = stream.record_event()
+        self.end, self._behind = stream.record_event(), behind
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._waited = False
@@ -63,7 +75,8 @@ class Work:
         for x, values in self._written:
             torch.ops.emulated.host(x).copy_(values)
         self._written.clear()
-        self._end.wait()
+        for event in (self.end, *self._behind()):
+            event.wait()
         self._waited = True
         self._kept.clear()
         return True
@@ -79,7 +92,7 @@ class Communicator:
         inner: a gloo group of the same ranks.
         name: of the communicator, with its ranks.
         rank: position of this one.
-        signatures: shared by all ranks.
+        shared: by all ranks.
         device: of this rank.
     """
 
@@ -88,10 +101,10 @@ class Communicator:
         inner: dist.ProcessGroup,
         name: str,
         rank: int,
-        signatures: Signatures,
+        shared: Shared,
         device: torch.device,
     ) -> None:
-        self.inner, self.name, self.signatures = inner, name, signatures
+        self.inner, self.name, self.shared = inner, name, shared
         self.device, self._rank = device, rank
         self._stream: Stream | None = None
         self._asked = queue.SimpleQueue[Work]()
@@ -127,7 +140,7 @@ class Communicator:
     def _agree(self, key: object, what: str) -> int:
         """Compare what this rank brings with the others. Returns: the number of the operation."""
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
-        first = self.signatures.setdefault((self.name, key, number), what)
+        first = self.shared.brought.setdefault((self.name, key, number), what)
         if first != what:
             self._fault(f"{what} on rank {self._rank}, {first} on another")
         return number
@@ -142,8 +155,15 @@ class Communicator:
         written: Sequence[Tensor],
         launch: Callable[[list[Tensor], list[Tensor]], Sequence[Any]],
         what: str,
+        mine: Sequence[object],
+        others: Sequence[object],
     ) -> Work:
-        """Begin an operation. launch: of copies on the host; what it reads and writes -> Works."""
+        """Begin an operation.
+
+        Args:
+            launch: of copies on the host; what it reads and writes -> gloo's handles.
+            mine, others: names of this rank's parts, and of those that are over before its end.
+        """
         for x in (*read, *written):
             if x.device != self.device:
                 self._fault(f"{what} of a tensor on {x.device}, and the rank has {self.device}")
@@ -160,7 +180,26 @@ class Communicator:
             torch.ops.emulated.poison(x.detach())
         results = list(zip([x.detach() for x in written], made, strict=True))
         kept = (*read, *written)
-        return self._soon(Work(self.stream, lambda: launch(given, made), results, kept))
+
+        def behind() -> list[Event]:
+            return [self.shared.ends[self.name, name] for name in others]
+
+        work = Work(self.stream, lambda: launch(given, made), results, kept, behind)
+        for name in mine:
+            self.shared.ends[self.name, name] = work.end
+        return self._soon(work)
+
+    def _all(
+        self,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        launch: Callable[[list[Tensor], list[Tensor]], Sequence[Any]],
+        what: str,
+    ) -> Work:
+        """A collective, which ends after all ranks have begun."""
+        number = self._numbers["all"]
+        parts = [("all", number, rank) for rank in range(self.size())]
+        return self._ask(read, written, launch, what, [parts[self._rank]], parts)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (x,) = tensors
@@ -171,7 +210,7 @@ class Communicator:
             made[0].copy_(given[0])
             return [self.inner.allreduce(made, opts)]
 
-        return self._ask([x], [x], launch, what)
+        return self._all([x], [x], launch, what)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (x,) = tensors
@@ -183,7 +222,7 @@ class Communicator:
                 made[0].copy_(given[0])
             return [self.inner.broadcast(made, opts)]
 
-        return self._ask([x] if opts.rootRank == self._rank else [], [x], launch, what)
+        return self._all([x] if opts.rootRank == self._rank else [], [x], launch, what)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         what = f"all_gather {_text(x)}"
@@ -194,7 +233,7 @@ class Communicator:
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             return [dist.all_gather_into_tensor(made[0], given[0], self.inner, async_op=True)]
 
-        return self._ask([x], [out], launch, what)
+        return self._all([x], [out], launch, what)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         what = f"reduce_scatter {_text(x)}"
@@ -205,7 +244,7 @@ class Communicator:
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             return [dist.reduce_scatter_tensor(made[0], given[0], group=self.inner, async_op=True)]
 
-        return self._ask([x], [out], launch, what)
+        return self._all([x], [out], launch, what)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, arriving: list[int], leaving: list[int], opts: Any = None
@@ -220,7 +259,7 @@ class Communicator:
                 ((peer, self._rank), received),
             ):
                 key = (self.name, "rows", number, ends)
-                first = self.signatures.setdefault(key, f"{rows}")
+                first = self.shared.brought.setdefault(key, f"{rows}")
                 if first != f"{rows}":
                     self._fault(f"{what} from {ends[0]} to {ends[1]}: {rows} rows, and {first}")
 
@@ -231,18 +270,20 @@ class Communicator:
                 )
             ]
 
-        return self._ask([x], [out], launch, what)
+        return self._all([x], [out], launch, what)
 
-    def _message(self, sends: bool, x: Tensor, peer: int) -> tuple[Callable[[Tensor], Any], str]:
+    def _message(
+        self, sends: bool, x: Tensor, peer: int
+    ) -> tuple[Callable[[Tensor], Any], str, object]:
         ends = (self._rank, peer) if sends else (peer, self._rank)
         tag = self._agree(("message", sends, *ends), "message")
         what = f"message {ends[0]} to {ends[1]} {_text(x)}"
-        first = self.signatures.setdefault((self.name, "message", ends, tag), what)
+        first = self.shared.brought.setdefault((self.name, "message", ends, tag), what)
         if first != what:
             self._fault(f"{what}, and {first}")
         if sends:
-            return (lambda host: self.inner.send([host], peer, tag)), what
-        return (lambda host: self.inner.recv([host], peer, tag)), what
+            return (lambda host: self.inner.send([host], peer, tag)), what, (ends, tag)
+        return (lambda host: self.inner.recv([host], peer, tag)), what, (ends, tag)
 
     def batch(self, calls: Sequence[tuple[bool, Tensor, int]]) -> Work:
         """Sends and receives that begin and end together. calls: is a send, tensor, peer."""
@@ -253,11 +294,14 @@ class Communicator:
         def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
             theirs, ours = iter(made), iter(given)
             works = []
-            for (sends, _, _), (way, _) in zip(calls, ways, strict=True):
+            for (sends, _, _), (way, _, _) in zip(calls, ways, strict=True):
                 works.append(way(next(ours) if sends else next(theirs)))
             return works
 
-        return self._ask(read, written, launch, "; ".join(what for _, what in ways))
+        text = "; ".join(what for _, what, _ in ways)
+        mine = [part for (sends, _, _), (_, _, part) in zip(calls, ways, strict=True) if sends]
+        others = [part for (sends, _, _), (_, _, part) in zip(calls, ways, strict=True) if not sends]
+        return self._ask(read, written, launch, text, mine, others)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work:
         return self.batch([(True, tensors[0], peer)])

@@ -63,7 +63,7 @@ def run_ranks(
     """
     world = tp * cp * dp * pp
     grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
-    store, signatures = HashStore(), nccl.Signatures()
+    store, known = HashStore(), nccl.Shared()
     results: list[Any] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -80,7 +80,7 @@ def run_ranks(
             gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
             group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             title = f"{name} {list(ranks)}"
-            return nccl.Communicator(group, title, position, signatures, device)
+            return nccl.Communicator(group, title, position, known, device)
 
         try:
             torch.cuda.set_device(device)

@@ -157,7 +157,6 @@ def _fakes(lib: Library, host_waits: Callable[[str], None]) -> dict[str, Any]:
         "_cuda_getDeviceCount": lambda: DEVICES,
         "_cuda_getCurrentStream": current,
         "_cuda_setStream": choose,
-        "_cuda_getCurrentRawStream": lambda device: 0,  # torch._dynamo imports it
         "_cuda_synchronize": synchronize,
     }
 
