@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from time import process_time
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,7 @@ from tools.proofs.fuzz_equivalence import command, draw, read
 from tools.proofs.gpu.emulated.ranks import devices, run_ranks
 
 
-MOST = 32
+MOST = 16
 """Ranks times microbatches of a drawn case: a rank's operations take three times a CPU's time."""
 
 
@@ -120,6 +121,8 @@ def main(argv: list[str]) -> None:
         failed += bool(found)
         if found:
             print(f"case {n}:", *found[:6], command(case), sep="\n", flush=True)
+        if n % 20 == 19:
+            print(f"{n + 1} cases, {failed} fail; {process_time():.0f} s of CPU", flush=True)
     print(f"{len(cases)} cases, seed {options.seed}: {failed} fail", flush=True)
     sys.stdout.flush()
     os._exit(failed > 0)

@@ -182,7 +182,8 @@ class Communicator:
         kept = (*read, *written)
 
         def behind() -> list[Event]:
-            return [self.shared.ends[self.name, name] for name in others]
+            ends = [self.shared.ends.get((self.name, name)) for name in others]
+            return [end for end in ends if end is not None]  # other processes tell none
 
         work = Work(self.stream, lambda: launch(given, made), results, kept, behind)
         for name in mine:

@@ -1,0 +1,168 @@
+"""Whole programs on emulated devices: ranks are processes over groups with NCCL's rules.
+
+    python -m tools.proofs.gpu.emulated.launch --ranks 2 -- <flags of pretrain_gpt.py>
+
+Each rank is a fork of one process that has imported torch. What a GPU would refuse ends a rank with
+status 1 and the faults.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tools.proofs.gpu import fake_cuda
+
+fake_cuda.load()
+
+import torch
+import torch._dynamo  # it cannot be imported where torch.cuda is emulated
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from tools.proofs.gpu.emulated import nccl
+
+CPU = torch.device("cpu")
+
+
+class Group(nccl.Communicator, dist.ProcessGroup):
+    """torch's ProcessGroupNCCL, of one process."""
+
+    class Options:
+        """Its options; they change nothing."""
+
+        is_high_priority_stream = False
+
+        def __init__(self) -> None:
+            self.config = SimpleNamespace()
+            self._timeout = timedelta(minutes=10)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)
+        inner = dist.ProcessGroup(PrefixStore("gloo", store), rank, size)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options._timeout)
+        inner._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        device = torch.device("cuda", torch.cuda.current_device())
+        ranks = options.global_ranks_in_group
+        nccl.Communicator.__init__(
+            self, inner, f"{options.group_name} {ranks}", rank, nccl.Shared(), device
+        )
+        self.options = options
+
+    def name(self) -> str:
+        return "nccl"
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "nccl"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cuda")]
+
+    def _get_backend(self, device: object) -> Group:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """gloo keeps its own."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing is numbered."""
+
+    supports_splitting = False
+
+    @property
+    def group_name(self) -> str:
+        return str(self.options.group_name)
+
+    @property
+    def pg_name(self) -> str:
+        return self.group_name
+
+    def shutdown(self) -> None:
+        """Threads end with the process."""
+
+
+@contextmanager
+def world() -> Iterator[Any]:
+    """Inside, torch.distributed has NCCL, and torch.cuda devices."""
+    from tools.proofs.gpu.emulated.ranks import devices
+
+    c10d = dist.distributed_c10d
+    with ExitStack() as stack:
+        lib = stack.enter_context(devices())
+        stack.enter_context(mock.patch.object(c10d, "_NCCL_AVAILABLE", True))
+        stack.enter_context(mock.patch.object(c10d, "ProcessGroupNCCL", Group, create=True))
+        yield lib
+
+
+def _port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def start(ranks: int, argv: Sequence[str], folder: Path) -> list[str]:
+    """Run pretrain_gpt.py with these flags, a process and a device for each rank.
+
+    folder: for the ranks' output. Returns: it, in the order of ranks.
+    Raises: RuntimeError if a rank fails, or a GPU would have refused something.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port, children = _port(), dict[int, int]()
+    for rank in range(ranks):
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt")
+        children[child] = rank
+    codes = {}
+    while children:
+        child, status = os.wait()
+        codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
+    texts = [(folder / f"rank{rank}.txt").read_text() for rank in range(ranks)]
+    bad = [rank for rank, code in codes.items() if code]
+    if bad:
+        raise RuntimeError(f"rank {bad[0]} ends with {codes[bad[0]]}:\n{texts[bad[0]][-3000:]}")
+    return texts
+
+
+def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path) -> None:
+    """Be a rank; it does not return."""
+    status = 1
+    try:
+        with log.open("w", buffering=1) as out:
+            for number in (1, 2):
+                os.dup2(out.fileno(), number)
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+            places = {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(x) for name, x in (numbers | places).items()}
+            torch.set_num_threads(1)
+            with world() as lib:
+                import pretrain_gpt
+
+                pretrain_gpt.main([*argv])
+                faults = lib.faults()
+            print(*faults[:5], sep="\n")
+            status = int(bool(faults))
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[sys.argv.index("--ranks") + 1])
+    for text in start(count, sys.argv[sys.argv.index("--") + 1 :], Path("/tmp") / "emulated"):
+        print(text)
