@@ -1,11 +1,11 @@
-"""Draw trainings as tools/proofs/fuzz_equivalence.py does, run them on emulated devices, and compare.
+"""Draw trainings as tools/proofs/fuzz_equivalence.py does, and run them on emulated devices.
 
     python -m tools.proofs.gpu.emulated.check --seconds 600 --seed 0
 
-Every rank is a thread with a device of its own. A case must have the numbers of one process with one
-device, to the bit where nothing is summed in another order, and those of one process on a CPU, whose
-kernels are others, within rounding. It fails too if a GPU would have refused something, if two
-streams touch the same bytes without an order, or if the host waits more often than the table below.
+Every rank is a thread with a device of its own. A case must have the numbers of one process with
+one device, to the bit where nothing is summed in another order, and those of one process on a CPU,
+whose kernels are others, within rounding. It fails too if a GPU would have refused something, if
+two streams touch the same bytes without an order, or if somebody reads what is not there yet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import process_time
 from typing import Any
 from unittest import mock
-
-from tools.proofs.gpu import fake_cuda
-
-fake_cuda.load()
 
 import torch
 
@@ -36,7 +32,6 @@ from tools.proofs.equivalence import Outcome, Training, differences, train
 from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw, read
 from tools.proofs.gpu.emulated.ranks import devices, run_ranks
-
 
 MOST = 16
 """Ranks times microbatches of a drawn case: a rank's operations take three times a CPU's time."""
@@ -69,7 +64,11 @@ def on_devices(
     with devices(late=late) as lib:
         extra = int(case.vocabulary)
         body = partial(train, case=case, **({"change": change} if change else {}))
-        ranks = run_ranks(body, **sizes, shares=shares, timeout_s=timeout_s, extra_links=extra)
+        try:
+            ranks = run_ranks(body, **sizes, shares=shares, timeout_s=timeout_s, extra_links=extra)
+        except Exception as error:
+            # What a GPU would have refused comes first: it may be why.
+            return [], [*lib.faults(), "".join(traceback.format_exception(error))]
         return ranks, lib.faults()
 
 
@@ -83,10 +82,15 @@ def alone_on_device(case: Case) -> Outcome:
 
 def run(case: Case, *, late: bool = True) -> list[str]:
     """The differences and faults of a case; a case that fails has its error."""
+    ranks, found = on_devices(case, late=late)
+    return found + judged(case, ranks) if ranks else found
+
+
+def judged(case: Case, ranks: Sequence[Outcome]) -> list[str]:
+    """The differences of what ranks have from one process; a case that fails has its error."""
     try:
-        ranks, found = on_devices(case, late=late)
         with mock.patch.object(equivalence, "alone", alone_on_device):
-            found += [f"one device: {text}" for text in differences(case, ranks)]
+            found = [f"one device: {text}" for text in differences(case, ranks)]
         with mock.patch.object(Case, "same_bits", False):
             found += [f"a CPU: {text}" for text in differences(case, ranks)]
         return found
@@ -111,10 +115,7 @@ class Flags:
 def main(argv: list[str]) -> None:
     options = parse(Flags, argv)
     torch.set_num_threads(1)
-    if options.case:
-        cases = [read(options.case)]
-    else:
-        cases = drawn(options.seed, options.cases)
+    cases = [read(options.case)] if options.case else drawn(options.seed, options.cases)
     failed = 0
     for n, case in enumerate(cases):
         found = run(case, late=not options.early)

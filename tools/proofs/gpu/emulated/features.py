@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
-
-from tools.proofs.gpu import fake_cuda
-
-fake_cuda.load()
 
 import torch
 import torch._dynamo  # a capture imports it, and it cannot be imported where torch.cuda is emulated
@@ -28,10 +22,9 @@ from megapipe.distributed.device import graph_pool
 from megapipe.flags import stop
 from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
-from tools.proofs import equivalence
-from tools.proofs.equivalence import Training, differences
+from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import Case
-from tools.proofs.gpu.emulated.check import alone_on_device, on_devices
+from tools.proofs.gpu.emulated.check import judged, on_devices
 
 PLAIN = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "steps": 2}
 ALL_TO_ALL = {"experts": "softmax", "ep": 2, "etp": 1, "dispatcher": "alltoall"}
@@ -90,15 +83,8 @@ def run(name: str, *, late: bool = True, timeout_s: float = 60.0) -> list[str]:
     """The differences and faults of a training; one that fails has its error."""
     case = FEATURES[name]
     change: Callable[[Training], None] | None = _capture if name in GRAPHS else None
-    try:
-        ranks, found = on_devices(case, late=late, change=change, timeout_s=timeout_s)
-        with mock.patch.object(equivalence, "alone", alone_on_device):
-            found += [f"one device: {text}" for text in differences(case, ranks)]
-        with mock.patch.object(Case, "same_bits", False):
-            found += [f"a CPU: {text}" for text in differences(case, ranks)]
-        return found
-    except Exception as error:
-        return ["".join(traceback.format_exception(error))]
+    ranks, found = on_devices(case, late=late, change=change, timeout_s=timeout_s)
+    return found + judged(case, ranks) if ranks else found
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tools.proofs.gpu import fake_cuda
-
-fake_cuda.load()
-
 import torch
 import torch._dynamo  # it cannot be imported where torch.cuda is emulated
 import torch.distributed as dist
@@ -61,7 +57,7 @@ class Group(nccl.Communicator, dist.ProcessGroup):
     def name(self) -> str:
         return "nccl"
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "nccl"
 
     @property

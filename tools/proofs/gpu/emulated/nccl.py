@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tools.proofs.gpu.emulated.streams import Event, Stream
 
+
 @dataclass(frozen=True)
 class Shared:
     """What all ranks know.
@@ -225,6 +226,41 @@ class Communicator:
 
         return self._all([x] if opts.rootRank == self._rank else [], [x], launch, what)
 
+    def allgather(
+        self, outs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], opts: Any
+    ) -> Work:
+        (out,), (x,) = outs, given
+        what = f"all_gather {_text(x)}"
+        self._agree("all", what)
+        return self._all(
+            [x], out, lambda given, made: [self.inner.allgather([made], given, opts)], what
+        )
+
+    def gather(self, outs: Sequence[Sequence[Tensor]], given: Sequence[Tensor], opts: Any) -> Work:
+        what = f"gather {opts.rootRank} {_text(given[0])}"
+        self._agree("all", what)
+        out = outs[0] if opts.rootRank == self._rank else []
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            return [self.inner.gather([made] if made else [], given, opts)]
+
+        return self._all(given, out, launch, what)
+
+    def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+        what = f"scatter {opts.rootRank} {_text(outs[0])}"
+        self._agree("all", what)
+        own = given[0] if opts.rootRank == self._rank else []
+
+        def launch(given: list[Tensor], made: list[Tensor]) -> Sequence[Any]:
+            return [self.inner.scatter(made, [given] if given else [], opts)]
+
+        return self._all(own, outs, launch, what)
+
+    def barrier(self, opts: Any = None) -> Work:
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.SUM
+        return self.allreduce([torch.zeros(1, device=self.device)], opts)
+
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         what = f"all_gather {_text(x)}"
         self._agree("all", what)
@@ -301,7 +337,9 @@ class Communicator:
 
         text = "; ".join(what for _, what, _ in ways)
         mine = [part for (sends, _, _), (_, _, part) in zip(calls, ways, strict=True) if sends]
-        others = [part for (sends, _, _), (_, _, part) in zip(calls, ways, strict=True) if not sends]
+        others = [
+            part for (sends, _, _), (_, _, part) in zip(calls, ways, strict=True) if not sends
+        ]
         return self._ask(read, written, launch, text, mine, others)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> Work:

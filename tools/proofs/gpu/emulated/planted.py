@@ -2,8 +2,9 @@
 
     python -m tools.proofs.gpu.emulated.planted [--only NAME,NAME]
 
-Each is one changed place of the package, in a copy of the repository. All trainings of features.py
-run there; the line says which of them notice, and by what. The suite runs those of SUITE.
+Each is one changed place of the package, in a copy of the repository. The trainings of features.py
+run there, those of the suite first, until one of them notices. Ends with the number of those that
+are not found, and of those that the suite finds.
 """
 
 from __future__ import annotations
@@ -15,13 +16,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-from tools.proofs.gpu import fake_cuda
-
-fake_cuda.load()
 
 import torch
 import torch._dynamo
@@ -97,7 +93,9 @@ DEFECTS = {
         "return Copy(host.back, begun, needed=False)",
     ),
     "a second thread begins on device 0": Planted(
-        _DEVICE, "        torch.cuda.set_device(device)\n        with torch.cuda.stream(stream):\n            yield\n",
+        _DEVICE,
+        "        torch.cuda.set_device(device)\n        with torch.cuda.stream(stream):\n"
+        "            yield\n",
         "        with torch.cuda.stream(stream):\n            yield\n",
     ),
     "a second thread has a stream of its own": Planted(
@@ -211,18 +209,8 @@ DEFECTS = {
 }
 
 
-@dataclass(frozen=True)
-class Flags:
-    """Plant defects that only a GPU would feel, and see whether emulated devices find them."""
-
-    only: tuple[str, ...] = tuple(DEFECTS)
-    """Names of defects."""
-    timeout: float = 30.0
-    """Seconds that a rank waits for another one."""
-
-
 def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
-    """Plant a defect in a copy, and return what the trainings say that notice it."""
+    """Plant a defect in a copy. Returns: the first training that notices, and what it says."""
     from tools.proofs.mutants import ROOT, copy_repository
 
     copy.mkdir(parents=True)
@@ -240,17 +228,20 @@ def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
     os.chdir(copy)
     import tools.proofs.gpu
 
-    sys.modules["tools.proofs.gpu.fake_cuda"] = tools.proofs.gpu.fake_cuda = own  # type: ignore[attr-defined]
-    from tools.proofs.gpu.emulated.features import FEATURES, run
+    tools.proofs.gpu.fake_cuda = own  # type: ignore[attr-defined]
+    sys.modules["tools.proofs.gpu.fake_cuda"] = own
+    from tools.proofs.gpu.emulated.features import FEATURES, SUITE, run
 
     torch.set_num_threads(1)
-    found = {}
-    for name in FEATURES:
+    # Those of the suite first: where one of them notices, the others need not run.
+    names = [*SUITE, *(name for name in FEATURES if name not in SUITE)]
+    for name in names:
         if said := run(name, timeout_s=timeout_s):
-            # An error says in its last line what it is, a rank's note aside.
-            lines = [line for line in said[0].splitlines() if line and not line.startswith("on rank")]
-            found[name] = (lines[-1] if lines[0].startswith("Traceback") else said[0])[:160]
-    return found
+            lines = [x for x in said[0].splitlines() if x and not x.startswith("on rank")]
+            error = next((x for x in reversed(lines) if x[:1] not in " " and ": " in x), lines[-1])
+            text = error if lines[0].startswith("Traceback") else said[0]
+            return {"by": name, "suite": str(name in SUITE), "said": text[:160]}
+    return {}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -272,27 +263,12 @@ def main(argv: Sequence[str]) -> int:
                     os._exit(0)
             os.waitpid(child, 0)
             found = json.loads(answer.read_text()) if answer.exists() else {}
-            suite = [x for x in found if x in _suite()]
-            by_suite += bool(suite)
-            if not found:
-                missed.append(name)
-            seen = next(iter({x: found[x] for x in suite}.values()), "") or next(
-                iter(found.values()), "NOT FOUND"
-            )
-            print(
-                f"{name}: {len(found)} trainings ({len(suite)} of the suite), {seen}"
-                f" [{time.monotonic() - begun:.0f} s]",
-                flush=True,
-            )
+            by_suite += found.get("suite") == "True"
+            missed += [] if found else [name]
+            text = "{said} ({by})".format(**found) if found else "NOT FOUND"
+            print(f"{name}: {text} [{time.monotonic() - begun:.0f} s]", flush=True)
     print(f"{len(names)} defects, {len(missed)} not found, {by_suite} found by the suite")
     return int(bool(missed))
-
-
-def _suite() -> Sequence[str]:
-    text = Path(__file__).with_name("features.py").read_text()
-    names: dict[str, Sequence[str]] = {}
-    exec(text[text.index("SUITE = (") : text.index('"""What the suite')], names)  # not imported here
-    return names["SUITE"]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 
 @contextmanager
-def devices(*, late: bool = True, waits: Callable[[str], None] = lambda why: None) -> Iterator[Library]:
+def devices(
+    *, late: bool = True, waits: Callable[[str], None] = lambda why: None
+) -> Iterator[Library]:
     """Inside, ranks can train on devices. Random numbers are a CPU's."""
     draw = rng.generator
 

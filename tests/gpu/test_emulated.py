@@ -1,0 +1,125 @@
+"""Ranks train on CUDA devices that are not there, with values, late copies, clocks of streams and NCCL's rules."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from programs import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the devices are compiled")
+
+
+def run(*command: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
+    return ran.stdout
+
+
+def test_a_tenth_of_the_trainings_have_the_numbers_of_one_device_and_of_a_cpu() -> None:
+    """Messages, copies, sums, pairs, rings and graphs; all, and drawn ones: tools/proofs/gpu/emulated."""
+    said = run("-m", "tools.proofs.gpu.emulated.features", "--suite")
+    assert said.splitlines()[-1].endswith("trainings, 0 fail"), said
+
+
+PROGRAM = '''
+import tools.proofs.gpu.emulated
+import torch
+from tools.proofs.gpu.emulated.streams import running
+
+def faults_of(body):
+    with running() as lib:
+        torch.cuda.set_device(0)
+        try:
+            body()
+        except RuntimeError as error:
+            return "refused: " + str(error).partition(",")[0]
+        return "; ".join(dict.fromkeys(text.partition(":")[0] for text in lib.faults())) or "nothing"
+
+def pair():
+    return torch.cuda.Stream(0), torch.ones(4, device="cuda:0")
+
+def unordered():
+    side, x = pair()
+    with torch.cuda.stream(side):
+        x.add_(1)
+
+def ordered():
+    side, x = pair()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    torch.cuda.current_stream().wait_stream(side)
+    assert x.tolist() == [2.0] * 4
+
+def freed(told):
+    side, x = pair()
+    side.wait_stream(torch.cuda.current_stream())
+    host = torch.empty(4, pin_memory=True)
+    with torch.cuda.stream(side):
+        host.copy_(x, non_blocking=True)
+    if told:
+        x.record_stream(side)
+    del x
+    torch.cuda.synchronize()
+    assert host.tolist() == [1.0] * 4
+
+def early():
+    _, x = pair()
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    assert host.isnan().all()
+    torch.cuda.synchronize()
+    assert host.tolist() == [1.0] * 4
+
+def written_again(waits):
+    host = torch.ones(4).pin_memory()
+    x = host.to("cuda:0", non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    host.zero_()
+    x.tolist()
+
+def pageable():
+    host = torch.ones(4)
+    x = host.to("cuda:0", non_blocking=True)
+    host.zero_()
+    assert x.tolist() == [1.0] * 4
+
+for name, body in {
+    "no order": unordered,
+    "an order": ordered,
+    "freed early": lambda: freed(False),
+    "freed, and told": lambda: freed(True),
+    "poison until the end": early,
+    "written before the end": lambda: written_again(False),
+    "written after the end": lambda: written_again(True),
+    "pageable memory": pageable,
+    "two devices": lambda: torch.cuda.set_device(1),
+    "of the host": lambda: torch.ones(4, device="cuda:0") + torch.ones(4),
+    "a number of the host": lambda: torch.ones(4, device="cuda:0") + torch.tensor(1.0),
+    "new memory": lambda: torch.empty(4, device="cuda:0").isnan().all().item() or 1 / 0,
+}.items():
+    print(name + ":", faults_of(body))
+'''
+
+
+def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else() -> None:
+    assert run("-c", PROGRAM).splitlines() == [
+        "no order: race; memory",
+        "an order: nothing",
+        "freed early: memory",
+        "freed, and told: nothing",
+        "poison until the end: nothing",
+        "written before the end: host",
+        "written after the end: nothing",
+        "pageable memory: nothing",
+        "two devices: device",
+        "of the host: refused: Expected all tensors to be on the same device",
+        "a number of the host: nothing",
+        "new memory: nothing",
+    ]
