@@ -26,7 +26,7 @@ def test_a_tenth_of_the_trainings_have_the_numbers_of_one_device_and_of_a_cpu() 
     assert said.splitlines()[-1].endswith("trainings, 0 fail"), said
 
 
-PROGRAM = '''
+PROGRAM = """
 import tools.proofs.gpu.emulated
 import torch
 from tools.proofs.gpu.emulated.streams import running
@@ -105,7 +105,7 @@ for name, body in {
     "new memory": lambda: torch.empty(4, device="cuda:0").isnan().all().item() or 1 / 0,
 }.items():
     print(name + ":", faults_of(body))
-'''
+"""
 
 
 def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else() -> None:
