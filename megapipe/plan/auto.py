@@ -23,6 +23,11 @@ Score = tuple[float, float, float]
 _PASSES = 4_000_000
 
 
+def as_they_are(costs: Costs) -> Costs:
+    """Return costs unchanged."""
+    return costs
+
+
 @dataclass(frozen=True)
 class Judge:
     """Scores splits, which say how many layers each stage has, under a fixed schedule.
@@ -33,11 +38,14 @@ class Judge:
         pieces: the work of embedding, each layer and head.
         limit: takes a split, and returns the bytes that the activations of each rank may take.
             None stands for no limit.
+        price: takes the costs of a split and returns those by which its clock runs. Pairs give a
+            part of each pass to communication, which they hide.
     """
 
     schedule: Schedule
     pieces: Pieces
     limit: Callable[[Counts], Sequence[float]] | None = None
+    price: Callable[[Costs], Costs] = as_they_are
 
     def score(self, counts: Counts) -> Score:
         """Return the score of a split; a smaller tuple is better.
@@ -47,7 +55,7 @@ class Judge:
         Returns: (bytes by which the fullest rank exceeds the limit or 0, makespan, unevenness).
             Unevenness is the sum of the squares of `loads`.
         """
-        costs = self.pieces.costs(counts)
+        costs = self.price(self.pieces.costs(counts))
         clock = run_clock(self.schedule, costs)
         # Memory comes first: a fast split that does not fit is worth nothing.
         excess = 0.0

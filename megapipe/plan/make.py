@@ -19,7 +19,7 @@ way. Parts that not all plans have, such as families of passes, are in `PARTS`; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -28,7 +28,7 @@ from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.partition.layout import AUTO
 from megapipe.partition.spans import nearly_even
-from megapipe.plan.auto import Judge, search
+from megapipe.plan.auto import Judge, as_they_are, search
 from megapipe.plan.draft import Draft
 from megapipe.plan.layers import Gathers
 from megapipe.plan.part import NothingToDo
@@ -38,7 +38,7 @@ from megapipe.plan.plan import Plan
 from megapipe.plan.recipes import recipe_of, schedule_of, step_of
 from megapipe.plan.split import given_costs, kept_shares, ranks_of_depths
 from megapipe.plan.state import GIB, bytes_of_parameter, refuse_too_much, whole_parameter
-from megapipe.schedule import Placement, Schedule
+from megapipe.schedule import Costs, Placement, Schedule
 from megapipe.schedule.ingredients import Refused
 from megapipe.schedule.recipe import Recipe
 
@@ -195,21 +195,24 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
     if par.pipeline_model_parallel_layout == AUTO:
-        split = balanced_by_cost(plan, par.memory_limit_gib)
+        split = balanced_by_cost(plan, par.memory_limit_gib, recipe.linked)
         draft = replace(draft, counts=split.counts, base=replace(draft.base, before=split.before))
         # Pairs and depths again, now under the costs of this split.
         plan = draft.plan(_with_ends(recipe, chain, draft))
     return draft, recipe, plan
 
 
-def balanced_by_cost(plan: Plan, limit_gib: float | None = None) -> Plan:
+def balanced_by_cost(
+    plan: Plan, limit_gib: float | None = None, price: Callable[[Costs], Costs] = as_they_are
+) -> Plan:
     """Return the plan with the layers of each stage that take least simulated time.
 
     Args:
         limit_gib: the memory of a rank; None for no limit.
+        price: takes the costs of a split and returns those by which it is judged.
     """
     even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.main))
-    judge = Judge(plan.schedule, plan.pieces)
+    judge = Judge(plan.schedule, plan.pieces, price=price)
     if limit_gib is not None:
         limit = limit_gib * GIB
 
@@ -306,8 +309,6 @@ def with_batch(plan: Plan, config: Config) -> Plan:
             f"microbatches than for {plan.schedule.num_microbatches}, and layers stay where they "
             "are while a batch grows"
         )
-    if base.pieces.kept:
-        draft = _keeping(draft, chain)
     return _of_few(draft, recipe, chain)
 
 

@@ -48,6 +48,7 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import load
 
 _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
+_ROUNDS = 4  # choices of pairs; in most recipes the second choice is the first one again
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class Recipe:
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
         # Costs name each stage, depths too, so ask for the costs of the new placement.
-        costs = self._linked(terms.costs(replace(chain, placement=place)))
+        costs = self.linked(terms.costs(replace(chain, placement=place)))
         with _naming("vocabulary" if self.vocabulary else "depths"):
             return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
 
@@ -274,16 +275,26 @@ class Recipe:
         least = whole_at_most(table, costs, self.sharding.shortest)
         return tuple(most - held for most, held in zip(room, least, strict=True))
 
-    def _linked(self, costs: Costs) -> Costs:
+    def linked(self, costs: Costs) -> Costs:
+        """Return the costs by which pairs are chosen: a part of each pass is communication."""
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: Terms) -> Schedule:
         if not isinstance(self.pairs, Pairing):
             return table
         room = terms.room(table)
-        costs = self.pairs.linked(terms.costs(table))
-        with _naming("pairs"):
-            return pairs(table, costs, memory=min(room) if room else None, split=self.pairs.split)
+        limit = min(room) if room else None
+        made, before = table, None
+        # Costs may follow from the table: the more microbatches are in flight, the more of them
+        # recompute. So pairs are chosen again under the costs of the table that they made.
+        for _ in range(_ROUNDS):
+            costs = self.linked(terms.costs(made))
+            if costs == before:
+                break
+            with _naming("pairs"):
+                made = pairs(table, costs, memory=limit, split=self.pairs.split)
+            before = costs
+        return made
 
     def _sharded(
         self,
