@@ -25,7 +25,7 @@ Runs:
     make_plan    stages, layers, time and memory of a run, as a Plan
     pretrain     train: on each process that torchrun starts, or in this one alone
 
-    get_forward_backward_func, P2PCommunicator, ProcessMesh   Megatron-LM's step, for a loop of yours
+    get_forward_backward_func, P2PCommunicator, ProcessMesh   Megatron-LM's step, for your own loop
 
 Each name is imported when it is first used. help(mp.build) has its arguments, docs/library.md an
 hour of examples, docs/extending.md what can be replaced, and `megapipe --help` the commands.
