@@ -7,7 +7,8 @@ import pytest
 from megapipe.commands import schedules
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.plan import make_plan, with_batch
-from megapipe.schedule import unpaired
+from megapipe.schedule import simulate, unpaired
+from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.step.asked import StepPasses
@@ -61,6 +62,36 @@ def test_a_batch_that_begins_too_small_for_pairs_runs_without_them():
     assert unpaired(plan.schedule) != plan.schedule
     begun = with_batch(plan, small).schedule
     assert unpaired(begun) == begun
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v"])
+def test_a_plan_of_pairs_prices_the_microbatches_that_the_run_recomputes(name):
+    """It counted those of the table without pairs: 1F1B with longer warm-ups recomputes more, GPipe fewer."""
+    pairs = f"4 --pipeline-schedule {name} {PLAIN} 16 {EXPERTS} {FEATURES['pairs'][0]}"
+    full = f"{pairs} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    _, plan = planned(f"{full} --num-microbatches-with-partial-activation-checkpoints 1")
+    never, always = planned(pairs)[1].costs, planned(full)[1].costs
+    place = plan.schedule.placement
+    kept = share_of_window(plan.schedule, 1)  # as the engine asks
+    for stage in range(place.chain):
+        fraction = sum(len(kept[twin]) for twin in place.replicas(stage)) / plan.schedule.num_microbatches
+        assert 0 < fraction <= 1
+        assert plan.costs.b[stage] == pytest.approx(always.b[stage] + fraction * (never.b[stage] - always.b[stage]))
+        assert plan.costs.mem_b[stage] == pytest.approx(
+            always.mem_b[stage] + fraction * (never.mem_b[stage] - always.mem_b[stage])
+        )
+
+
+def test_pairs_and_a_split_by_cost_are_chosen_by_one_clock():
+    # was refused: the split by another clock left no pair that gains anything
+    line = (
+        f"16 --pipeline-schedule 1f1b --pipeline-model-parallel-size 8 --num-layers 16 --global-batch-size 16 {EXPERTS}"
+    )
+    _, plan = planned(f"{line} {FEATURES['pairs'][0]} {FEATURES['layout'][0]}")
+    _, even = planned(f"{line} {FEATURES['pairs'][0]}")
+    assert plan.recipe is not None
+    times = [simulate(one.schedule, plan.recipe.linked(one.costs)).makespan for one in (plan, even)]
+    assert times[0] <= times[1]
 
 
 def test_a_recipe_is_a_line_that_show_takes():

@@ -9,6 +9,8 @@ from megapipe.partition.spans import nearly_even
 from megapipe.plan import Pieces, Work
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.schedule import build, simulate
+from megapipe.schedule.shapes.pairs.asked import Pairing
+from megapipe.schedule.shapes.pairs.pairs import pairs
 
 
 def heavy_head(layers: int, head: float) -> Pieces:
@@ -70,3 +72,13 @@ def test_the_search_keeps_the_memory_limit_where_a_split_does():
 def test_the_even_split_stays_where_no_other_is_faster():
     judge = Judge(build("dualpipe", 2, 8), heavy_head(7, 0.3))  # a rank of the mirror holds both ends of the model
     assert search(judge) == nearly_even(7, 2)
+
+
+def test_a_split_for_pairs_is_the_best_one_by_the_clock_that_chose_the_pairs():
+    """It was judged as if pairs hid nothing: 1F1B at p = m = 8 was refused, as no pair was left that gains."""
+    model, linked = heavy_head(5, 0.5), Pairing(share=0.2).linked
+    chain = build("zb-v", 2, 8)
+    table = pairs(chain, linked(model.costs(nearly_even(5, 4))))
+    times = {counts: simulate(table, linked(model.costs(counts))).makespan for counts in all_splits(5, 4)}
+    assert times[search(Judge(table, model, price=linked))] == pytest.approx(min(times.values()))
+    assert times[search(Judge(table, model))] > min(times.values())
