@@ -6,9 +6,9 @@ schedules (`with_parts`). described.py explains the table that was built.
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Collection, Mapping
+from argparse import Namespace
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
@@ -71,7 +71,7 @@ class Composed:
     notes: list[str]
 
 
-def composed(args: argparse.Namespace) -> Composed:
+def composed(args: Namespace) -> Composed:
     """Build the schedule table that the flags `args` of `show` ask for.
 
     `args` is changed. Its costs get the numbers that other flags state. If --memory has a limit for
@@ -118,7 +118,7 @@ def composed(args: argparse.Namespace) -> Composed:
     return Composed(recipe, built, schedule, notes)
 
 
-def _check_room(table: Schedule, args: argparse.Namespace) -> None:
+def _check_room(table: Schedule, args: Namespace) -> None:
     """Verify the table within --memory. Replace limits of single ranks by the largest of them.
 
     Raises: ScheduleError for a table that cannot be run, or a rank that holds too much.
@@ -137,7 +137,7 @@ def _check_room(table: Schedule, args: argparse.Namespace) -> None:
     verify(table, memory=args.memory, costs=args.costs)
 
 
-def refuse_idle(args: argparse.Namespace, own: Mapping[str, object]) -> None:
+def refuse_idle(args: Namespace, own: Mapping[str, object]) -> None:
     """Refuse flags that have no effect, or contradict each other.
 
     Args:
@@ -165,7 +165,7 @@ def refuse_idle(args: argparse.Namespace, own: Mapping[str, object]) -> None:
         raise ScheduleError(found)
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
+def recipe_of(args: Namespace) -> Recipe:
     """Return the recipe that the flags of `show` ask for. Nothing is searched yet.
 
     Raises: ScheduleError for flags that do not go with the schedule.
@@ -177,7 +177,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return replace(with_parts(order, args), pairs=pairs)
 
 
-def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
+def with_parts(order: Recipe, args: Namespace) -> Recipe:
     """Return the recipe of an order of passes with the parts that flags add to it.
 
     They are depths of prediction, split vocabulary, copies to the host, shards, and passes around
@@ -207,7 +207,7 @@ def with_parts(order: Recipe, args: argparse.Namespace) -> Recipe:
     )
 
 
-def _step(args: argparse.Namespace) -> StepPasses:
+def _step(args: Namespace) -> StepPasses:
     """Return the passes outside forward and backward that --step and --post-validation ask for."""
     if isinstance(args.step, StepPasses):
         return args.step
@@ -217,7 +217,7 @@ def _step(args: argparse.Namespace) -> StepPasses:
     return StepPasses.whole(args.costs, barrier=not args.post_validation)
 
 
-def stated(costs: Costs, args: argparse.Namespace) -> Costs:
+def stated(costs: Costs, args: Namespace) -> Costs:
     """Return the costs with the numbers of --vocabulary, --shard and the other parts."""
     numbers = {**(args.vocabulary or {}), **(args.shard or {}), **(args.replicas or {})}
     # --step may name passes, and then has no numbers.
@@ -230,7 +230,7 @@ def stated(costs: Costs, args: argparse.Namespace) -> Costs:
     return costs
 
 
-def _only_costs(args: argparse.Namespace) -> list[str]:
+def _only_costs(args: Namespace) -> list[str]:
     """Clear each flag whose passes the file already has. Return a line for each of these flags.
 
     So `show` reads the file that it has written with the flags that it was written with. The
@@ -250,13 +250,18 @@ def _only_costs(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def _given(args: Namespace, *names: str) -> dict[str, Any]:
     """Return the values of the flags in `names` by name, without flags that were not given."""
     values = {name: getattr(args, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _order(args: argparse.Namespace) -> Recipe:
+def _named(names: Iterable[str], between: str = ", ") -> str:
+    """Return the flags of these names, separated by `between`."""
+    return between.join(f"--{name}" for name in names)
+
+
+def _order(args: Namespace) -> Recipe:
     """Return the recipe of the order alone: a file, or an entry of the catalogue.
 
     Raises: ScheduleError for flags that the order does not take, and for flags that it lacks.
@@ -264,20 +269,17 @@ def _order(args: argparse.Namespace) -> Recipe:
     if is_file(args.name):
         # The file has its own size, and its order is not searched.
         if given := _given(args, "pp", "microbatches", "chunks", *_OF_SEARCH):
-            flags = ", ".join(f"--{name}" for name in given)
-            raise ScheduleError(f"{args.name} says these itself; leave out {flags}")
+            raise ScheduleError(f"{args.name} says these itself; leave out {_named(given)}")
         table = load(args.name)
         return Recipe(args.name, table.placement.num_ranks, table.num_microbatches, table=table)
     entry = entry_of(args.name)
     options = _given(args, *_OF_SEARCH)
     if options and not entry.searched:
-        flags = " and ".join(f"--{name}" for name in options)
+        flags = _named(options, " and ")
         raise ScheduleError(f"only zb-auto takes {flags}, {args.name.lower()} is fixed")
-    size = ("pp", "microbatches")
-    if missing := [f"--{name}" for name in size if name not in _given(args, *size)]:
-        raise ScheduleError(
-            f"show {args.name} needs {' and '.join(missing)}, such as --pp 4 --microbatches 8"
-        )
+    if missing := [name for name in ("pp", "microbatches") if getattr(args, name) is None]:
+        flags = _named(missing, " and ")
+        raise ScheduleError(f"show {args.name} needs {flags}, such as --pp 4 --microbatches 8")
     recipe = Recipe(
         args.name,
         args.pp,
@@ -291,7 +293,7 @@ def _order(args: argparse.Namespace) -> Recipe:
     return replace(recipe, search=_search(args, recipe))
 
 
-def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
+def _search(args: Namespace, recipe: Recipe) -> Search:
     """Return the settings of zb-auto's search for a table of the recipe's size."""
     objective = args.objective or "makespan"
     # A given --effort has no limit of CPU seconds, so that equal efforts give equal tables.
@@ -307,14 +309,13 @@ def _search(args: argparse.Namespace, recipe: Recipe) -> Search:
     return Search(tuple(places), objective, effort, seconds, progress=Progress())
 
 
-def _sliced(args: argparse.Namespace) -> Recipe:
+def _sliced(args: Namespace) -> Recipe:
     """Return the recipe of the order, with microbatches that are cut in slices.
 
     Raises: ScheduleError for flags of a search, and for a schedule that cannot be cut.
     """
     if given := _given(args, *_OF_SEARCH):
-        flags = ", ".join(f"--{name}" for name in given)
-        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {flags}")
+        raise ScheduleError(f"--slices cuts a table of F, B and W: leave out {_named(given)}")
     # Before activations are copied away, the order may hold more than the limit.
     limit = args.memory
     if args.copy_ratio or args.copies or isinstance(limit, tuple):
@@ -335,7 +336,7 @@ def _sliced(args: argparse.Namespace) -> Recipe:
     return replace(recipe, options=(*recipe.options, *(args.option or ())))
 
 
-def _with_searches(recipe: Recipe, args: argparse.Namespace) -> Recipe:
+def _with_searches(recipe: Recipe, args: Namespace) -> Recipe:
     """Return the recipe with further searches to make, if zb-auto has --pairs or --solve.
 
     --pairs searches for order and pairs together. --solve also tries the orders of the catalogue.
@@ -353,16 +354,15 @@ def _with_searches(recipe: Recipe, args: argparse.Namespace) -> Recipe:
     if recipe.offload is None or not args.solve or recipe.sharding is not None:
         return recipe
     if choice:
-        flags = ", ".join(f"--{name}" for name in choice)
         raise ScheduleError(
             f"show {args.name} --solve looks among all stages per rank and placements for the "
-            f"least makespan: leave out {flags}, or solve a schedule by its name"
+            f"least makespan: leave out {_named(choice)}, or solve a schedule by its name"
         )
     among = (*tables(*size, args.costs), *searched(*size, args.costs, args.memory))
     return replace(recipe, table=among[0], offload=replace(recipe.offload, other=among))
 
 
-def cutting(args: argparse.Namespace) -> Cutting:
+def cutting(args: Namespace) -> Cutting:
     """Return how --slices, --cuts and --documents cut the sequence.
 
     Raises: ScheduleError if --cuts gives another number of lengths than there are slices.
@@ -379,7 +379,7 @@ def cutting(args: argparse.Namespace) -> Cutting:
     return Cutting(args.slices, how, args.documents or 1)
 
 
-def _remedied(error: ScheduleError, args: argparse.Namespace) -> str:
+def _remedied(error: ScheduleError, args: Namespace) -> str:
     """Return the text of an error, and of --memory that is enough if memory was the problem."""
     text = str(error)
     problems = text.split("\n  ")

@@ -1,12 +1,11 @@
 """Read the words of `megapipe schedules`: counts, shares, costs, names of files.
 
-A reader gets a word of the command line and returns its value. For a wrong word it raises
-argparse.ArgumentTypeError, to which argparse adds the name of the flag.
+A reader gets a word of the command line and returns its value. For a wrong word it raises a
+ScheduleError, to which the command line adds the name of the flag.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,52 +19,47 @@ from megapipe.schedule.shapes.slices.cuts import CUTS
 
 
 def count(text: str) -> int:
-    """Return the integer in a flag's value; argparse reports one below 1 or another text."""
+    """Return the integer in a flag's value; refuse one below 1 or another text."""
     # isdecimal() leaves out signs, blanks and underscores, which int() takes.
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed, got {text!r}")
+        raise ScheduleError(f"a whole number of at least 1 is needed, got {text!r}")
     return int(text)
 
 
 def path(text: str) -> Path:
-    """Return the path in a flag's value; argparse reports an empty name."""
+    """Return the path in a flag's value; refuse an empty name."""
     if not text:
-        raise argparse.ArgumentTypeError("a name is needed, got an empty one")
+        raise ScheduleError("a name is needed, got an empty one")
     return Path(text)
 
 
 def schedule(text: str) -> str:
-    """Return the name of a schedule in a flag's value; argparse reports a text that is none.
+    """Return the name of a schedule in a flag's value; refuse a text that is none.
 
     A name is of the catalogue, of a file, or FILE.py:NAME of a function.
     """
     if not is_file(text):
-        try:
-            entry_of(text)
-        except ScheduleError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        entry_of(text)
     return text
 
 
 def positive(text: str, most: float = MOST) -> float:
-    """Return the number in a flag's value; argparse reports one that is not above 0.
+    """Return the number in a flag's value; refuse one that is not above 0.
 
     Args:
         most: the largest number that is accepted.
     """
     numbers = _numbers(text)
     if len(numbers) != 1 or not 0 < numbers[0] <= most:
-        raise argparse.ArgumentTypeError(
-            f"a number above 0 and at most {most:g} is needed, got {text!r}"
-        )
+        raise ScheduleError(f"a number above 0 and at most {most:g} is needed, got {text!r}")
     return numbers[0]
 
 
 def share(text: str) -> float:
-    """Return the number in a flag's value; argparse reports one outside of 0 <= x < 1."""
+    """Return the number in a flag's value; refuse one outside of 0 <= x < 1."""
     numbers = _numbers(text)
     if len(numbers) != 1 or numbers[0] >= 1:
-        raise argparse.ArgumentTypeError(f"a number from 0 to below 1 is needed, got {text!r}")
+        raise ScheduleError(f"a number from 0 to below 1 is needed, got {text!r}")
     return numbers[0]
 
 
@@ -81,7 +75,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     words = text.split(",")
     # int() refuses a number of thousands of digits with an error of its own.
     if not all(word.isdecimal() and len(word) < 6 for word in words):
-        raise argparse.ArgumentTypeError(f"whole numbers are needed, such as 3,3, got {text!r}")
+        raise ScheduleError(f"whole numbers are needed, such as 3,3, got {text!r}")
     return tuple(map(int, words))
 
 
@@ -89,7 +83,7 @@ def option(text: str) -> tuple[str, int]:
     """Return (name, value) of NAME=N, an argument for a schedule's function."""
     name, _, number = text.partition("=")
     if not name.isidentifier() or not number.isdecimal() or len(number) > 6:
-        raise argparse.ArgumentTypeError(f"NAME=N is needed, got {text!r}")
+        raise ScheduleError(f"NAME=N is needed, got {text!r}")
     return name, int(number)
 
 
@@ -99,9 +93,7 @@ def cuts(text: str) -> str | tuple[float, ...]:
         return text
     lengths = _numbers(text)
     if not lengths or not all(lengths):
-        raise argparse.ArgumentTypeError(
-            f"{', '.join(CUTS)} or lengths such as 3,2 are needed, got {text!r}"
-        )
+        raise ScheduleError(f"{', '.join(CUTS)} or lengths such as 3,2 are needed, got {text!r}")
     # Whole lengths are tokens, which a run counts as int.
     return tuple(int(x) if x.is_integer() else x for x in lengths)
 
@@ -112,15 +104,11 @@ def costs(text: str) -> Costs:
     F, B and W are times of passes, COMM of a message, OVERHEAD of every pass in addition.
     """
     if text.endswith(".json"):
-        # argparse shows its own type of error alone, without a traceback.
-        try:
-            return load_costs(text)
-        except ScheduleError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        return load_costs(text)
     numbers = _numbers(text)
     # Without any work no pass takes time, and there is nothing to draw.
     if len(numbers) not in (3, 4, 5) or not sum(numbers[:3]):
-        raise argparse.ArgumentTypeError(
+        raise ScheduleError(
             "F,B,W, F,B,W,COMM or a .json file is needed, such as 10,11,8 or 1,1,1,0.1, "
             f"got {text!r}"
         )
@@ -141,7 +129,7 @@ def costs_of(names: Sequence[str], wanted: str) -> Callable[[str], dict[str, flo
     def read(text: str) -> dict[str, float]:
         numbers = _numbers(text)
         if not min(2, len(names)) <= len(numbers) <= len(names):
-            raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+            raise ScheduleError(f"{wanted}, got {text!r}")
         return dict(zip(names, numbers, strict=False))
 
     return read

@@ -1,21 +1,308 @@
-"""Add the flags of `megapipe schedules show` and `compare` to their parsers.
+"""The command line of `megapipe schedules`: every flag is a row of one table.
 
-Both take almost the same flags, in the groups below. given.py reads their values.
+A row says which of the commands list, show, compare and site take the flag. given.py reads the
+values.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megapipe.commands import given
-from megapipe.schedule import Costs
+from megapipe.flags.stop import program
+from megapipe.schedule import Costs, ScheduleError
 from megapipe.schedule.views.figure import COLUMN, PAGE
+from megapipe.schedule.views.page import MICROBATCHES, RANKS
 
 STDOUT = Path("-")
 """The file of a flag that was given without one: print instead of writing."""
+LIST = "list"
+SHOW = "show"
+COMPARE = "compare"
+SITE = "site"
+BOTH = "show compare"
+COMMANDS = {
+    "list": "every schedule in one line",
+    "show": "draw one schedule, or write it to files",
+    "compare": "all schedules side by side, and which to take",
+    "site": "one HTML page of all, with sliders, for a browser",
+}
+"""The commands, with what --help says of each."""
+
+
+class Row:
+    """A flag, or a word without a flag such as the name of a schedule.
+
+    Attributes:
+        name: the flag with its dashes, or the name of the word.
+        read: a function that returns the value of a word; None for a flag without a value.
+        shown: what stands for the value in --help.
+        help: the sentence of --help.
+        of: the commands that take it.
+        more: further arguments of argparse's `add_argument`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[str], object] | None = None,
+        shown: str | None = None,
+        help: str | None = None,
+        *,
+        of: str = BOTH,
+        **more: Any,
+    ) -> None:
+        self.name = name
+        self.read = read
+        self.shown = shown
+        self.help = help
+        self.of = of
+        self.more = more
+
+    def value(self, text: str) -> object:
+        """Return the value of a word; argparse reports a wrong one with the name of the flag."""
+        assert self.read is not None
+        try:
+            return self.read(text)
+        except ScheduleError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Several sizes and costs make a study. argparse makes a list of such a flag, so that its default
+# must be one too.
+_study = partial(Row, of=COMPARE, nargs="+")
+# A flag without its value asks for its passes, and takes the numbers from --costs.
+_stated = partial(Row, nargs="?", const={})
+# A flag without FILE prints to STDOUT; without the flag the value is None.
+_printed = partial(Row, of=SHOW, nargs="?", const=STDOUT)
+# A day is the longest search that is allowed; a longer one is a slip of the keyboard.
+_effort = partial(given.positive, most=86400)
+
+_YOURS = "and yours: .json, .csv, or FILE.py:NAME of a function"
+_COSTS = "F,B,W[,COMM[,OVERHEAD]]|FILE"
+_OF_COSTS = (
+    "forward, input gradient, weight gradient of a microbatch in 1/P of the model; latency of a "
+    "message; overhead of every pass; or a .json with them, also by stage and by link"
+)
+_MEMORY = (
+    "most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what these ask "
+    "for)"
+)
+_PAIRS = "run passes together so that the communication of one hides"
+_WRITTEN = "write {} instead of drawing; without FILE it alone is printed"
+
+TABLE = (
+    Row("files", given.schedule, "FILE", _YOURS, of=f"{LIST} {COMPARE}", nargs="*"),
+    Row(
+        "name",
+        given.schedule,
+        "NAME|FILE",
+        "a name from `list`, a .json or .csv file, or FILE.py:NAME",
+        of=SHOW,
+    ),
+    # 1F1B is always compared, as the reference of the advice.
+    _study("--only", given.schedule, "NAME", "these of the catalogue, and 1f1b (default: all)"),
+    Row("--effort", _effort, "S", "S seconds for each of two searches (default: 4)", of=COMPARE),
+    # Size and costs.
+    Row("--pp", given.count, "P", "pipeline ranks", of=SHOW),
+    Row("--microbatches", given.count, "M", of=SHOW),
+    Row("--costs", given.costs, _COSTS, _OF_COSTS, of=SHOW, default=Costs()),
+    _study(
+        "--pp",
+        given.count,
+        "P",
+        "pipeline ranks; several of these three make a study",
+        required=True,
+    ),
+    _study("--microbatches", given.count, "M", required=True),
+    _study("--costs", given.costs, _COSTS, _OF_COSTS, default=[Costs()]),
+    Row(
+        "--comm-share",
+        given.share,
+        "Q",
+        "part of each pass that is communication, which a pass run with it hides (default: 0)",
+    ),
+    # `compare` shows one limit for all ranks.
+    Row("--memory", given.memory, "X", _MEMORY, of=SHOW),
+    Row("--memory", given.positive, "X", _MEMORY, of=COMPARE),
+    # Without a value it is 0.0, which asks for pairs. None means that the flag was not given.
+    Row(
+        "--pairs",
+        given.share,
+        "Q",
+        f"{_PAIRS}; Q: the part of F and B that counts as communication where costs name none",
+        of=SHOW,
+        nargs="?",
+        const=0.0,
+    ),
+    Row("--pairs", help=f"{_PAIRS}, next to the tables without", of=COMPARE),
+    Row("--png", given.path, "FILE", "write a figure, png"),
+    Row("--pdf", given.path, "FILE", "write a figure, pdf"),
+    Row(
+        "--width",
+        given.positive,
+        "IN",
+        f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}",
+        default=COLUMN,
+    ),
+    Row(
+        "--chunks",
+        given.count,
+        "V",
+        "stages per rank, where the schedule leaves a choice",
+        of=SHOW,
+    ),
+    # Microbatches that are cut along the sequence.
+    Row("--slices", given.count, "N", "cut each microbatch in N slices of its sequence"),
+    Row(
+        "--cuts",
+        given.cuts,
+        "WAY|LENGTHS",
+        "with --slices: equal lengths, or equal work of forward and backward together, for which "
+        "later slices are shorter (default)",
+    ),
+    Row(
+        "--documents",
+        given.count,
+        "D",
+        "with --slices: each sequence is D documents of one length, which need nothing of each "
+        "other (default: 1)",
+    ),
+    Row(
+        "--attention-share",
+        given.share,
+        "A",
+        "with --slices: part of each pass that is causal attention, which grows towards the end of "
+        "the sequence (default: 0)",
+    ),
+    # Two ways to ask for copies: K gives their time here, and --copies takes it from --costs.
+    Row(
+        "--copy-ratio",
+        given.positive,
+        "K",
+        "copy activations to the host and back, wherever a copy, which takes K of a forward each "
+        "way, is in time",
+    ),
+    Row(
+        "--copies",
+        str,
+        help="the same with the costs of --costs: all that is back in time, what fits --memory "
+        "fastest, or only if needed",
+        choices=["all", "fits", "needed"],
+    ),
+    Row("--copied-chunks", given.count, "N", "copy for the first N stages of a rank alone"),
+    Row(
+        "--switch",
+        given.count,
+        "N",
+        "with copies: N neighbouring ranks share the way to the host",
+    ),
+    Row(
+        "--solve",
+        help="with --copy-ratio: hold, copy or compute again, whatever is fastest within --memory; "
+        "zb-auto: of all tables",
+    ),
+    # Sharded weights, which are gathered for a few passes at a time.
+    _stated(
+        "--shard",
+        given.costs_of(
+            ("a", "g", "mem_a", "mem_g"),
+            "A,G or A,G,WEIGHTS,GRADIENTS is needed, such as 0.5,1 or 0.5,1,1,2",
+        ),
+        "A,G[,WEIGHTS,GRADIENTS]",
+        "gather weights before runs of a stage's passes, sum gradients after them: what a gather "
+        "and a reduction take, and what gathered weights and gradients hold, of 1/P of the model; "
+        "within --memory",
+    ),
+    Row("--shard-gradients", help="the same with gradients alone"),
+    # Passes at the ends of the model and around the step.
+    _stated(
+        "--vocabulary",
+        given.costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25"),
+        "S,T[,E]",
+        "each rank has a share of the vocabulary: what S, T and E take of it",
+    ),
+    Row(
+        "--depths",
+        given.whole_numbers,
+        "R,R",
+        "depths of multi-token prediction on these ranks, such as 3,3",
+    ),
+    # Numbers say how long the passes take; names say which of them there are.
+    _stated(
+        "--step",
+        given.step_of,
+        "G,U[,A[,V]]|NAMES",
+        "times of reduce, update, gather, validate in 1/P, or the names of the passes to add",
+    ),
+    _stated(
+        "--replicas",
+        given.costs_of("p", "one number is needed, such as 2"),
+        "P",
+        "copy each stage's state to a peer once a step, which takes P",
+    ),
+    Row("--post-validation", help="draw two steps; the second waits for no rank"),
+    # The order itself.
+    Row("--no-pairs", help="run the passes of a schedule's pairs one after the other", of=SHOW),
+    Row("--split-backwards", help="with --pairs: split backwards without a partner", of=SHOW),
+    Row("--as-published", help="leave W where the paper has it, whatever costs say", of=SHOW),
+    # May be given several times, once for each option.
+    Row("--option", given.option, "NAME=N", "an option of the generator", of=SHOW, action="append"),
+    Row(
+        "--placement",
+        str,
+        help="of zb-auto (default: the better)",
+        of=SHOW,
+        choices=["loop", "v"],
+    ),
+    Row(
+        "--objective",
+        str,
+        help="of zb-auto (default: makespan)",
+        of=SHOW,
+        choices=["makespan", "period"],
+    ),
+    Row("--effort", _effort, "S", "of zb-auto, seconds (default: a minute at most)", of=SHOW),
+    _printed("--json", given.path, "FILE", _WRITTEN.format("json")),
+    _printed("--csv", given.path, "FILE", _WRITTEN.format("csv")),
+    _printed("--svg", given.path, "FILE", _WRITTEN.format("svg")),
+    _printed("--perfetto", given.path, "FILE", _WRITTEN.format("perfetto")),
+    Row("--curves", help="the figure is of what each rank holds over time, alone", of=SHOW),
+    Row("--svg", given.path, "FILE", "write svg of every point too", of=COMPARE),
+    Row("--csv", given.path, "FILE", "write csv of every point too", of=COMPARE),
+    # The page.
+    Row("folder", given.path, of=SITE),
+    Row(
+        "--pp",
+        given.count,
+        "P",
+        "numbers of ranks to choose from",
+        of=SITE,
+        nargs="+",
+        default=RANKS,
+    ),
+    Row(
+        "--microbatches",
+        given.count,
+        "M",
+        "and of these",
+        of=SITE,
+        nargs="+",
+        default=MICROBATCHES,
+    ),
+)
+"""All flags and words, in the order of each command's --help."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class _OfShow(argparse.Action):
@@ -29,309 +316,34 @@ class _OfShow(argparse.Action):
         parser.error(f"compare has no {flag}. Leave it out, or draw one schedule: show NAME {flag}")
 
 
-def add_flags(show: argparse.ArgumentParser, both: argparse.ArgumentParser) -> None:
-    """Add the flags of `show` and of `compare`, in the order of their --help.
+def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
+    """Return the flags of the command that `argv` names, with its name as `command`.
 
     Args:
-        show: the parser of `show`.
-        both: the parser of `compare`. It refuses each flag that only `show` has.
+        about: the first sentence of --help.
     """
-    # A day is the longest search that is allowed; a longer one is a slip of the keyboard.
-    effort = partial(given.positive, most=86400)
-    # 1F1B is always compared, as the reference of the advice.
-    both.add_argument(
-        "--only",
-        type=given.schedule,
-        metavar="NAME",
-        nargs="+",
-        help="these of the catalogue, and 1f1b (default: all)",
-    )
-    both.add_argument(
-        "--effort",
-        type=effort,
-        metavar="S",
-        help="S seconds for each of two searches (default: 4)",
-    )
-    _shared(show, several=False)
-    _shared(both, several=True)
-    show.add_argument(
-        "--chunks",
-        type=given.count,
-        metavar="V",
-        help="stages per rank, where the schedule leaves a choice",
-    )
-    # These change the table, and `compare` changes all its tables in the same way.
-    for one in (show, both):
-        _slices(one)
-        _copies(one)
-        _shares(one)
-        _parts(one)
-    _details(show)
-    show.add_argument("--placement", choices=["loop", "v"], help="of zb-auto (default: the better)")
-    show.add_argument(
-        "--objective", choices=["makespan", "period"], help="of zb-auto (default: makespan)"
-    )
-    show.add_argument(
-        "--effort",
-        type=effort,
-        metavar="S",
-        help="of zb-auto, seconds (default: a minute at most)",
-    )
-    for kind in ("json", "csv", "svg", "perfetto"):
-        # A flag without FILE prints to STDOUT; without the flag the value is None.
-        show.add_argument(
-            f"--{kind}",
-            nargs="?",
-            const=STDOUT,
-            type=given.path,
-            metavar="FILE",
-            help=f"write {kind} instead of drawing; without FILE it alone is printed",
-        )
-    show.add_argument(
-        "--curves",
-        action="store_true",
-        help="the figure is of what each rank holds over time, alone",
-    )
-    for kind in ("svg", "csv"):
-        both.add_argument(
-            f"--{kind}", type=given.path, metavar="FILE", help=f"write {kind} of every point too"
-        )
-    # These stand last, when both parsers have all their flags.
-    for action in show._actions:
-        names = action.option_strings
-        if names and names[0] not in both._option_string_actions:
-            both.add_argument(*names, nargs=action.nargs, action=_OfShow, help=argparse.SUPPRESS)
+    top = Parser(prog=program(), description=about, allow_abbrev=False)
+    commands = top.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    for name, what in COMMANDS.items():
+        parser = commands.add_parser(name, help=what, allow_abbrev=False)
+        parser.set_defaults(command=name)
+        _fill(parser, name)
+    for word in argv:
+        # argparse makes an empty list of --flag=--, which no reader of a word expects.
+        if word.startswith("--") and word.endswith("=--"):
+            top.error(f"argument {word.removesuffix('=--')}: a value is needed, got '--'")
+    return top.parse_args(argv)
 
 
-def _shared(one: argparse.ArgumentParser, *, several: bool) -> None:
-    """Add the flags that `show` and `compare` share: size, costs, memory, pairs and figures.
-
-    Args:
-        one: the parser that gets them.
-        several: the parser is `compare`'s, whose sizes and costs take several values.
-    """
-    many: dict[str, Any] = {}
-    also = ""
-    unit: Any = Costs()
-    # argparse makes a list of a flag with several values, so the default must be one too.
-    if several:
-        many = {"nargs": "+"}
-        also = "; several of these three make a study"
-        unit = [unit]
-    one.add_argument(
-        "--pp",
-        type=given.count,
-        required=several,
-        metavar="P",
-        help=f"pipeline ranks{also}",
-        **many,
-    )
-    one.add_argument("--microbatches", type=given.count, required=several, metavar="M", **many)
-    one.add_argument(
-        "--costs",
-        type=given.costs,
-        default=unit,
-        metavar="F,B,W[,COMM[,OVERHEAD]]|FILE",
-        help="forward, input gradient, weight gradient of a microbatch in 1/P of the model; "
-        "latency of a message; overhead of every pass; or a .json with them, also by stage and by "
-        "link",
-        **many,
-    )
-    one.add_argument(
-        "--comm-share",
-        type=given.share,
-        metavar="Q",
-        help="part of each pass that is communication, which a pass run with it hides (default: 0)",
-    )
-    one.add_argument(
-        "--memory",
-        # `compare` shows one limit for all ranks.
-        type=given.positive if several else given.memory,
-        metavar="X",
-        help="most activation of a rank; 1F1B peaks at P (default: no limit; with --pairs: what "
-        "these ask for)",
-    )
-    together = "run passes together so that the communication of one hides"
-    if several:
-        one.add_argument(
-            "--pairs", action="store_true", help=f"{together}, next to the tables without"
-        )
-    else:
-        # Without a value it is 0.0, which asks for pairs. None means that the flag was not given.
-        one.add_argument(
-            "--pairs",
-            type=given.share,
-            nargs="?",
-            const=0.0,
-            metavar="Q",
-            help=f"{together}; Q: the part of F and B that counts as communication where costs "
-            "name none",
-        )
-    for kind in ("png", "pdf"):
-        one.add_argument(
-            f"--{kind}", type=given.path, metavar="FILE", help=f"write a figure, {kind}"
-        )
-    one.add_argument(
-        "--width",
-        type=given.positive,
-        default=COLUMN,
-        metavar="IN",
-        help=f"inches of a figure; a column is {COLUMN:g} (default), a page {PAGE:g}",
-    )
-
-
-def _slices(one: argparse.ArgumentParser) -> None:
-    """Add the flags of microbatches that are cut along the sequence."""
-    one.add_argument(
-        "--slices",
-        type=given.count,
-        metavar="N",
-        help="cut each microbatch in N slices of its sequence",
-    )
-    one.add_argument(
-        "--cuts",
-        type=given.cuts,
-        metavar="WAY|LENGTHS",
-        help="with --slices: equal lengths, or equal work of forward and backward together, for "
-        "which later slices are shorter (default)",
-    )
-    one.add_argument(
-        "--documents",
-        type=given.count,
-        metavar="D",
-        help="with --slices: each sequence is D documents of one length, which need nothing of "
-        "each other (default: 1)",
-    )
-    one.add_argument(
-        "--attention-share",
-        type=given.share,
-        metavar="A",
-        help="with --slices: part of each pass that is causal attention, which grows towards the "
-        "end of the sequence (default: 0)",
-    )
-
-
-def _copies(one: argparse.ArgumentParser) -> None:
-    """Add the flags of activations that are copied to the host or recomputed."""
-    # Two ways to ask for copies: K gives their time here, and --copies takes it from --costs.
-    one.add_argument(
-        "--copy-ratio",
-        type=given.positive,
-        metavar="K",
-        help="copy activations to the host and back, wherever a copy, which takes K of a forward "
-        "each way, is in time",
-    )
-    one.add_argument(
-        "--copies",
-        choices=["all", "fits", "needed"],
-        help="the same with the costs of --costs: all that is back in time, what fits --memory "
-        "fastest, or only if needed",
-    )
-    one.add_argument(
-        "--copied-chunks",
-        type=given.count,
-        metavar="N",
-        help="copy for the first N stages of a rank alone",
-    )
-    one.add_argument(
-        "--switch",
-        type=given.count,
-        metavar="N",
-        help="with copies: N neighbouring ranks share the way to the host",
-    )
-    one.add_argument(
-        "--solve",
-        action="store_true",
-        help="with --copy-ratio: hold, copy or compute again, whatever is fastest within --memory; "
-        "zb-auto: of all tables",
-    )
-
-
-def _shares(one: argparse.ArgumentParser) -> None:
-    """Add the flags of sharded weights, which are gathered for a few passes at a time."""
-    # Without a value it is `{}`: shards are asked for, and --costs has their numbers.
-    one.add_argument(
-        "--shard",
-        type=given.costs_of(
-            ("a", "g", "mem_a", "mem_g"),
-            "A,G or A,G,WEIGHTS,GRADIENTS is needed, such as 0.5,1 or 0.5,1,1,2",
-        ),
-        nargs="?",
-        const={},
-        metavar="A,G[,WEIGHTS,GRADIENTS]",
-        help="gather weights before runs of a stage's passes, sum gradients after them: what a "
-        "gather and a reduction take, and what gathered weights and gradients hold, of 1/P of the "
-        "model; within --memory",
-    )
-    one.add_argument("--shard-gradients", action="store_true", help="the same with gradients alone")
-
-
-def _parts(one: argparse.ArgumentParser) -> None:
-    """Add the flags of passes at the ends of the model and around the step.
-
-    A flag without numbers takes them from --costs.
-    """
-    # As for --shard, `{}` asks for the passes without giving their times.
-    one.add_argument(
-        "--vocabulary",
-        type=given.costs_of("ste", "S,T or S,T,E is needed, such as 0.5,0.25"),
-        nargs="?",
-        const={},
-        metavar="S,T[,E]",
-        help="each rank has a share of the vocabulary: what S, T and E take of it",
-    )
-    one.add_argument(
-        "--depths",
-        type=given.whole_numbers,
-        metavar="R,R",
-        help="depths of multi-token prediction on these ranks, such as 3,3",
-    )
-    # Numbers say how long the passes take; names say which of them there are.
-    one.add_argument(
-        "--step",
-        type=given.step_of,
-        nargs="?",
-        const={},
-        metavar="G,U[,A[,V]]|NAMES",
-        help="times of reduce, update, gather, validate in 1/P, or the names of the passes to add",
-    )
-    one.add_argument(
-        "--replicas",
-        type=given.costs_of("p", "one number is needed, such as 2"),
-        nargs="?",
-        const={},
-        metavar="P",
-        help="copy each stage's state to a peer once a step, which takes P",
-    )
-    one.add_argument(
-        "--post-validation",
-        action="store_true",
-        help="draw two steps; the second waits for no rank",
-    )
-
-
-def _details(one: argparse.ArgumentParser) -> None:
-    """Add the flags of `show` that change the order itself."""
-    one.add_argument(
-        "--no-pairs",
-        action="store_true",
-        help="run the passes of a schedule's pairs one after the other",
-    )
-    one.add_argument(
-        "--split-backwards",
-        action="store_true",
-        help="with --pairs: split backwards without a partner",
-    )
-    one.add_argument(
-        "--as-published",
-        action="store_true",
-        help="leave W where the paper has it, whatever costs say",
-    )
-    # May be given several times, once for each option.
-    one.add_argument(
-        "--option",
-        type=given.option,
-        action="append",
-        metavar="NAME=N",
-        help="an option of the generator",
-    )
+def _fill(parser: argparse.ArgumentParser, command: str) -> None:
+    """Give the parser of a command its rows of the table."""
+    own = {one.name for one in TABLE if command in one.of}
+    for one in TABLE:
+        kind: dict[str, Any] = {"action": "store_true"}
+        if one.read:
+            kind = {"type": one.value, "metavar": one.shown}
+        if command in one.of:
+            parser.add_argument(one.name, help=one.help, **kind, **one.more)
+        elif command == COMPARE and one.name.startswith("--") and one.name not in own:
+            words = one.more.get("nargs") if one.read else 0
+            parser.add_argument(one.name, nargs=words, action=_OfShow, help=argparse.SUPPRESS)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
-from megapipe.commands import given
 from megapipe.commands.composed import FLAGS, composed, cutting, refuse_idle, stated, with_parts
 from megapipe.commands.described import described
 from megapipe.commands.progress import Progress
-from megapipe.commands.schedule_flags import STDOUT, add_flags
+from megapipe.commands.schedule_flags import STDOUT, parsed
 from megapipe.data.files import file_problems, folder_problems, write_complete
 from megapipe.doors import as_called
-from megapipe.flags.stop import program
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, entry_of, is_file
 from megapipe.schedule.catalogue import own_entry
 from megapipe.schedule.costs import ATTENTION, SHARES
@@ -33,7 +30,7 @@ from megapipe.schedule.views.compare import to_table
 from megapipe.schedule.views.draw import to_svg
 from megapipe.schedule.views.figure import Files
 from megapipe.schedule.views.moved import refuse_unfinished
-from megapipe.schedule.views.page import MICROBATCHES, RANKS, grid, to_page
+from megapipe.schedule.views.page import grid, to_page
 from megapipe.schedule.views.paired import paired_table
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.study import Comparison, study
@@ -46,83 +43,17 @@ NONE = Recipe("")
 """A recipe without any part."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports a mistake in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run list, show, compare or site, whichever `argv` names. Return the exit status."""
-    top = parser()
-    for word in argv:
-        # argparse makes an empty list of --flag=--, which no reader of a word expects.
-        if word.startswith("--") and word.endswith("=--"):
-            top.error(f"argument {word.removesuffix('=--')}: a value is needed, got '--'")
-    args = top.parse_args(argv)
+    args = parsed(argv, __doc__)
+    run = {"list": run_list, "show": run_show, "compare": run_compare, "site": run_site}
     try:
-        return int(args.run(args))
+        return run[args.command](args)
     except ScheduleError as error:
         # The user has not typed `Costs`, but the flag that filled it.
         if not str(error).startswith("Costs."):
             raise
         raise ScheduleError(f"--costs: {error}") from None
-
-
-def parser() -> Parser:
-    """Return the parser of all four commands.
-
-    The parsed arguments have the function of the command as `run`.
-    """
-    top = Parser(prog=program(), description=__doc__, allow_abbrev=False)
-    commands = top.add_subparsers(required=True, metavar="list|show|compare|site")
-    yours = "and yours: .json, .csv, or FILE.py:NAME of a function"
-
-    every = commands.add_parser("list", help="every schedule in one line", allow_abbrev=False)
-    every.add_argument("files", type=given.schedule, metavar="FILE", nargs="*", help=yours)
-    every.set_defaults(run=run_list)
-
-    show = commands.add_parser(
-        "show", help="draw one schedule, or write it to files", allow_abbrev=False
-    )
-    show.add_argument(
-        "name",
-        type=given.schedule,
-        metavar="NAME|FILE",
-        help="a name from `list`, a .json or .csv file, or FILE.py:NAME",
-    )
-    show.set_defaults(run=run_show)
-
-    both = commands.add_parser(
-        "compare", help="all schedules side by side, and which to take", allow_abbrev=False
-    )
-    both.add_argument("files", type=given.schedule, metavar="FILE", nargs="*", help=yours)
-    both.set_defaults(run=run_compare)
-    add_flags(show, both)
-
-    site = commands.add_parser(
-        "site", help="one HTML page of all, with sliders, for a browser", allow_abbrev=False
-    )
-    site.add_argument("folder", type=given.path)
-    site.add_argument(
-        "--pp",
-        type=given.count,
-        nargs="+",
-        default=RANKS,
-        metavar="P",
-        help="numbers of ranks to choose from",
-    )
-    site.add_argument(
-        "--microbatches",
-        type=given.count,
-        nargs="+",
-        default=MICROBATCHES,
-        metavar="M",
-        help="and of these",
-    )
-    site.set_defaults(run=run_site)
-    return top
 
 
 def _priced(costs: Costs, share: float | None) -> Costs:
@@ -136,7 +67,7 @@ def _priced(costs: Costs, share: float | None) -> Costs:
     return replace(costs, **dict.fromkeys(SHARES, share))
 
 
-def _attending(costs: Costs, args: argparse.Namespace, names: Sequence[str]) -> Costs:
+def _attending(costs: Costs, args: Namespace, names: Sequence[str]) -> Costs:
     """Return the costs with attention's fraction of each pass, by --attention-share.
 
     Args:
@@ -161,7 +92,7 @@ def _attending(costs: Costs, args: argparse.Namespace, names: Sequence[str]) -> 
     return replace(costs, **dict.fromkeys(ATTENTION, args.attention_share))
 
 
-def run_list(args: argparse.Namespace) -> int:
+def run_list(args: Namespace) -> int:
     """Print a line for each schedule of the catalogue and for each file. Return 0."""
     print(f"{'name':<17} {'stages':<14} {'split':<6} {'copies':<6} about")
     entries = {**SCHEDULES, **SLICED}
@@ -175,7 +106,7 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_show(args: argparse.Namespace) -> int:
+def run_show(args: Namespace) -> int:
     """Draw one schedule, or write it to files. Return 0."""
     _refuse_outputs(args, "json", "csv", "svg", "perfetto", "png", "pdf")
     # --svg is a drawing of the table as text, or with --curves one of the figure's files.
@@ -214,7 +145,7 @@ def run_show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_table(table: Schedule, shown: Schedule, line: str, args: argparse.Namespace) -> bool:
+def _write_table(table: Schedule, shown: Schedule, line: str, args: Namespace) -> bool:
     """Write the files of the table that flags of `show` name; a figure is written elsewhere.
 
     Args:
@@ -239,7 +170,7 @@ def _write_table(table: Schedule, shown: Schedule, line: str, args: argparse.Nam
     return any(path == STDOUT for path, _ in files)
 
 
-def _write_figure(shown: Schedule, figure: Files, args: argparse.Namespace) -> None:
+def _write_figure(shown: Schedule, figure: Files, args: Namespace) -> None:
     """Write the files of a figure, if flags name any.
 
     Args:
@@ -256,7 +187,7 @@ def _write_figure(shown: Schedule, figure: Files, args: argparse.Namespace) -> N
         write_complete(path, picture)
 
 
-def run_compare(args: argparse.Namespace) -> int:
+def run_compare(args: Namespace) -> int:
     """Compare schedules at every size and costs that the flags list. Return 0."""
     _refuse_outputs(args, "csv", "svg", "png", "pdf")
     svg = args.svg and str(args.svg)
@@ -316,7 +247,7 @@ def run_compare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_with_pairs(args: argparse.Namespace, parts: Recipe, figure: Files) -> None:
+def _refuse_with_pairs(args: Namespace, parts: Recipe, figure: Files) -> None:
     """Refuse the flags of `compare` that do not go with --pairs.
 
     Raises: ScheduleError for slices, for other parts of a recipe, or for files of a figure.
@@ -349,7 +280,7 @@ def _print_points(points: Sequence[Comparison]) -> None:
             print(textwrap.fill(line, width))
 
 
-def _print_idle(args: argparse.Namespace, names: Sequence[str]) -> None:
+def _print_idle(args: Namespace, names: Sequence[str]) -> None:
     """Print a line for --effort and for --comm-share if they are given without effect.
 
     Args:
@@ -377,7 +308,7 @@ def _may_pair(name: str) -> bool:
     return any(len(step) > 1 for step in build(name, 4, 8).steps())
 
 
-def run_site(args: argparse.Namespace) -> int:
+def run_site(args: Namespace) -> int:
     """Write the HTML page of all schedules and print its path. Return 0."""
     if found := list(folder_problems({"site": args.folder})):
         raise ScheduleError(found)
@@ -389,7 +320,7 @@ def run_site(args: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_outputs(args: argparse.Namespace, *kinds: str) -> None:
+def _refuse_outputs(args: Namespace, *kinds: str) -> None:
     """Check, before the work, that the files of the flags in `kinds`, such as "svg", can be made.
 
     Raises: ScheduleError for each file that cannot.

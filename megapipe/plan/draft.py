@@ -10,7 +10,7 @@ from megapipe.plan.auto import balanced
 from megapipe.plan.layers import Work
 from megapipe.plan.parts import own_parts
 from megapipe.plan.plan import Plan
-from megapipe.plan.split import counts_of, is_searched, kept_shares, schedule_name
+from megapipe.plan.split import counts_of, is_searched, schedule_name
 from megapipe.plan.state import GIB
 from megapipe.schedule import Costs, Placement, Schedule
 
@@ -41,11 +41,6 @@ class Draft:
         pieces = self.base.pieces
         if table.placement.depths:
             pieces = pieces.further(self.depths)
-        if pieces.kept is not None and any(table.ranks):
-            # A run counts by its own table which microbatches recompute, so this one decides.
-            whole, _ = pieces.kept
-            some = self.config.model.num_microbatches_with_partial_activation_checkpoints
-            pieces = replace(pieces, kept=(whole, kept_shares(table, some or 0)))
         return replace(self.base, schedule=table, counts=counts, pieces=pieces)
 
     def _counts(self, place: Placement) -> tuple[int, ...]:

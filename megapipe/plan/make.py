@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megapipe.config import Config, ModelConfig
 from megapipe.errors import ConfigError, ScheduleError
@@ -41,6 +41,8 @@ from megapipe.plan.state import GIB, bytes_of_parameter, refuse_too_much, whole_
 from megapipe.schedule import Costs, Placement, Schedule
 from megapipe.schedule.ingredients import Refused
 from megapipe.schedule.recipe import Recipe
+
+_ROUNDS = 4  # plans whose counts of recomputed microbatches are compared; most agree at once
 
 
 @lru_cache(maxsize=8)
@@ -72,16 +74,9 @@ def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bo
     draft = Draft(config, _empty(config, work), work.depths)
     chain = _chain(config, recipe, draft)
     draft = _as_searched(draft, chain.placement)
-    # Which microbatches are in flight, and so which recompute, is known with the chain.
     if recomputes:
-        draft = _keeping(draft, chain)
-    # Depths may lie on several ranks. Each choice has a split of its own; the best is finished.
-    choices = ranks_of_depths(config, chain.placement)
-    ways = [_split(draft, replace(recipe, depths=ranks), chain) for ranks in choices]
-    if len(ways) > 1:
-        ways.sort(key=lambda way: _rank(way[2], config))
-    draft, recipe, plan = ways[0]
-    return _finished(draft, recipe, plan.schedule)
+        return _settled(draft, chain, partial(_best_split, recipe=recipe, chain=chain))
+    return _best_split(draft, recipe, chain)
 
 
 def pieces_of(config: Config, model: ModelConfig) -> Pieces:
@@ -167,22 +162,65 @@ def _as_searched(draft: Draft, place: Placement) -> Draft:
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
-def _keeping(draft: Draft, chain: Schedule) -> Draft:
+def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Plan:
+    """Return a plan whose costs count the microbatches that its own table recomputes.
+
+    A run counts by its table how many microbatches are in flight, and so which of them recompute.
+    The table in turn follows from their costs, in pairs or with a shared vocabulary. So a plan is
+    made by the counts of the chain, then by those of its own table, until they agree. Of a few
+    recipes no table agrees; the last one then has its own counts.
+
+    Args:
+        chain: the table of the model's own stages.
+        make: returns the plan of a draft.
+    """
+    draft = _keeping(draft, chain)
+    plan = make(draft)
+    for _ in range(_ROUNDS):
+        again = _keeping(draft, plan.schedule)
+        if again.base.pieces.kept == draft.base.pieces.kept:
+            return plan
+        draft = again
+        plan = make(draft)
+    last = _keeping(draft, plan.schedule).base.pieces
+    return replace(plan, pieces=last.further(plan.pieces.depths))
+
+
+def _keeping(draft: Draft, table: Schedule) -> Draft:
     """Return the draft with microbatches that recompute nothing, if flags ask for some.
 
     Args:
-        chain: the table, which says how many microbatches are in flight.
+        table: says how many microbatches are in flight.
     """
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints
     if not some:
         return draft
-    # Both kinds of microbatch are counted, and the plan mixes them by the chain's window.
+    # Both kinds of microbatch are counted, and the plan mixes them by the table's window.
     counted = draft.base.pieces
-    without = replace(config.model, recompute_granularity=None, recompute_activations=False)
-    whole = replace(pieces_of(config, without), shares=counted.shares)
-    counted = replace(counted, kept=(whole, kept_shares(chain, some)))
+    if counted.kept:
+        whole, _ = counted.kept
+    else:
+        without = replace(config.model, recompute_granularity=None, recompute_activations=False)
+        whole = replace(pieces_of(config, without), shares=counted.shares)
+    fractions = kept_shares(table, some)[: table.placement.main]
+    counted = replace(counted, kept=(whole, fractions))
     return replace(draft, base=replace(draft.base, pieces=counted))
+
+
+def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
+    """Return the finished plan of the best ranks for depths of multi-token prediction.
+
+    Args:
+        chain: the table of the model's own stages.
+    """
+    # Each choice of ranks has a split of its own; the best is finished.
+    choices = ranks_of_depths(draft.config, chain.placement)
+    ways = [_split(draft, replace(recipe, depths=ranks), chain) for ranks in choices]
+    if len(ways) > 1:
+        ways.sort(key=lambda way: _rank(way[2], draft.config))
+    best, made, plan = ways[0]
+    return _finished(best, made, plan.schedule)
 
 
 def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe, Plan]:
@@ -309,7 +347,8 @@ def with_batch(plan: Plan, config: Config) -> Plan:
             f"microbatches than for {plan.schedule.num_microbatches}, and layers stay where they "
             "are while a batch grows"
         )
-    return _of_few(draft, recipe, chain)
+    make = partial(_of_few, recipe=recipe, chain=chain)
+    return _settled(draft, chain, make) if base.pieces.kept else make(draft)
 
 
 def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:

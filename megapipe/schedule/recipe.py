@@ -48,7 +48,6 @@ from megapipe.schedule.simulate import simulate
 from megapipe.schedule.text import load
 
 _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
-_ROUNDS = 4  # choices of pairs; in most recipes the second choice is the first one again
 
 
 @dataclass(frozen=True)
@@ -283,18 +282,9 @@ class Recipe:
         if not isinstance(self.pairs, Pairing):
             return table
         room = terms.room(table)
-        limit = min(room) if room else None
-        made, before = table, None
-        # Costs may follow from the table: the more microbatches are in flight, the more of them
-        # recompute. So pairs are chosen again under the costs of the table that they made.
-        for _ in range(_ROUNDS):
-            costs = self.linked(terms.costs(made))
-            if costs == before:
-                break
-            with _naming("pairs"):
-                made = pairs(table, costs, memory=limit, split=self.pairs.split)
-            before = costs
-        return made
+        costs = self.linked(terms.costs(table))
+        with _naming("pairs"):
+            return pairs(table, costs, memory=min(room) if room else None, split=self.pairs.split)
 
     def _sharded(
         self,
