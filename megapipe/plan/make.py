@@ -167,8 +167,8 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
 
     A run counts by its table how many microbatches are in flight, and so which of them recompute.
     The table in turn follows from their costs, in pairs or with a shared vocabulary. So a plan is
-    made by the counts of the chain, then by those of its own table, until they agree. Of a few
-    recipes no table agrees; the last one then has its own counts.
+    made by the counts of the chain, then by the counts of its own table, until both agree. A few
+    recipes have no such table. The last table then keeps its own counts.
 
     Args:
         chain: the table of the model's own stages.
