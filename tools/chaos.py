@@ -3,9 +3,8 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megapipe.commands.main import door
 

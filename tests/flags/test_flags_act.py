@@ -81,9 +81,8 @@ def test_flags_of_the_log_change_the_line_and_the_board(tmp_path, capsys, monkey
     shown = {}
     switches = "log_throughput log_params_norm log_world_size_to_tensorboard log_memory_to_tensorboard"
     memory = {"mem-reserved-bytes": 5}
-    monkeypatch.setattr(
-        "megapipe.training.report.numbers.memory_bytes", lambda device: memory
-    )  # a CPU has none to report
+    # A CPU has none to report.
+    monkeypatch.setattr("megapipe.training.report.numbers.memory_bytes", lambda device: memory)
     for flags in ({}, dict.fromkeys(switches.split(), True)):
         folder = tmp_path / str(len(flags))
         log = LogConfig(tensorboard_dir=str(folder), tensorboard_log_interval=2, log_interval=1, **flags)

@@ -149,13 +149,14 @@ def test_single_passes_may_take_what_they_took() -> None:
 def test_a_rank_without_passes_waits_for_the_others() -> None:
     table = Schedule("mine", Placement((0, 1), 1), 1, (((f(0, 0),), (bw(0, 0),)), ()))
     time = simulate(table, Costs(1, 1, 1))
+    # Two device shares.
     assert (time.span, time.busy, time.idle, time.peak, time.makespan) == (
         (6, 0),
         (6, 0),
         (0, 6),
         (2, 0),
         6,
-    )  # two device shares
+    )
 
 
 def test_weights_that_are_gathered_reduced_or_updated_are_waited_for() -> None:

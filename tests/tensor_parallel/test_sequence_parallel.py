@@ -34,10 +34,11 @@ def whole(style: str):
 
 
 LAYOUTS = [("1f1b", 2, 1), ("1f1b", 4, 2), ("zb-h1", 2, 2), ("zb-h1", 4, 1)]
+# Each style once on 4 ranks.
 FOUR = {
     ("1f1b", 4, 2): ("llama", "recompute"),
     ("zb-h1", 4, 1): ("overlapped", "fused loss"),
-}  # each style once on 4 ranks
+}
 if os.environ.get("MEGAPIPE_NIGHTLY"):  # scripts/nightly.sh: each style in each layout
     FOUR = {}
 SPLITS = [(*layout, style, True) for layout in LAYOUTS for style in FOUR.get(layout, MODELS)]

@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]

@@ -17,9 +17,8 @@ from random import Random
 from time import process_time
 from typing import NamedTuple
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.schedule import Placement, loop, simulate, vee
 from megapipe.schedule.costs import Costs

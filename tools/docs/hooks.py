@@ -112,9 +112,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _OUTSIDE.sub(copied, markdown)
 
 
-_OUTSIDE = re.compile(
-    r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)"
-)  # a copy as text has no headings
+# A copy as text has no headings.
+_OUTSIDE = re.compile(r"\]\(((?:\.\./)+(?!docs/)[\w./-]+)(?:#[\w-]+)?\)")
 
 
 def outside(file: File) -> list[str]:

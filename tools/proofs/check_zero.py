@@ -25,9 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 

@@ -26,9 +26,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -257,9 +256,8 @@ def problem(start: Start, stores: Sequence[PrefixStore], pool: ThreadPoolExecuto
         return f"ranks are told different things: {told}"
     if not start.names:
         return f"nothing differs, and they stop: {told[0]}" if told[0] else ""
-    shown = (
-        start.odd if 0 not in start.odd else sorted({*range(len(start.ranks))} - {*start.odd})
-    )  # all unlike rank 0
+    # All unlike rank 0.
+    shown = start.odd if 0 not in start.odd else sorted({*range(len(start.ranks))} - {*start.odd})
     ranks = f"on ranks? {', '.join(map(str, shown))}(;|$)"
     missing = [
         name

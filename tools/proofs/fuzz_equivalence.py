@@ -14,21 +14,17 @@ chunk, not early. A case that differs is made smaller, and is the first of the n
 from __future__ import annotations
 
 import json
-import math
-import os
 import random
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
@@ -53,7 +49,7 @@ from tools.proofs.equivalence_case import (
     Case,
     table,
 )
-from tools.proofs.shrink import Fuzzer
+from tools.proofs.shrink import Draws, Fuzzer, fail, found_by
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MODULES, MOVED
 
@@ -64,27 +60,24 @@ that are compiled, which takes a minute.
 
 
 def run(case: Case) -> list[str]:
-    """The differences of a case, ranks as threads; a case that fails has its error."""
+    """The differences of a case, ranks as threads."""
     seconds = 300 if case.compile else 60
-    try:
-        sizes: dict[str, Any] = {
-            axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")
-        }
-        shares = sharing(table(case).placement, tied=case.tied)
+    sizes: dict[str, Any] = {
+        axis: getattr(case, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")
+    }
+    shares = sharing(table(case).placement, tied=case.tied)
 
-        def trained(case: Case) -> list[Outcome]:
-            return run_threads(partial(train, case=case), **sizes, shares=shares, timeout_s=seconds)
+    def trained(case: Case) -> list[Outcome]:
+        return run_threads(partial(train, case=case), **sizes, shares=shares, timeout_s=seconds)
 
-        outcomes = trained(case)
-        found = differences(case, outcomes)
-        if case.sharding != "none":
-            found += differing_bits(outcomes, trained(sharded_otherwise(case)))
-        if case.drawn is not None:
-            own = table(replace(case, vocabulary=False, slices=(), depths=(), sharding="none"))
-            found += [problem for way in WAYS for problem in too_early(own, way)]
-        return found
-    except Exception as error:
-        return ["".join(traceback.format_exception(error))]
+    outcomes = trained(case)
+    found = differences(case, outcomes)
+    if case.sharding != "none":
+        found += differing_bits(outcomes, trained(sharded_otherwise(case)))
+    if case.drawn is not None:
+        own = table(replace(case, vocabulary=False, slices=(), depths=(), sharding="none"))
+        found += [problem for way in WAYS for problem in too_early(own, way)]
+    return found
 
 
 def sharded_otherwise(case: Case) -> Case:
@@ -156,13 +149,11 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         )
         case = replace(case, batch=batch, memory=memory, vocabulary=shares)
         case = replace(case, **_drawn_passes(rng, split=dp * cp > 1, whole=shares))
-        routes_alike = (
-            case.same_bits or case.dtype == "float64"
-        )  # another rounding sends a token elsewhere
+        # Another rounding sends a token elsewhere.
+        routes_alike = case.same_bits or case.dtype == "float64"
         if routes_alike and rng.random() < 0.5:
-            parts = (
-                cp > 1 or case.sequence_parallel
-            )  # of a microbatch: what is dropped is decided in each
+            # Of a microbatch: what is dropped is decided in each.
+            parts = cp > 1 or case.sequence_parallel
             case = replace(
                 case,
                 experts=rng.choice([kind for kind in EXPERTS if kind != "dropping" or not parts]),
@@ -205,9 +196,8 @@ def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
         return case
     ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))
-    metrics = (
-        case.metrics if case.metrics in ("none", "pair", "empty") else "none"
-    )  # what has a sum and a count
+    # What has a sum and a count.
+    metrics = case.metrics if case.metrics in ("none", "pair", "empty") else "none"
     gathers = case.dispatcher == "allgather" and case.ep * (case.etp or case.tp) > case.tp * case.cp
     follows = case.documents in ("attention", "both") and not gathers and rng.random() < 0.5
     return replace(
@@ -285,38 +275,16 @@ def read(text: str) -> Case:
     return case
 
 
-def fuzz(
-    seconds: float,
-    seed: int,
-    names: Sequence[str] = tuple(SCHEDULES),
-    *,
-    most: float = math.inf,
-    wanted: Callable[[Case], bool] = lambda case: True,
-) -> tuple[int, Case | None, list[str]]:
-    """Draw cases until the time is up, there are enough or one differs: how many ran, the smallest
-    that does, and how.
-
-    wanted: whether a case is to be run.
-    """
-    fuzzer = Fuzzer("equivalence", partial(draw, names=names), run, wanted)
-    fuzzer.fuzz(seed, seconds=seconds, most=most)
-    return fuzzer.count, fuzzer.failed, list(fuzzer.found)
-
-
 @dataclass(frozen=True)
-class Flags:
+class Flags(Draws):
     """Draw schedules, layouts and settings, and compare their training with one process's."""
 
     seconds: float = 60.0
     """How long to go on."""
-    seed: int = 0
-    """Of the draws."""
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     """Names, or FILE.py:NAME of your own."""
     case: str | None = None
     """Run this one case, as printed."""
-    cases: float = math.inf
-    """How many at most."""
     only_slices: bool = False
     """Cases alone whose microbatches go in several slices."""
     only_memory: bool = False
@@ -326,44 +294,39 @@ class Flags:
     AB and RS.
     """
 
+    def wanted(self, case: Case) -> bool:
+        """Return whether a case is of the kinds that are asked for."""
+        return (
+            (len(case.slices) > 1 or not self.only_slices)
+            and (bool(table(case).kinds & {Kind.O, Kind.R}) or not self.only_memory)
+            and (case.sharding != "none" or not self.only_shares)
+        )
+
+
+def _given(text: str) -> Case:
+    try:
+        return read(text)
+    except (ValueError, TypeError, KeyError, ScheduleError) as error:
+        raise ConfigError(f"--case {text} is none that was printed here: {error}") from None
+
 
 def main(argv: Sequence[str]) -> None:
     options = parse(Flags, argv)
     torch.set_num_threads(1)
-    count = 1
-    case: Case | None = None
+    try:
+        for name in options.schedules:
+            entry_of(name)
+    except ScheduleError as error:
+        raise ConfigError(f"--schedules {error}") from None
     if options.case:
-        try:
-            case = read(options.case)
-        except (ValueError, TypeError, KeyError, ScheduleError) as error:
-            raise ConfigError(
-                f"--case {options.case} is none that was printed here: {error}"
-            ) from None
-        found = run(case)
-    else:
-        try:
-            for name in options.schedules:
-                entry_of(name)
-        except ScheduleError as error:
-            raise ConfigError(f"--schedules {error}") from None
-
-        def wanted(case: Case) -> bool:
-            sliced, moves = len(case.slices) > 1, bool(table(case).kinds & {Kind.O, Kind.R})
-            shared = case.sharding != "none" or not options.only_shares
-            return (
-                shared
-                and (sliced or not options.only_slices)
-                and (moves or not options.only_memory)
-            )
-
-        count, case, found = fuzz(
-            options.seconds, options.seed, options.schedules, most=options.cases, wanted=wanted
-        )
-    if found and case is not None:
-        print(f"case {count} differs from one process:", *found[:20], command(case), sep="\n")
-        sys.stdout.flush()
-        os._exit(1)  # threads may wait for a rank that failed
-    print(f"{count} cases, seed {options.seed}: no difference from one process")
+        case = _given(options.case)
+        if found := found_by(run, case):
+            fail("the case", found, command(case))
+        print("no difference from one process")
+        return
+    fuzzer = Fuzzer("equivalence", partial(draw, names=options.schedules), run, options.wanted)
+    fuzzer.prove(options, command)
+    print(f"{fuzzer.count} cases, seed {options.seed}: no difference from one process")
 
 
 if __name__ == "__main__":

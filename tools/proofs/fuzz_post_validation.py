@@ -10,24 +10,20 @@ and of the end must be the same.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import math
-import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
@@ -47,13 +43,15 @@ from megapipe.config import (
 from megapipe.data.build import Datasets
 from megapipe.data.gpt_dataset import GPTDataset, MockTokens, build_indices
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from megapipe.models.provider import gpt_provider
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, ScheduleError, build, entry_of
 from megapipe.training.forward_step import forward_step
 from megapipe.training.pretrain import Training
 from megapipe.training.steps.step import StepResult
-from tools.proofs.shrink import Fuzzer
+from tools.proofs.shrink import Draws, Fuzzer
 
 STEPS, VOCAB = 30, 32
 
@@ -213,14 +211,11 @@ def run_case(case: Case) -> tuple[list[str], int, int]:
     """The differences of a case, and how many steps did not wait and were undone."""
     made_datasets()
     sizes: dict[str, Any] = {"tp": case.tp, "dp": case.dp, "pp": case.pp}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            plain, late = (
-                run_threads(partial(train, case=case, late=late), **sizes, timeout_s=120)
-                for late in (False, True)
-            )
-    except Exception as error:
-        return ["".join(traceback.format_exception(error))], 0, 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        plain, late = (
+            run_threads(partial(train, case=case, late=late), **sizes, timeout_s=120)
+            for late in (False, True)
+        )
     late_steps, undone = (
         sum(getattr(result, name) for result in late[0].results) for name in ("guessed", "undone")
     )
@@ -315,14 +310,16 @@ def _effort(name: str) -> dict[str, Any]:
 _spoil: Any = Spoil.apply
 
 
-def main() -> int:
-    """Draw, run, say. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Draw runs whose optimizer steps before it knows whether all ranks agree."""
+
+    cases: float = 20
+    """How many at most."""
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(Flags, argv)
     torch.set_num_threads(1)
     late = undone = 0
 
@@ -333,21 +330,13 @@ def main() -> int:
         return found
 
     fuzzer = Fuzzer("post_validation", draw, run)
-    if not fuzzer.fuzz(options.seed, most=options.cases):
-        print(
-            f"case {fuzzer.count} of seed {options.seed} differs: {fuzzer.failed}",
-            *fuzzer.found[:12],
-            sep="\n",
-        )
-        sys.stdout.flush()
-        os._exit(1)  # threads may wait for a rank that failed
+    fuzzer.prove(options)
     print(
         f"{fuzzer.count} cases, seed {options.seed}, {STEPS} steps: {late} did not wait, {undone} "
         "of them undone"
     )
     print("no bit differs from the run with a barrier")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    stop.run(main)

@@ -9,19 +9,34 @@ choice, and False of each chance.
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 KEPT = Path(__file__).parents[2] / "runs" / "failed"
 """Where failing cases are kept, a folder for each fuzzer."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Flags of a tool that draws cases."""
+
+    cases: float = math.inf
+    """How many at most."""
+    seconds: float = math.inf
+    """How long to go on."""
+    seed: int = 0
+    """Of the draws."""
 
 
 class Dice(random.Random):
@@ -55,13 +70,21 @@ class _Over(BaseException):
     """The time is up. It is no Exception, which Hypothesis would take for another failure."""
 
 
+def found_by(run: Callable[[T], Sequence[str]], case: T) -> Sequence[str]:
+    """Return the differences of a case, or the traceback of what its run raises."""
+    try:
+        return run(case)
+    except Exception:
+        return [traceback.format_exc()]
+
+
 class Fuzzer(Generic[T]):
     """Draws cases and runs them.
 
     Args:
         name: names the folder of failing cases.
-        draw: returns a case, drawn from a Random.
-        run: returns the differences of a case.
+        draw: returns a case, drawn from a Random; None where it has drawn none.
+        run: returns the differences of a case, or raises one.
         wanted: whether a case is to be run.
 
     Attributes:
@@ -73,7 +96,7 @@ class Fuzzer(Generic[T]):
     def __init__(
         self,
         name: str,
-        draw: Callable[[random.Random], T],
+        draw: Callable[[random.Random], T | None],
         run: Callable[[T], Sequence[str]],
         wanted: Callable[[T], bool] = lambda case: True,
     ) -> None:
@@ -110,8 +133,9 @@ class Fuzzer(Generic[T]):
             now = time.monotonic()
             if now > until or (self.failed is None and self.count >= most):
                 raise _Over
-            assume(self.wanted(case))
-            found = self.run(case)
+            if case is None or not self.wanted(case):
+                reject()
+            found = found_by(self.run, case)
             self.count += self.failed is None
             if found:
                 if self.failed is None:
@@ -133,3 +157,19 @@ class Fuzzer(Generic[T]):
             if self.failed is None:
                 raise
         return self.failed is None
+
+    def prove(self, flags: Draws, told: Callable[[T], str] = str) -> None:
+        """Fuzz. If a case fails, print it with its differences and end the process with status 1.
+
+        told: returns the text that stands for the case.
+        """
+        if self.fuzz(flags.seed, seconds=flags.seconds, most=flags.cases):
+            return
+        assert self.failed is not None
+        fail(f"case {self.count} of seed {flags.seed}", self.found, told(self.failed))
+
+
+def fail(name: str, found: Sequence[str], text: str) -> NoReturn:
+    """Print what is wrong with a case, and the text that stands for it; end with status 1."""
+    print(f"{name} fails:", *found[:20], text, sep="\n", flush=True)
+    os._exit(1)  # threads may wait for a rank that failed

@@ -22,9 +22,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megapipe.config import Config
 from megapipe.data.indexed import IndexedWriter

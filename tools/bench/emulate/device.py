@@ -138,9 +138,8 @@ class _Compute(torch.autograd.Function):
         for turn in range(turns):
             coming.wait()
             device.compute(share.b.compute / turns)
-            if (
-                ctx.owner is not None
-            ):  # as our layers: the weight's gradient does not pass through autograd
+            # As our layers: the weight's gradient does not pass through autograd.
+            if ctx.owner is not None:
                 ctx.owner.submit(partial(_weight_pass, device, share, turns))
             if turn < turns - 1:
                 coming = device.transfer(share.b.link / turns)

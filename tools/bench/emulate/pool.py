@@ -73,9 +73,8 @@ def _rank(jobs: list[Job], costs: Costs, turns: Turns, timed: bool) -> Any:
         runner.steps = turns.steps
         runner.reduced_bytes = int(turns.reduction_mib * 2**20)
     gc.freeze()  # collections would otherwise walk torch's own modules in the middle of a step
-    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][
-        1:
-    ]  # the first one warms up
+    # The first one warms up.
+    measured = [[_step(runner) for runner in runners] for _ in range(repeats + 1)][1:]
     ran = [_passes(runners[0]) for _ in range(repeats * timed)]
     mesh.close()
     return ran if timed else [list(of_job) for of_job in zip(*measured, strict=True)]

@@ -83,9 +83,8 @@ def _child(work: Callable[[], object], here: Path, log: Path, limits: Limits) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 28, 1 << 28))
         resource.setrlimit(resource.RLIMIT_CPU, (max(1, round(limits.seconds)), 1000))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if (
-            limits.powerless and os.geteuid() == 0
-        ):  # root reads what nobody may, but not without its capabilities
+        # Root reads what nobody may, but not without its capabilities.
+        if limits.powerless and os.geteuid() == 0:
             header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
             ctypes.CDLL(None).capset(header, none)
         os.chdir(here)

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).parents[3])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from megapipe.schedule import Costs, build, simulate
 from megapipe.schedule.shapes.depths import with_depths

@@ -100,9 +100,8 @@ def _play(dice: random.Random, table: Schedule) -> Iterator[Pass]:
     if dice.random() < 0.5:
         for first in stages[:: place.chain]:
             dice.shuffle(to_come[first])
-            to_come[first + place.chain - 1] = list(
-                to_come[first]
-            )  # both ends read their microbatches in one order
+            # Both ends read their microbatches in one order.
+            to_come[first + place.chain - 1] = list(to_come[first])
     begun: dict[int, list[int]] = {s: [] for s in stages}
     done: set[tuple[bool, int, int]] = set()  # is it a backward; stage and microbatch
     owed: list[Pass] = []

@@ -22,9 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-sys.path.insert(
-    0, str(Path(__file__).parents[3])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import contextlib
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from random import Random
 from time import monotonic
 
-sys.path.insert(
-    0, str(Path(__file__).parents[3])
-)  # a fresh clone runs it before anything is installed
+# A fresh clone runs it before anything is installed.
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 
