@@ -1,7 +1,7 @@
 """Bytes that graphs keep on a device while a table moves them: counted as a run goes, and predicted
 from its table.
 
-    python tools/proofs/tables/counted.py --cases 40 --seed 1
+    python -m tools.proofs.tables.counted --cases 40 --seed 1
 
 Each case trains a tiny GPT for a step under a drawn table with O, L and R; half of them in slices.
 The prediction is the simulator's peak for what one microbatch of each stage saves, or each of its
@@ -12,74 +12,79 @@ neither.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
 import torch
 
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.flags.parse import parse, run
 from megapipe.pipeline_parallel.families.offload.host import Sizes
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
 from megapipe.schedule.passes import Part
 from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import STYLES, Case, table
+from tools.proofs.shrink import Draws, Fuzzer
 from tools.proofs.tables.moved import MODULES, MOVED
 
 Counted = tuple[int, dict[int, list[Sizes]], int]
 """A rank's peak, the sizes of its stages, and bytes of its buffers on the host."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Compare the counted bytes of drawn runs with the predicted ones."""
+
+    cases: float = 40
+    """Number of runs."""
+
+
+def main(argv: Sequence[str]) -> None:
     """Draw as many cases as are asked for."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    dice = Random(args.seed)
-    for number in range(args.cases):
-        case = draw(dice)
-        counted, predicted = both(case)
-        assert counted == predicted, (
-            f"case {number}, {case}: counted {counted}, predicted {predicted}"
-        )
-    print(f"{args.cases} tables: the peak of each rank as predicted, to the byte")
+    fuzzer = Fuzzer("counted", draw, compare)
+    fuzzer.prove(parse(Flags, argv))
+    print(f"{fuzzer.count} tables: the peak of each rank as predicted, to the byte")
 
 
-def draw(dice: Random) -> Case:
+def compare(case: Case) -> list[str]:
+    """Return the difference of a case, if there is one."""
+    counted, predicted = both(case)
+    return [] if counted == predicted else [f"counted {counted}, predicted {predicted}"]
+
+
+def draw(dice: Random) -> Case | None:
     """A case whose table has no pair: what two passes that run together hold depends on how their
     layers take turns.
     """
     names = [name for name, entry in SCHEDULES.items() if not (entry.searched or entry.pairs)]
-    while True:
-        name, pp = dice.choice(names), dice.choice((1, 2, 2, 4))
-        case = Case(
-            name,
-            pp,
-            dice.choice((pp, 2 * pp, 3 * pp)),
-            (),
-            chunks=2 if SCHEDULES[name].chunks is None else None,
-            style=dice.choice(list(STYLES)),
-            memory=dice.choice([x for x in MOVED if x != "none"]),
-            modules=dice.choice([(), *MODULES]),
-            experts=dice.choice(("none", "softmax")),
-            batch=dice.choice((1, 2)),
-            dtype=dice.choice(("float32", "float64")),
-            steps=1,
-            slices=dice.choice(((), (), (4, 4), (3, 3, 2), (5, 1, 1, 1))),
-        )
-        try:
-            made = table(case)
-        except ScheduleError:
-            continue
-        if not made.kinds & {Kind.O, Kind.R}:  # a small table may have none of the chosen
-            continue
-        chain = made.placement.chain
-        return Case(**{**vars(case), "layers": tuple(dice.choice((1, 1, 2)) for _ in range(chain))})
+    name, pp = dice.choice(names), dice.choice((1, 2, 2, 4))
+    case = Case(
+        name,
+        pp,
+        dice.choice((pp, 2 * pp, 3 * pp)),
+        (),
+        chunks=2 if SCHEDULES[name].chunks is None else None,
+        style=dice.choice(list(STYLES)),
+        memory=dice.choice([x for x in MOVED if x != "none"]),
+        modules=dice.choice([(), *MODULES]),
+        experts=dice.choice(("none", "softmax")),
+        batch=dice.choice((1, 2)),
+        dtype=dice.choice(("float32", "float64")),
+        steps=1,
+        slices=dice.choice(((), (), (4, 4), (3, 3, 2), (5, 1, 1, 1))),
+    )
+    try:
+        made = table(case)
+    except ScheduleError:
+        return None
+    # A small table may have none of the chosen passes.
+    if not made.kinds & {Kind.O, Kind.R}:
+        return None
+    return replace(case, layers=tuple(dice.choice((1, 1, 2)) for _ in range(made.placement.chain)))
 
 
 def both(case: Case) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -129,4 +134,4 @@ def _counted(mesh: ProcessMesh, case: Case) -> Counted:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,15 +8,21 @@ Ranks that follow such a play never wait in a circle, so every table can be run.
 from __future__ import annotations
 
 import random
-from argparse import ArgumentParser
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
-from megapipe.schedule import Kind, Pass, Placement, Schedule, ScheduleError, Step, verify
+from megapipe.schedule import (
+    SCHEDULES,
+    Kind,
+    Pass,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Step,
+    build,
+    verify,
+)
 
 STYLES = ("any", "lifo", "fifo")
 """Which of the backwards that may run: by the dice, of the latest forward, of the earliest."""
@@ -31,44 +37,44 @@ def drawn_table(seed: int, ranks: int, microbatches: int) -> Schedule:
         rows[empty.placement.rank_of[item.stage]].append((item,))
     plain = replace(empty, ranks=tuple(map(tuple, rows)))
     paired = replace(empty, ranks=tuple(tuple(_paired(dice, row)) for row in rows))
-    try:
-        verify(paired)
-    except (
-        ScheduleError
-    ):  # what the backward of a pair needs may follow from what its forward sends
-        return plain
-    return paired
+    # What the backward of a pair needs may follow from what its forward sends.
+    return plain if refusal(paired) else paired
 
 
-def prove(
-    description: str | None,
-    draw: Callable[[random.Random], tuple[Any, ...] | None],
-    check: Callable[..., None],
-    misorder: Callable[[random.Random, Schedule], list[str]],
-) -> None:
-    """Draw as many tables and misorders as the command line asks for, and print how many of each
-    there were.
+def any_table(dice: random.Random, p: int, least: int, chunks: Sequence[int]) -> Schedule:
+    """Draw a table of dice, or one of the catalogue on p ranks.
 
-    draw: a table and what `check` is given behind it; None for no table.
+    Args:
+        least: number of microbatches of a schedule of the catalogue, which has at most 4p.
+        chunks: numbers of stages per rank, for schedules that leave the number open.
+
+    Raises: ScheduleError if a schedule does not allow the numbers.
     """
-    parser = ArgumentParser(description=description)
-    parser.add_argument("--tables", type=int, default=300)
-    parser.add_argument("--misorders", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    dice, held, refused = random.Random(args.seed), 0, Counter[str]()
-    while held < args.tables:
-        if (drawn := draw(dice)) is not None:
-            check(*drawn)
-            held += 1
-    while refused.total() < args.misorders:
-        if (drawn := draw(dice)) is not None:
-            refused.update(misorder(dice, drawn[0]))
-    print(f"{held} tables verified, held as counted by hand")
-    print(
-        f"{refused.total()} misorders, all refused by the line: "
-        + ", ".join(f"{n} {x}" for x, n in refused.items())
-    )
+    if dice.random() < 0.2:
+        return drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
+    name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
+    stages = dice.choice(chunks) if SCHEDULES[name].chunks is None else None
+    return build(name, p, dice.randint(least, 4 * p), chunks=stages)
+
+
+def at(rows: Iterable[Iterable[Step]], item: Pass) -> tuple[int, int] | None:
+    """Return the rank and the step of a pass; None if no row has it."""
+    places = ((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step)
+    return next(places, None)
+
+
+def with_row(table: Schedule, rank: int, row: Iterable[Step]) -> Schedule:
+    """Return the table with another row of a rank."""
+    return replace(table, ranks=(*table.ranks[:rank], tuple(row), *table.ranks[rank + 1 :]))
+
+
+def refusal(table: Schedule) -> list[str]:
+    """Return the lines in which `verify` refuses a table; none if it allows it."""
+    try:
+        verify(table)
+    except ScheduleError as error:
+        return str(error).splitlines()
+    return []
 
 
 def _placement(dice: random.Random, ranks: int) -> Placement:
@@ -163,18 +169,13 @@ def joined(schedule: Schedule, seed: int) -> Schedule:
     """
     rng = random.Random(seed)
     for rank in range(len(schedule.ranks)):
-        at = 0
-        while at + 1 < len(schedule.ranks[rank]):
+        i = 0
+        while i + 1 < len(schedule.ranks[rank]):
             row = schedule.ranks[rank]
-            one, other = row[at : at + 2]
+            one, other = row[i : i + 2]
             if len(one) == len(other) == 1 and rng.random() < 0.6:
-                rows = (
-                    *schedule.ranks[:rank],
-                    (*row[:at], one + other, *row[at + 2 :]),
-                    *schedule.ranks[rank + 1 :],
-                )
-                with suppress(ScheduleError):
-                    verify(tried := replace(schedule, ranks=rows))
+                tried = with_row(schedule, rank, (*row[:i], one + other, *row[i + 2 :]))
+                if not refusal(tried):
                     schedule = tried
-            at += 1
+            i += 1
     return schedule

@@ -1,7 +1,7 @@
 """Swap the order of a shared channel on one member of a group: all ranks refuse such a table before
 a step.
 
-    python tools/proofs/tables/members.py --tables 300 --seed 1
+    python -m tools.proofs.tables.members --cases 300 --seed 1
 
 Ranks of a group of experts, of tensor or of context parallelism stand at the same place of their
 pipelines, run the same row of one table, and meet in collectives by its order alone: a member with
@@ -14,29 +14,24 @@ alone.
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from random import Random
-
-# A fresh clone runs it before anything is installed.
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from random import Random
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from megapipe.config import Config
 from megapipe.distributed.meeting.agreement import agree
 from megapipe.errors import ConfigError
-from megapipe.flags.parse import parse
+from megapipe.flags.parse import parse, run
 from megapipe.plan import make_plan
-from megapipe.schedule import Schedule, ScheduleError, verify
+from megapipe.schedule import Schedule, ScheduleError
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.training.guards.ranks import facts
+from tools.proofs.shrink import Draws, Fuzzer
+from tools.proofs.tables.drawn import refusal, with_row
 from tools.proofs.tables.paired import drawn, drawn_costs
 
 MEMBERS = 3
@@ -48,52 +43,50 @@ FLAGS = (
 )
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Swap two steps of a table on one member of a group, and see that all ranks refuse it."""
+
+    cases: float = 300
+    """Number of tables."""
+
+
+def main(argv: Sequence[str]) -> None:
     """Draw a number of tables."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
-    alone = 0
-    for table, other in swapped(args.tables, Random(args.seed)):
+    flags, alone = parse(Flags, argv), 0
+
+    def refused(case: tuple[Schedule, Schedule]) -> list[str]:
+        nonlocal alone
+        table, other = case
         said = meet([table] * (MEMBERS - 1) + [other])
-        assert all(len(problems) == 1 for problems in said), (table.name, said)
-        alone += is_valid(other)
+        alone += not refusal(other)
+        return [] if all(len(problems) == 1 for problems in said) else [f"{table.name}: {said}"]
+
+    fuzzer = Fuzzer("members", swapped, refused)
+    fuzzer.prove(flags)
     print(
-        f"{args.tables} tables with a lane swapped on one member: all refused; {alone} of them are "
-        "valid alone"
+        f"{fuzzer.count} tables with a lane swapped on one member: all refused; {alone} of them "
+        "are valid alone"
     )
 
 
-def swapped(count: int, dice: Random) -> Iterator[tuple[Schedule, Schedule]]:
-    """Tables, and each with two neighbouring steps of one rank in the other order."""
-    while count:
-        table = drawn(dice)
-        if table is None or table.num_microbatches < 2:
-            continue
-        if dice.random() < 0.5:
-            with contextlib.suppress(ScheduleError):
-                table = pairs(table, drawn_costs(dice), tries=4)
-        tries = [_swap(table, dice) for _ in range(8)]
-        yield table, next(filter(is_valid, tries), tries[0])
-        count -= 1
+def swapped(dice: Random) -> tuple[Schedule, Schedule] | None:
+    """A table, and the same with two neighbouring steps of one rank in the other order."""
+    table = drawn(dice)
+    if table is None or table.num_microbatches < 2:
+        return None
+    if dice.random() < 0.5:
+        with contextlib.suppress(ScheduleError):
+            table = pairs(table, drawn_costs(dice), tries=4)
+    tries = [_swap(table, dice) for _ in range(8)]
+    return table, next((x for x in tries if not refusal(x)), tries[0])
 
 
 def _swap(table: Schedule, dice: Random) -> Schedule:
     rank = dice.randrange(len(table.ranks))
     row = table.ranks[rank]
     i = dice.randrange(len(row) - 1)
-    row = (*row[:i], row[i + 1], row[i], *row[i + 2 :])
-    return replace(table, ranks=(*table.ranks[:rank], row, *table.ranks[rank + 1 :]))
-
-
-def is_valid(table: Schedule) -> bool:
-    """Is it a table that a run would take?"""
-    try:
-        verify(table)
-    except ScheduleError:
-        return False
-    return True
+    return with_row(table, rank, (*row[:i], row[i + 1], row[i], *row[i + 2 :]))
 
 
 def meet(tables: list[Schedule]) -> list[list[str]]:
@@ -116,4 +109,4 @@ def meet(tables: list[Schedule]) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,7 @@
 """Tables with O, L and R: drawn, verified, timed by another count of what ranks hold; and
 misordered, each refused.
 
-    python tools/proofs/tables/memory.py --tables 300 --misorders 300 --seed 1
+    python -m tools.proofs.tables.memory --cases 600 --seed 1
 
 Tables are the catalogue's at p 2 to 8 and m p to 4p and such that no catalogue has, with drawn
 costs, shares of microbatches and switches; two in five are cut in slices, with documents. Every one
@@ -13,36 +13,24 @@ lane they share) is refused in a line that names the pass. Ends with how many th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from megapipe.schedule import (
-    SCHEDULES,
-    Costs,
-    Kind,
-    Pass,
-    Schedule,
-    ScheduleError,
-    Timeline,
-    build,
-    simulate,
-    verify,
-)
+from megapipe.flags.parse import run
+from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, Timeline, simulate, verify
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.shapes.slices.slices import in_place
-from tools.proofs.tables.drawn import drawn_table, prove
-
-Rows = list[list[tuple[Pass, ...]]]
+from tools.proofs.tables.drawn import any_table, at, with_row
+from tools.proofs.tables.proof import Mistake, Proof, Wrong, misorder, most
 
 
 def draw(dice: Random) -> tuple[Schedule, Costs] | None:
     """A table with passes of memory, and its costs; None where there is no such table."""
     p = dice.randint(2, 8)
     costs = Costs(
-        dice.uniform(0.5, 2),
-        dice.uniform(0.5, 2),
-        dice.uniform(0.5, 2),
+        f=dice.uniform(0.5, 2),
+        b=dice.uniform(0.5, 2),
+        w=dice.uniform(0.5, 2),
         comm=dice.choice((0.0, 0.1)),
         mem_w=dice.choice((0.0, 0.5, 1.0)),
         o=dice.uniform(0, 2),
@@ -52,16 +40,7 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
         mem_k=dice.choice((0.0, 0.25)),
     )
     try:
-        if dice.random() < 0.2:
-            table = drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
-        else:
-            name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
-            table = build(
-                name,
-                p,
-                dice.randint(p, 4 * p),
-                chunks=2 if SCHEDULES[name].chunks is None else None,
-            )
+        table = any_table(dice, p, least=p, chunks=(2,))
         if dice.random() < 0.4:
             n = dice.randint(1, 4)
             documents = tuple(sorted(dice.sample(range(1, n), dice.randint(0, n - 1))))
@@ -69,9 +48,9 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
     except ScheduleError:
         return None
     ranks = len(table.ranks)
-    switches = (
-        [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)] if dice.random() < 0.5 else []
-    )
+    switches = []
+    if dice.random() < 0.5:
+        switches = [range(r, min(r + 2, ranks)) for r in range(0, ranks, 2)]
     if dice.random() < 0.5:
         return with_offload(table, costs, share=dice.random(), switches=switches), costs
     every = sorted(
@@ -79,9 +58,8 @@ def draw(dice: Random) -> tuple[Schedule, Costs] | None:
     )
     again = set(dice.sample(every, dice.randint(0, len(every))))
     out = {x for x in every if x not in again and dice.random() < 0.7}
-    return with_offload(
-        with_recompute(table, costs, chosen=again), costs, chosen=out, switches=switches
-    ), costs
+    table = with_recompute(table, costs, chosen=again)
+    return with_offload(table, costs, chosen=out, switches=switches), costs
 
 
 def check(table: Schedule, costs: Costs) -> None:
@@ -135,93 +113,55 @@ def held_by_hand(table: Schedule, costs: Costs, time: Timeline, rank: int) -> fl
             intervals.append((time.end[out], time.start[back], -o_size))
         if w in time.start:
             intervals.append((time.end[used], time.end[w], w_size))
-    # What is taken at an instant counts beside what is freed there: freed first, as a pass starts
-    # when another ends.
-    moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
-    moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
-    held = most = 0.0
-    for _, _, size in sorted(moments):
-        held += size
-        most = max(most, held)
-    return most
+    return most(intervals)
 
 
-def misorder(dice: Random, table: Schedule) -> list[str]:
-    """The name of a mistake that was made in the table and refused; none where the table has no
-    place for it.
-    """
+def wrong(dice: Random, table: Schedule) -> Wrong | None:
+    """Return a mistake in the table, if it has a place for one."""
+    return misorder(dice, table, {Kind.O, Kind.L, Kind.R}, MISTAKES)
+
+
+def _moved(table: Schedule, item: Pass, other: Pass, *, behind: bool) -> Schedule | None:
+    """Return the table with one pass right before or after another; None where it lacks one."""
     rows = [list(row) for row in table.ranks]
-    there = [x for row in rows for step in row for x in step if x.kind in (Kind.O, Kind.L, Kind.R)]
-    if not there:
-        return []
-    name = dice.choice(list(MISTAKES))
-    item = dice.choice(there)
-    made = MISTAKES[name](rows, table, item)
-    if made is None:
-        return []
-    wrong, blamed = made
-    try:
-        verify(wrong)
-        told: list[str] = []
-    except ScheduleError as error:
-        told = str(error).split("\n")[1:]
-    if not any(str(blamed) in line and "rank" in line for line in told):
-        raise AssertionError(f"{name} of {item} in {table.name}: {told or 'not refused'}")
-    return [name]
-
-
-def _at(rows: Rows, item: Pass) -> tuple[int, int] | None:
-    return next(
-        ((r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step), None
-    )
-
-
-def _moved(item: Pass, other: Pass, *, behind: bool) -> Callable[[Rows, Schedule], Schedule | None]:
-    """Return a change of a table that puts one pass right before or after another."""
-
-    def move(rows: Rows, table: Schedule) -> Schedule | None:
-        if (there := _at(rows, item)) is None:
-            return None
-        rows[there[0]].pop(there[1])
-        to = _at(rows, other)
-        assert to is not None
-        rows[to[0]].insert(to[1] + behind, (item,))
-        return replace(table, ranks=tuple(map(tuple, rows)))
-
-    return move
-
-
-def _user(rows: Rows, item: Pass) -> Pass:
-    b = item._replace(kind=Kind.B)
-    return b if _at(rows, b) else item._replace(kind=Kind.BW)
-
-
-Mistake = Callable[[Rows, Schedule, Pass], tuple[Schedule, Pass] | None]
+    if (there := at(rows, item)) is None:
+        return None
+    rows[there[0]].pop(there[1])
+    to = at(rows, other)
+    assert to is not None
+    rows[to[0]].insert(to[1] + behind, (item,))
+    return replace(table, ranks=tuple(map(tuple, rows)))
 
 
 def _mistake(kind: Kind, other: Kind | None, *, behind: bool) -> Mistake:
-    def make(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+    """Move passes of a kind to one of another kind, or to the backward for None."""
+
+    def make(table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
         if item.kind is not kind:
             return None
-        target = _user(rows, item) if other is None else item._replace(kind=other)
-        wrong = _moved(item, target, behind=behind)(rows, table)
-        return None if wrong is None else (wrong, item)
+        target = item._replace(kind=other or Kind.B)
+        if other is None and not at(table.ranks, target):
+            target = item._replace(kind=Kind.BW)
+        made = _moved(table, item, target, behind=behind)
+        return None if made is None else (made, item)
 
     return make
 
 
 def _lost(kind: Kind, told: Kind) -> Mistake:
-    def make(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
-        there = _at(rows, item)
+    def make(table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+        there = at(table.ranks, item)
         if item.kind is not kind or there is None:
             return None
-        rows[there[0]].pop(there[1])
-        return replace(table, ranks=tuple(map(tuple, rows)), shared=()), item._replace(kind=told)
+        rank, i = there
+        row = table.ranks[rank]
+        without = with_row(table, rank, (*row[:i], *row[i + 1 :]))
+        return replace(without, shared=()), item._replace(kind=told)
 
     return make
 
 
-def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+def _crossed(table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
     """Return the table with one rank's passes in another order on their stream than in its row."""
     lane = next((x for x in table.shared if item in x.order), None)
     rank_of = table.placement.rank_of
@@ -230,18 +170,17 @@ def _crossed(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] |
         return None
     a, b = own[0], own[1]
     order = tuple({a: b, b: a}.get(x, x) for x in lane.order)
-    return replace(
-        table, shared=tuple(x._replace(order=order) if x is lane else x for x in table.shared)
-    ), a
+    shared = tuple(x._replace(order=order) if x is lane else x for x in table.shared)
+    return replace(table, shared=shared), a
 
 
-def _before_keys(rows: Rows, table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+def _before_keys(table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
     """A forward again before the keys of its document are back."""
     back = item._replace(kind=Kind.L, slice=table.document(item)[-1]) if table.cuts else item
-    if item.kind is not Kind.R or back.kind is not Kind.L or _at(rows, back) is None:
+    if item.kind is not Kind.R or back.kind is not Kind.L or at(table.ranks, back) is None:
         return None
-    wrong = _moved(item, back, behind=False)(rows, table)
-    return None if wrong is None else (wrong, item)
+    made = _moved(table, item, back, behind=False)
+    return None if made is None else (made, item)
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -258,4 +197,4 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 if __name__ == "__main__":
-    prove(__doc__, draw, check, misorder)
+    run(Proof("memory", draw, check, wrong).main)

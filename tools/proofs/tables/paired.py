@@ -1,7 +1,7 @@
 """Tables with pairs, drawn: verified, played with sends that wait for their receives, and timed by
 another clock.
 
-    python tools/proofs/tables/paired.py --seconds 60 --seed 1
+    python -m tools.proofs.tables.paired --seconds 60 --seed 1
 
 Of the catalogue at p 2 to 8 and m 1 to 4p, and of tables that no catalogue has. Every table comes
 out valid, shorter than it was, within its memory, with each stage's passes in their order; or is
@@ -12,62 +12,55 @@ there were.
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from random import Random
-from time import process_time
 
-from megapipe.schedule import (
-    SCHEDULES,
-    Costs,
-    Kind,
-    Schedule,
-    ScheduleError,
-    build,
-    simulate,
-    unpaired,
-    verify,
-)
+from megapipe.flags.parse import parse, run
+from megapipe.schedule import Costs, Kind, Schedule, ScheduleError, simulate, unpaired, verify
 from megapipe.schedule.costs import SHARES
 from megapipe.schedule.shapes.pairs.pairs import paired_bound, pairs
-from tools.proofs.tables.drawn import drawn_table
+from tools.proofs.shrink import Draws, Fuzzer
+from tools.proofs.tables.drawn import any_table
 
 REFUSED = re.compile(r"They gain from --memory (\S+) on|Take more microbatches")
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Draw tables, and put passes that hide each other's communication together."""
+
+    seconds: float = 60.0
+    """How long to go on."""
+    tries: int = 24
+    """Number of tables that each is chosen from."""
+
+
+def main(argv: Sequence[str]) -> None:
     """Draw until the time is over."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of CPU")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tries", type=int, default=24, help="tables that each is chosen from")
-    args = parser.parse_args()
-    dice, seen = Random(args.seed), Counter[str]()
-    while process_time() < args.seconds:
-        table = drawn(dice)
-        if table is not None:
-            seen[
-                check(
-                    table,
-                    drawn_costs(dice),
-                    dice.choice((None, None, dice.uniform(1, 20))),
-                    args.tries,
-                )
-            ] += 1
+    flags, seen = parse(Flags, argv), Counter[str]()
+
+    def tried(case: tuple[Schedule, Costs, float | None]) -> list[str]:
+        seen[check(*case, flags.tries)] += 1
+        return []
+
+    Fuzzer("paired", draw, tried).prove(flags)
     print(", ".join(f"{count} {what}" for what, count in sorted(seen.items())))
+
+
+def draw(dice: Random) -> tuple[Schedule, Costs, float | None] | None:
+    """A table, costs, and a memory or None for any."""
+    table = drawn(dice)
+    if table is None:
+        return None
+    return table, drawn_costs(dice), dice.choice((None, None, dice.uniform(1, 20)))
 
 
 def drawn(dice: Random) -> Schedule | None:
     """A schedule of the catalogue or a table of dice; None where there is none of these numbers."""
-    p = dice.randint(2, 8)
-    m = dice.randint(1, 4 * p)
-    if dice.random() < 0.2:
-        return drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
-    name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
-    chunks = dice.choice((2, 3, 4)) if SCHEDULES[name].chunks is None else None
     try:
-        return build(name, p, m, chunks=chunks)
+        return any_table(dice, dice.randint(2, 8), least=1, chunks=(2, 3, 4))
     except ScheduleError:
         return None
 
@@ -120,4 +113,4 @@ def orders(table: Schedule) -> dict[tuple[bool, int], list[int]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

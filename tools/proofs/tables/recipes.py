@@ -1,6 +1,6 @@
 """Is a run's table the one that `schedules show` draws of the run's recipe?
 
-    python -m tools.proofs.tables.recipes --draw 500
+    python -m tools.proofs.tables.recipes --cases 500
 
 Flags of runs are drawn with up to three features. Each run has its table, and the table of a batch
 half as large, which a batch that grows begins with. The recipe of each is printed as a line and
@@ -10,23 +10,24 @@ left out, as `show` searches longer than a run does.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import shlex
-import sys
 import tempfile
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from megapipe.commands import schedules
 from megapipe.config import Config
 from megapipe.errors import UserError
+from megapipe.flags.parse import parse, run
 from megapipe.plan import Plan, whole_step, with_batch
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.recipe_line import to_line
 from megapipe.schedule.text import load
+from tools.proofs.shrink import Draws, Fuzzer
 from tools.proofs.tables.digests import drawn_run, hashed, planned
 
 
@@ -50,36 +51,42 @@ def different(config: Config, plan: Plan) -> str | None:
     return None if shown == own else f"show {to_line(plan.recipe)}\n  makes {shown}, the run {own}"
 
 
-def main() -> int:
-    """Draw runs and compare. Returns 1 if a table differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draw", type=int, default=500, help="runs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    dice, counts = Random(options.seed), Counter[str]()
-    while counts["runs"] < options.draw:
-        line = drawn_run(dice)
-        try:
-            config, plan = planned(line)
-        except (UserError, SystemExit):
-            continue
-        counts["runs"] += 1
-        found = [different(config, plan)]
-        if half := config.num_microbatches // 2:
-            smaller = config.with_batch(
-                half * (config.global_batch_size or 1) // config.num_microbatches
-            )
-            with contextlib.suppress(UserError):
-                found.append(different(smaller, with_batch(plan, smaller)))
-        counts["tables"] += len(found)
-        for text in filter(None, found):
-            counts["different"] += 1
-            print(line, text, sep="\n", flush=True)
-    print(f"{counts['runs']} runs, {counts['tables']} tables, {counts['different']} different")
-    return int(counts["different"] > 0)
+def draw(dice: Random) -> str | None:
+    """A run's line of flags; None if it is refused."""
+    line = drawn_run(dice)
+    try:
+        planned(line)
+    except (UserError, SystemExit):
+        return None
+    return line
+
+
+def differences(line: str) -> list[str]:
+    """Compare the run's table, and that of half its batch."""
+    config, plan = planned(line)
+    found = [different(config, plan)]
+    if half := config.num_microbatches // 2:
+        size = half * (config.global_batch_size or 1) // config.num_microbatches
+        smaller = config.with_batch(size)
+        with contextlib.suppress(UserError):
+            found.append(different(smaller, with_batch(plan, smaller)))
+    return [text for text in found if text]
+
+
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Compare the tables of drawn runs with those that `schedules show` makes of their recipes."""
+
+    cases: float = 500
+    """Number of runs."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw runs and compare."""
+    fuzzer = Fuzzer("recipes", draw, differences)
+    fuzzer.prove(parse(Flags, argv))
+    print(f"{fuzzer.count} runs: their tables, and those of half their batch, are the recipes'")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

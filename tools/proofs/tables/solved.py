@@ -1,8 +1,8 @@
 """The solver of hold, offload and recompute against what one would do by hand, and against every
 choice there is.
 
-    python tools/proofs/tables/solved.py --draws 200 --exhaustive 200 --seed 1
-    python tools/proofs/tables/solved.py --table
+    python -m tools.proofs.tables.solved --cases 200 --exhaustive 200 --seed 1
+    python -m tools.proofs.tables.solved --table
 
 Draws at p 8, m 16: costs, a copy ratio of 0.5, 1 or 2 and a memory of 50% or 25% of 1F1B's. The
 solver must never be worse than the best of V-Half and V-Min where they fit, 1F1B with all computed
@@ -13,81 +13,97 @@ microbatch. --table: F = B = W, beside what each way takes by itself.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from random import Random
 from time import process_time
 
+from megapipe.flags.parse import parse, run
 from megapipe.schedule import Costs, Schedule, ScheduleError, build, simulate
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.families.offload.solve import TRIES, searched, solve, tables
 from megapipe.schedule.families.offload.weigh import Verb, scales
+from tools.proofs.shrink import Draws, Fuzzer
 
 RANKS, MICROBATCHES = 8, 16
 SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
-def main() -> None:
-    """Draw, and say how often the solver is better."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--exhaustive", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tries", type=int, default=TRIES)
-    parser.add_argument("--table", action="store_true")
-    args = parser.parse_args()
-    if args.table:
-        return print_table(args.tries)
-    dice, better, gained, spent = Random(args.seed), [0, 0], [0.0, 0.0], 0.0
-    for n in range(1, args.draws + 1):
-        costs, memory = draw(dice)
-        by_hand = ways(costs, memory)
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Compare the solver with what one would do by hand, and with every choice there is."""
+
+    cases: float = 200
+    """Number of costs and memories to solve for."""
+    exhaustive: float = 200
+    """Number of small ones that are compared with every choice."""
+    tries: int = TRIES
+    """Of the solver."""
+    table: bool = False
+    """Print the table at F = B = W alone."""
+
+
+@dataclass
+class Gains:
+    """The makespans of drawn cases, and how much shorter they are than those by hand.
+
+    Attributes:
+        better: number of cases that are shorter than the best on 1F1B or V, and on any table.
+        gained: shares of those makespans, summed.
+        spent: CPU seconds of the solver.
+    """
+
+    tries: int
+    better: list[int] = field(default_factory=lambda: [0, 0])
+    gained: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    spent: float = 0.0
+
+    def compare(self, case: tuple[Costs, float]) -> list[str]:
+        """Solve for costs and a memory. Returns how it is worse than by hand."""
+        by_hand = ways(*case)
         began = process_time()
-        found = answer(costs, memory, args.tries)
-        spent += process_time() - began
+        found = answer(*case, self.tries)
+        self.spent += process_time() - began
         for i, best in enumerate(by_hand):
-            assert found <= best * (1 + 1e-9), (
-                f"{costs}, memory {memory:g}: {found:g}, by hand {by_hand}"
-            )
-            better[i] += found < best * (1 - 1e-9)
-            gained[i] += 1 - found / best if best < inf else 0.0
-        if n % 10 == 0 or n == args.draws:
-            said = [
-                f"in {count / n:.0%}, by {gain / n:.1%}"
-                for count, gain in zip(better, gained, strict=True)
-            ]
-            print(
-                f"{n} draws: never worse; better than on 1F1B or V {said[0]}, than on any table "
-                f"{said[1]}; "
-                f"{spent / n:.1f} s of CPU each",
-                flush=True,
-            )
-    exhaustive(dice, args.exhaustive)
+            self.better[i] += found < best * (1 - 1e-9)
+            self.gained[i] += 1 - found / best if best < inf else 0.0
+        return [] if found <= min(by_hand) * (1 + 1e-9) else [f"{found:g}, by hand {by_hand}"]
 
 
-def exhaustive(dice: Random, draws: int) -> None:
-    """Compare with every choice, and say how far off the worst is."""
-    worst, possible = 0.0, 0
-    for _ in range(draws):
-        costs, memory = (
-            drawn_costs(dice, dice.choice((0.5, 1.0, 2.0))),
-            dice.choice((1.0, 1.5, 2.0)),
-        )
-        table = build("1f1b", 3, 4)
-        best = min(every(table, costs, memory), default=inf)
-        if best < inf:
-            worst, possible = (
-                max(worst, solve([table], costs, memory).makespan / best - 1),
-                possible + 1,
-            )
-            assert worst <= 0.02
-    if draws:
+def main(argv: Sequence[str]) -> None:
+    """Draw, and say how often the solver is better."""
+    flags = parse(Flags, argv)
+    if flags.table:
+        return print_table(flags.tries)
+    gains = Gains(flags.tries)
+    fuzzer = Fuzzer("solved", draw, gains.compare)
+    fuzzer.prove(flags)
+    if n := fuzzer.count:
+        pairs = zip(gains.better, gains.gained, strict=True)
+        one, any_table = (f"in {count / n:.0%}, by {gain / n:.1%}" for count, gain in pairs)
         print(
-            f"{possible} of {draws} exhaustive: at most {worst:.2%} above the best of every choice"
+            f"{n} draws: never worse; better than on 1F1B or V {one}, than on any table {any_table}; "
+            f"{gains.spent / n:.1f} s of CPU each"
         )
+    fuzzer = Fuzzer("solved exhaustively", draw_small, above_every_choice)
+    fuzzer.prove(replace(flags, cases=flags.exhaustive))
+    print(f"{fuzzer.count} exhaustive: at most 2% above the best of every choice")
+
+
+def draw_small(dice: Random) -> tuple[Costs, float]:
+    """Costs, and a memory for 1F1B at p 3, m 4."""
+    return drawn_costs(dice, dice.choice((0.5, 1.0, 2.0))), dice.choice((1.0, 1.5, 2.0))
+
+
+def above_every_choice(case: tuple[Costs, float]) -> list[str]:
+    """Return by how much the solver's makespan is above the best of every choice, from 2% on."""
+    table = build("1f1b", 3, 4)
+    best = min(every(table, *case), default=inf)
+    above = solve([table], *case).makespan / best - 1 if best < inf else 0.0
+    return [f"{above:.2%} above the best of every choice"] if above > 0.02 else []
 
 
 def print_table(tries: int) -> None:
@@ -192,4 +208,4 @@ def every(table: Schedule, costs: Costs, memory: float) -> Iterator[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

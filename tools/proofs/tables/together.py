@@ -1,7 +1,7 @@
 """Runs with two passes together, and the same runs one pass after the other, drawn: every number
 has the same bits.
 
-    python tools/proofs/tables/together.py --cases 100 --seed 1
+    python -m tools.proofs.tables.together --cases 100 --seed 1
 
 Cases are those of tools/proofs/fuzz_equivalence.py whose ranks have communication to hide; pairs
 are those of the transform, and neighbours in a row joined by dice, of any two kinds. Losses, norms,
@@ -11,42 +11,33 @@ what the cases had.
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from random import Random
-from time import monotonic
-
-# A fresh clone runs it before anything is installed.
-sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.shapes.pairs import pairs, together
 from megapipe.pipeline_parallel.shapes.pairs.together import How
 from megapipe.pipeline_parallel.threads import run_threads
+from tools.proofs import fuzz_equivalence
 from tools.proofs.equivalence import Outcome, Part, train
 from tools.proofs.equivalence_case import Case, table
-from tools.proofs.fuzz_equivalence import command, draw
+from tools.proofs.shrink import Draws, Fuzzer
 
 
-def cases(seed: int) -> Iterator[Case]:
-    """Cases whose passes have something to hide, with pairs."""
-    dice = Random(seed)
-    while True:
-        case = draw(dice)
-        case = replace(
-            case, vocabulary=False, compile=False, joined=dice.choice((None, dice.randrange(10**6)))
-        )
-        case = replace(case, paired=case.joined is None or dice.random() < 0.5)
-        if max(case.tp, case.cp, case.ep) > 1 and any(
-            len(step) == 2 for row in table(case).ranks for step in row
-        ):
-            yield case
+def draw(dice: Random) -> Case | None:
+    """A case whose passes have something to hide, with pairs."""
+    joined = dice.choice((None, dice.randrange(10**6)))
+    paired = joined is None or dice.random() < 0.5
+    any_case = fuzz_equivalence.draw(dice)
+    case = replace(any_case, vocabulary=False, compile=False, joined=joined, paired=paired)
+    has_pairs = any(len(step) == 2 for row in table(case).ranks for step in row)
+    return case if max(case.tp, case.cp, case.ep) > 1 and has_pairs else None
 
 
 def run(case: Case, *, apart: bool = False) -> list[Outcome]:
@@ -97,50 +88,53 @@ def same(a: object, b: object) -> bool:
     return repr(a) == repr(b)
 
 
-def main() -> None:
+def features(case: Case) -> list[str]:
+    """Return what a case has, for the count at the end."""
+    passes = (x for row in table(case).ranks for step in row for x in step)
+    has = {
+        "experts": case.experts != "none",
+        "expert parallel": case.ep > 1,
+        "tp": case.tp > 1,
+        "cp": case.cp > 1,
+        "recomputation": case.recompute != "none",
+        "dropout": max(case.hidden_dropout, case.attention_dropout) > 0,
+        "16 bits": case.dtype.endswith("16"),
+        "split backwards": any(x.kind.is_split for x in passes),
+    }
+    return [what for what, there in has.items() if there]
+
+
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Compare runs with two passes together with the same passes one after the other."""
+
+    cases: float = 100
+    """Number of runs."""
+
+
+def main(argv: Sequence[str]) -> None:
     """Draw and compare."""
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    turns, seen, said = Counter[str](), Counter[str](), monotonic()
+    turns, seen = Counter[str](), Counter[str]()
     give = together.Shared.to_second
 
     def counted(pair: together.Shared) -> None:
         turns["turns"] += 1
         give(pair)
 
+    def compare(case: Case) -> list[str]:
+        seen.update(features(case))
+        return differences(case)
+
     together.Shared.to_second = counted  # type: ignore[method-assign, assignment]
-    for number, case in zip(range(args.cases), cases(args.seed), strict=False):
-        if found := differences(case):
-            print(f"case {number + 1}:", *found[:10], command(case), sep="\n")
-            sys.exit(1)
-        seen.update(
-            what
-            for what, has in {
-                "experts": case.experts != "none",
-                "expert parallel": case.ep > 1,
-                "tp": case.tp > 1,
-                "cp": case.cp > 1,
-                "recomputation": case.recompute != "none",
-                "dropout": max(case.hidden_dropout, case.attention_dropout) > 0,
-                "16 bits": case.dtype.endswith("16"),
-                "split backwards": any(
-                    x.kind.is_split for row in table(case).ranks for step in row for x in step
-                ),
-            }.items()
-            if has
-        )
-        if monotonic() - said > 10:
-            said = monotonic()
-            print(f"{number + 1} cases, no difference", flush=True)
+    flags, fuzzer = parse(Flags, argv), Fuzzer("together", draw, compare)
+    fuzzer.prove(flags, fuzz_equivalence.command)
     print(
-        f"{args.cases} cases, seed {args.seed}: the same bits; passes took turns {turns['turns']} "
-        "times"
+        f"{fuzzer.count} cases, seed {flags.seed}: the same bits; passes took turns "
+        f"{turns['turns']} times"
     )
     print(", ".join(f"{n} with {what}" for what, n in seen.most_common()))
 
 
 if __name__ == "__main__":
-    main()
+    stop.run(main)

@@ -2,7 +2,7 @@
 
 Misordered ones are refused.
 
-    python tools/proofs/tables/weights.py --tables 300 --misorders 300 --seed 1
+    python -m tools.proofs.tables.weights --cases 600 --seed 1
 
 Tables are the catalogue's at p 1 to 8 and m p to 4p and such that no catalogue has, with drawn
 costs and ways to live, some with R or with O and L. Every one is verified and holds what a count by
@@ -20,28 +20,33 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from random import Random
 
+from megapipe.flags.parse import run
 from megapipe.schedule import (
-    SCHEDULES,
     Costs,
     Kind,
     Pass,
     Schedule,
     ScheduleError,
+    Step,
     Timeline,
-    build,
     simulate,
     verify,
 )
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.kinds import Lane
-from tools.proofs.tables.drawn import drawn_table, prove
+from tools.proofs.tables.drawn import any_table, at, with_row
+from tools.proofs.tables.proof import Mistake, Proof, Wrong, misorder, most
 
-Rows = list[list[tuple[Pass, ...]]]
 GATHERS, READS, ADDS = {Kind.AF, Kind.AB}, {Kind.F, Kind.B, Kind.BW, Kind.R}, {Kind.W, Kind.BW}
 
 
-def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
+Row = list[Step]
+Change = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
+"""Makes a mistake in a row, at a step with a pass. Returns the row and the pass to blame."""
+
+
+def draw(dice: Random) -> tuple[Schedule, tuple[Costs, Living]] | None:
     """Draw a table of sharded weights, its costs and the request; None if there is no table."""
     p = dice.randint(1, 8)
     sizes = {name: dice.uniform(0.1, 4) for name in ("mem_a", "mem_g")}
@@ -50,26 +55,21 @@ def draw(dice: Random) -> tuple[Schedule, Costs, Living] | None:
     }
     costs = Costs(**times, **sizes, comm=dice.choice((0.0, 0.1)), mem_b=0, mem_w=0)
     try:
-        if dice.random() < 0.2:
-            table = drawn_table(dice.randrange(10**9), min(p, 4), 2 * dice.randint(1, 6))
-        else:
-            name = dice.choice([name for name, entry in SCHEDULES.items() if not entry.searched])
-            chunks = dice.randint(1, 6) if SCHEDULES[name].chunks is None else None
-            table = build(name, p, dice.randint(p, 4 * p), chunks=chunks)
+        table = any_table(dice, p, least=p, chunks=range(1, 7))
         if dice.random() < 0.3:
             table = with_recompute(table, costs, share=dice.random())
         elif dice.random() < 0.2:
-            table = with_offload(
-                table, replace(costs, o=dice.random(), l=dice.random()), share=dice.random()
-            )
+            copies = replace(costs, o=dice.random(), l=dice.random())
+            table = with_offload(table, copies, share=dice.random())
         living = Living(dice.randint(1, 6), dice.randint(1, 6), ahead=dice.random() < 0.5)
-        return with_sharded_weights(table, costs, living), costs, living
+        return with_sharded_weights(table, costs, living), (costs, living)
     except ScheduleError:
         return None
 
 
-def check(table: Schedule, costs: Costs, living: Living) -> None:
+def check(table: Schedule, known: tuple[Costs, Living]) -> None:
     """Raise ScheduleError or AssertionError for a table that is refused or holds something else."""
+    costs, living = known
     verify(table, costs=costs)
     time, place = simulate(table, costs), table.placement
     for rank, row in enumerate(table.ranks):
@@ -132,49 +132,22 @@ def _posted(flat: list[Pass], item: Pass, time: Timeline) -> float:
     return max(before, default=0.0)
 
 
-def most(intervals: list[tuple[float, float, float]]) -> float:
-    """The largest sum of sizes at any time; of what ends where another begins both are counted only
-    if they must.
-    """
-    moments = [(round(a, 9), size > 0, size) for a, _, size in intervals]
-    moments += [(round(e, 9), size < 0, -size) for _, e, size in intervals]
-    held = top = 0.0
-    for _, _, size in sorted(moments):
-        held += size
-        top = max(top, held)
-    return top
+def wrong(dice: Random, table: Schedule) -> Wrong | None:
+    """Return a mistake in the table, if it has a place for one."""
+    return misorder(dice, table, GATHERS | {Kind.RS}, MISTAKES)
 
 
-def misorder(dice: Random, table: Schedule) -> list[str]:
-    """The name of a mistake that was made in the table and refused; none where the table has no
-    place for it.
-    """
-    rows = [list(row) for row in table.ranks]
-    name = dice.choice(list(MISTAKES))
-    there = [x for row in rows for step in row for x in step if x.kind in MISTAKES[name][0]]
-    made = None
-    for item in dice.sample(there, min(len(there), 8)):
-        rank, i = next(
-            (r, i) for r, row in enumerate(rows) for i, step in enumerate(row) if item in step
-        )
-        if (made := MISTAKES[name][1](rows[rank], i, item)) is not None:
-            break
-    if made is None:
-        return []
-    row, blamed = made
-    wrong = replace(table, ranks=(*table.ranks[:rank], tuple(row), *table.ranks[rank + 1 :]))
-    try:
-        verify(wrong)
-        told: list[str] = []
-    except ScheduleError as error:
-        told = str(error).split("\n")[1:]
-    if not any(str(blamed) in line and "rank" in line for line in told):
-        raise AssertionError(f"{name} of {item} in {table.name}: {told or 'not refused'}")
-    return [name]
+def _in_row(kinds: set[Kind], change: Change) -> Mistake:
+    """Return the mistake that changes the row of a pass of these kinds."""
 
+    def make(table: Schedule, item: Pass) -> tuple[Schedule, Pass] | None:
+        there = at(table.ranks, item)
+        assert there is not None
+        rank, i = there
+        made = change([*table.ranks[rank]], i, item) if item.kind in kinds else None
+        return None if made is None else (with_row(table, rank, made[0]), made[1])
 
-Row = list[tuple[Pass, ...]]
-Mistake = Callable[[Row, int, Pass], tuple[Row, Pass] | None]
+    return make
 
 
 def _uses(row: Row, at: int, stage: int, kinds: set[Kind]) -> list[int]:
@@ -250,18 +223,18 @@ def _beside_the_step(row: Row, i: int, reduce: Pass) -> tuple[Row, Pass]:
     return [*row, (whole,)], whole
 
 
-MISTAKES: dict[str, tuple[set[Kind], Mistake]] = {
-    "gathers behind the first use": (GATHERS, _behind_its_use),
-    "never gathered": (GATHERS, _never_gathered),
-    "gathered again before the last use": (GATHERS, _again_before_the_drop),
-    "gathered twice": (GATHERS, _twice),
-    "gathered again unread": (GATHERS, _unread),
-    "gathered by another's name": (GATHERS, _misnamed),
-    "summed before the last gradient": ({Kind.RS}, _before_its_gradient),
-    "summed behind a later gradient": ({Kind.RS}, _behind_a_later_one),
-    "never summed": ({Kind.RS}, _never_summed),
-    "summed with the step too": ({Kind.RS}, _beside_the_step),
+MISTAKES: dict[str, Mistake] = {
+    "gathers behind the first use": _in_row(GATHERS, _behind_its_use),
+    "never gathered": _in_row(GATHERS, _never_gathered),
+    "gathered again before the last use": _in_row(GATHERS, _again_before_the_drop),
+    "gathered twice": _in_row(GATHERS, _twice),
+    "gathered again unread": _in_row(GATHERS, _unread),
+    "gathered by another's name": _in_row(GATHERS, _misnamed),
+    "summed before the last gradient": _in_row({Kind.RS}, _before_its_gradient),
+    "summed behind a later gradient": _in_row({Kind.RS}, _behind_a_later_one),
+    "never summed": _in_row({Kind.RS}, _never_summed),
+    "summed with the step too": _in_row({Kind.RS}, _beside_the_step),
 }
 
 if __name__ == "__main__":
-    prove(__doc__, draw, check, misorder)
+    run(Proof("weights", draw, check, wrong).main)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import pytest
 
@@ -30,6 +29,7 @@ from megapipe.schedule.passes import Shared, repeated
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from tools.proofs.tables import memory
+from tools.proofs.tables.proof import Proof
 
 HALF = Costs(o=0.5, l=0.5)
 
@@ -137,12 +137,9 @@ def test_a_rank_in_two_lanes_of_a_kind_is_refused() -> None:
 
 
 def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refused() -> None:
-    dice, held, refused = Random(7), 0, 0
-    while held < 6 or refused < 6:
-        if (drawn := memory.draw(dice)) is not None:
-            memory.check(*drawn)
-            held += 1
-            refused += len(memory.misorder(dice, drawn[0]))
+    proof = Proof("memory", memory.draw, memory.check, memory.wrong)
+    assert proof.fuzzer.fuzz(7, most=12), proof.fuzzer.found
+    assert proof.refused.total() >= 6
 
 
 def test_files_and_pictures_know_the_letters() -> None:

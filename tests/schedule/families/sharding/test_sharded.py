@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -14,6 +13,7 @@ from megapipe.schedule import Costs, Kind, Pass, Schedule, ScheduleError, build,
 from megapipe.schedule.families.offload.solve import solve
 from megapipe.schedule.families.sharding.sharded import Living, sharded_within, whole_at_most, with_sharded_weights
 from tools.proofs.tables import weights
+from tools.proofs.tables.proof import Proof
 
 LINK = Costs(mem_b=0, mem_w=0, a=0.5, g=1, mem_a=1, mem_g=2)
 """A gather takes as long as half a forward, a reduction as a whole one."""
@@ -108,8 +108,6 @@ def test_show_draws_gathers_on_their_lane_and_says_what_they_take(
 
 
 def test_drawn_tables_hold_what_is_counted_by_hand_and_their_misorders_are_refused() -> None:
-    dice, done = Random(3), 0
-    while done < 12:
-        if (drawn := weights.draw(dice)) is not None:
-            weights.check(*drawn)
-            done += sum(bool(weights.misorder(dice, drawn[0])) for _ in range(3))
+    proof = Proof("weights", weights.draw, weights.check, weights.wrong)
+    assert proof.fuzzer.fuzz(3, most=14), proof.fuzzer.found
+    assert proof.refused.total() >= 12
