@@ -34,5 +34,5 @@ def test_the_same_seed_draws_the_same_lines(drawn):
 
 
 def test_what_a_drawn_line_gives_is_the_same_again():
-    for way, line, found in draw(6, 1):
+    for way, line, found in draw(3, 1):
         assert tables(way, line) == found

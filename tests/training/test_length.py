@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import short_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,8 +20,10 @@ from token_files import add_document
 
 from megapipe.checkpoint.commit import iterations_in
 from megapipe.config import CheckpointConfig, Config, LogConfig
-from megapipe.data.build import Datasets, samples_wanted
+from megapipe.data.build import Datasets, build_datasets, samples_wanted
 from megapipe.data.gpt_dataset import TokenDataset
+from megapipe.data.indexed import IndexedWriter
+from megapipe.data.tokenizers.tokenizer import NullTokenizer
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import CheckpointError, DataError
 from megapipe.flags.parse import parse
@@ -220,17 +223,16 @@ def test_the_first_regular_line_keeps_the_first_iteration(capsys):
     assert some[8] == pytest.approx(sum(each[n] for n in (5, 6, 7, 8)) / 4, abs=1e-6)
 
 
+def write_ten(path: Path, document: list[int]) -> None:
+    """Write ten documents."""
+    with IndexedWriter(path, np.uint16) as writer:
+        for _ in range(10):
+            add_document(writer, document)
+
+
 def test_data_sets_that_nothing_is_evaluated_on_are_not_asked_for(tmp_path: Path):
     """Ten documents and the default split were refused for their empty test part, though nothing was evaluated."""
-    import numpy as np
-
-    from megapipe.data.build import build_datasets
-    from megapipe.data.indexed import IndexedWriter
-    from megapipe.data.tokenizers.tokenizer import NullTokenizer
-
-    with IndexedWriter(tmp_path / "ten", np.uint16) as writer:
-        for _ in range(10):
-            add_document(writer, [1] * 40)
+    write_ten(tmp_path / "ten", [1] * 40)
     data = {"mock_data": False, "data_path": (str(tmp_path / "ten"),), "split": None, "eval_iters": 10}
     parts = build_datasets(config(train_iters=5, data=data), NullTokenizer(127))
     assert parts.train is not None
@@ -293,13 +295,14 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_or_is_told_and_tried_again(
     assert iterations_in(tmp_path) == ([1] if policy == "stop" else [1, 3])
 
 
-def test_threads_and_files_of_a_run_end_with_it():
+def test_threads_and_files_of_a_run_end_with_it(tmp_path):
     """They lived until Python looked for cycles, which it does ever more seldom: three files more with each restart."""
     flags = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --mock-data "
-        "--tokenizer-type NullTokenizer --vocab-size 15 --num-workers 1 --micro-batch-size 1 --global-batch-size 1 "
-        "--lr 1e-3 --train-iters 2 --split 1,1,98 --eval-interval 1 --eval-iters 1"
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 "
+        f"--data-path {tmp_path}/ten --split 4,3,3 --eval-interval 1 --eval-iters 1 --lr 1e-3 --train-iters 2 "
+        "--tokenizer-type NullTokenizer --vocab-size 15 --num-workers 1 --micro-batch-size 1 --global-batch-size 1"
     )
+    write_ten(tmp_path / "ten", [1] * 40)
     threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     pretrain(parse(Config, flags.split()), gpt_provider, forward_step)
     for thread in set(threading.enumerate()) - threads:

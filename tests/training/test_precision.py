@@ -22,7 +22,7 @@ def test_a_power_of_two_as_loss_scale_changes_no_bit():
 
 
 def test_fp16_trains_close_to_float32_once_its_scale_fits():
-    exact, half = alone("llama"), alone("llama", fp16=True, initial_loss_scale=2.0**13)
+    exact, half = alone("llama", 10), alone("llama", 10, fp16=True, initial_loss_scale=2.0**13)
     assert half[-1][0] == pytest.approx(exact[-1][0], abs=0.02)
     assert half != exact
 

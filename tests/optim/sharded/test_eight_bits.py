@@ -19,7 +19,7 @@ from megapipe.plan.seconds.messages import sums
 from megapipe.tensor_parallel.fp8.products import Delayed, Recipe, Scaled, products_of
 from megapipe.training.hooks import Callback, Hooks
 
-SHAPES = {"a.weight": (80, 48), "b.weight": (3, 144, 272), "c.weight": (16, 16)}
+SHAPES = {"a.weight": (136, 24), "b.weight": (3, 16, 136), "c.weight": (16, 16)}
 """Of which shares of 2 to 4 ranks end within rows, experts and blocks of 128."""
 
 

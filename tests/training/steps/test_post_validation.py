@@ -15,15 +15,15 @@ from megapipe.schedule.families.step.reduction import with_reduction
 from tools.proofs.fuzz_post_validation import Case, run_case
 
 NAN, INF = math.nan, math.inf
-STEPS = 12  # scripts/nightly.sh draws runs of thirty
+STEPS = 9  # scripts/nightly.sh draws runs of thirty
 
 
 @pytest.mark.parametrize(
     ("case", "undone"),
     [
-        (Case("zb-h2", 2, 4, clip=100.0, bad=((0, NAN), (3, 1e5), (4, 1e5), (9, INF), (STEPS - 1, NAN))), 4),
+        (Case("zb-h2", 2, 4, clip=100.0, bad=((0, NAN), (3, 1e5), (4, 1e5), (6, INF), (STEPS - 1, NAN))), 4),
         (Case("zb-v", 2, 4, dp=2, distributed=True, overlap=True, precision="bf16", clip=0.0, bad=((5, INF),)), 1),
-        (Case("1f1b", 2, 4, precision="fp16", clip=0.0, bad=((8, 1e30),), saves=11, evaluates=7), 1),
+        (Case("1f1b", 2, 4, precision="fp16", clip=0.0, bad=((6, 1e30),), saves=8, evaluates=5), 1),
         (Case("dualpipe", 2, 4, clip=1e-3), STEPS - 1),
     ],
 )
@@ -36,8 +36,8 @@ def test_a_run_has_the_bits_of_one_with_a_barrier(case, undone):
 
 def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
     """--post-validation-after 3: step 5 is undone; 6 to 8 wait, with 0 to 2 and the last."""
-    differences, late, wrong = run_case(Case("zb-h2", 2, 4, clip=100.0, bad=((5, NAN),), after=3, steps=STEPS))
-    assert (differences, late, wrong) == ([], STEPS - 7, 1)
+    differences, late, wrong = run_case(Case("zb-h2", 2, 4, clip=100.0, bad=((5, NAN),), after=3, steps=11))
+    assert (differences, late, wrong) == ([], 11 - 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
 )
 def test_a_skipped_step_that_waited_leaves_no_scale_for_the_next(case):
     """1 / (replicas x loss scale) of the skipped step multiplied the next step's gradients too."""
-    differences, _, _ = run_case(replace(case, after=3, steps=STEPS))
+    differences, _, _ = run_case(replace(case, after=3, steps=8))
     assert differences == []
 
 
