@@ -32,8 +32,8 @@ done
 python tools/gpu_check.py --device cpu
 python -m tools.proofs.gpu orders
 python -m tools.proofs.gpu.graphs
-python -m tools.proofs.inputs.commands --lines "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
-python tools/proofs/inputs/fuzz.py --draws "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
+python -m tools.proofs.inputs.commands --cases "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
+python tools/proofs/inputs/fuzz.py --cases "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python -m tools.proofs.mutants --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"
 python tools/proofs/drawn_starts.py --seed "${SEED:-$(date +%j)}"
 python tools/proofs/soak.py

@@ -1,7 +1,7 @@
 """Start runs whose ranks differ in something drawn: none may train, and each difference must be
 named to every rank.
 
-    python tools/proofs/drawn_starts.py --starts 1000
+    python tools/proofs/drawn_starts.py --cases 1000
 
 A start is what each rank does before any group exists: read its flags and files, plan, and compare
 over a TCP store. Ranks are threads, each with a connection of its own. One start in ten has no
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -37,12 +38,13 @@ from megapipe.config import Config
 from megapipe.data.indexed import IndexedWriter
 from megapipe.distributed.meeting.agreement import agree
 from megapipe.errors import ConfigError, UserError
-from megapipe.flags.parse import flags_of, parse, stop
+from megapipe.flags.parse import flags_of, parse, run
 from megapipe.models.provider import find_provider
 from megapipe.plan import make_plan
 from megapipe.schedule import build, to_json
 from megapipe.schedule.recipe import _built
 from megapipe.training.guards import ranks
+from tools.proofs.shrink import Draws, Fuzzer
 
 FLAGS = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
@@ -62,13 +64,11 @@ Facts = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Number of starts to draw."""
+class Flags(Draws):
+    """Draw starts whose ranks differ, and see that none trains."""
 
-    starts: int = 1000
-    """Of drawn runs of 2 to 8 ranks."""
-    seed: int = 1
-    """Of what is drawn."""
+    cases: float = 1000
+    """Number of starts, of 2 to 8 ranks."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def other_flag(config: Config, draw: random.Random) -> tuple[str, Facts]:
             continue  # that rank would end by itself
 
 
-def draw_start(draw: random.Random, copy: Path) -> Start:
-    """In the current folder, which has the files. copy: of the package, to be edited."""
+def draw_start(draw: random.Random) -> Start:
+    """Draw a start in the current folder, which has the files."""
     size = draw.choice((2, 4, 8))
     odd = tuple(sorted(draw.sample(range(size), draw.randint(1, size - 1))))
     kind = draw.choice(
@@ -223,10 +223,10 @@ def draw_start(draw: random.Random, copy: Path) -> Start:
         names, differing = (name,), facts(config)
         files()
     elif kind == "megapipe":
-        path = draw.choice(sorted(copy.rglob("*.py")))
-        with path.open("a") as file:
-            file.write("#")
         names = ("megapipe (SHA-256 of its source)",)
+        copy = Path("copy", ranks.PACKAGE.name)
+        shutil.copytree(ranks.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        append(str(draw.choice(sorted(copy.rglob("*.py")))))()
         with patch.object(ranks, "PACKAGE", copy):
             differing = facts(config)
     elif kind in ("torch", "Python"):
@@ -238,76 +238,74 @@ def draw_start(draw: random.Random, copy: Path) -> Start:
     return Start(kind, names, tuple(differing if r in odd else usual for r in range(size)), odd)
 
 
-def problem(start: Start, stores: Sequence[PrefixStore], pool: ThreadPoolExecutor) -> str:
-    """Let the ranks of a start meet.
+class Starts:
+    """Draws starts, in a folder of its own, and lets their ranks meet.
 
-    Returns: the mistake in the problems that they report; empty without one.
+    Attributes:
+        kinds: number of starts of each kind.
+        longest: the most seconds until all ranks had reported.
     """
 
-    def rank(r: int) -> tuple[str, ...]:
-        try:
-            agree(stores[r], r, len(start.ranks), start.ranks[r])
-        except ConfigError as error:
-            return error.problems
-        return ()
+    def __init__(self) -> None:
+        self.kinds, self.longest = Counter[str](), 0.0
+        self.server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        port = self.server.port
+        self.clients = [TCPStore("127.0.0.1", port, None, False) for _ in range(RANKS)]
 
-    told = list(pool.map(rank, range(len(start.ranks))))
+    def draw(self, draw: random.Random) -> Start:
+        """Draw a start."""
+        with TemporaryDirectory() as folder, chdir(folder):
+            files()
+            return draw_start(draw)
+
+    def run(self, start: Start) -> list[str]:
+        """Let the ranks of a start meet. Returns the mistakes in what they report."""
+        began, size = time.monotonic(), len(start.ranks)
+        name = f"start {self.kinds.total()}"
+        self.kinds[start.kind] += 1
+
+        def rank(r: int) -> tuple[str, ...]:
+            try:
+                agree(PrefixStore(name, self.clients[r]), r, size, start.ranks[r])
+            except ConfigError as error:
+                return error.problems
+            return ()
+
+        with ThreadPoolExecutor(size) as pool:
+            told = list(pool.map(rank, range(size)))
+        self.longest = max(self.longest, time.monotonic() - began)
+        return problems(start, told)
+
+
+def problems(start: Start, told: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the mistakes in what the ranks of a start are told."""
     if len(set(told)) > 1:
-        return f"ranks are told different things: {told}"
+        return [f"ranks are told different things: {told}"]
     if not start.names:
-        return f"nothing differs, and they stop: {told[0]}" if told[0] else ""
-    # All unlike rank 0.
-    shown = start.odd if 0 not in start.odd else sorted({*range(len(start.ranks))} - {*start.odd})
-    ranks = f"on ranks? {', '.join(map(str, shown))}(;|$)"
-    missing = [
-        name
+        return [f"nothing differs, and they stop: {told[0]}"] if told[0] else []
+    # Where rank 0 is odd, those that are named are all the ranks unlike it.
+    shown: Sequence[int] = start.odd
+    if 0 in start.odd:
+        shown = sorted({*range(len(start.ranks))} - {*start.odd})
+    ranks = re.compile(f"on ranks? {', '.join(map(str, shown))}(;|$)")
+    return [
+        f"not named: {name}, ranks {start.odd}; told {told[0]}"
         for name in start.names
         if not any(
-            line.startswith(f"{name} differs between ranks: ") and re.search(ranks, line)
+            line.startswith(f"{name} differs between ranks: ") and ranks.search(line)
             for line in told[0]
         )
     ]
-    return f"not named: {', '.join(missing)}, ranks {start.odd}; told {told[0]}" if missing else ""
 
 
-def starts(count: int, seed: int) -> tuple[Counter[str], list[str], float]:
-    """Return the number of starts of each kind, the errors found, and the longest time in seconds
-    until ranks reported.
-    """
-    draw, kinds, wrong, longest = random.Random(seed), Counter[str](), [], 0.0
-    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    clients = [TCPStore("127.0.0.1", server.port, None, False) for _ in range(RANKS)]
-    with TemporaryDirectory() as folder, chdir(folder), ThreadPoolExecutor(RANKS) as pool:
-        files()
-        for path in ranks.PACKAGE.rglob("*.py"):
-            target = Path("copy", path.relative_to(ranks.PACKAGE))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-        for n in range(count):
-            start, began = draw_start(draw, Path("copy")), time.monotonic()
-            if text := problem(
-                start, [PrefixStore(f"start {n}", client) for client in clients], pool
-            ):
-                wrong.append(f"start {n}, {start.kind}: {text}")
-            longest = max(longest, time.monotonic() - began)
-            kinds[start.kind] += 1
-    return kinds, wrong, longest
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 if none would train with a difference, and all without one."""
-    try:
-        options = parse(Options, argv)
-    except (UserError, KeyboardInterrupt) as error:
-        stop(error)
-    kinds, wrong, longest = starts(options.starts, options.seed)
-    print(
-        f"{options.starts} starts: "
-        f"{', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"
-    )
-    print(*wrong, f"{len(wrong)} wrong; the longest took {longest:.2f} s", sep="\n")
-    return int(bool(wrong))
+def main(argv: Sequence[str]) -> None:
+    """End with 1 if a start trains with a difference, or does not without one."""
+    starts = Starts()
+    fuzzer = Fuzzer("starts", starts.draw, starts.run)
+    fuzzer.prove(parse(Flags, argv), lambda start: f"{start.kind}, ranks {start.odd}")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(starts.kinds.items()))
+    print(f"{fuzzer.count} starts: {kinds}\n0 wrong; the longest took {starts.longest:.2f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,7 +1,7 @@
 """Drawn lines of every command: none may end in a traceback, take too long, or ignore a flag in
 silence.
 
-    python -m tools.proofs.inputs.commands --lines 5000 --seed 0
+    python -m tools.proofs.inputs.commands --cases 5000 --seed 0
 
 A line that works (commands.toml) gets flags from the command's own table, with values in range, at
 the border and wrong (lines.py, options.py), and runs in a fork of this process. It ends with status
@@ -14,16 +14,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import math
 import re
 import shlex
 import shutil
 import sys
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -46,9 +44,10 @@ from tools.proofs.inputs.lines import (  # noqa: E402
     without,
     words_of,
 )
+from tools.proofs.inputs.tally import Tally  # noqa: E402
+from tools.proofs.shrink import Draws, Fuzzer  # noqa: E402
 
 VERDICTS = ("accepted", "refused", "traceback", "unclear", "silent", "too slow")
-GOOD = ("accepted", "refused")
 _WARNING = re.compile(r"^\S+\.py:\d+: \w*Warning", re.M)
 WARM = (
     *("torch.distributed.device_mesh", "torch.utils._sympy.functions", "torch.utils.serialization"),
@@ -69,21 +68,33 @@ WARM = (
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Flags of this tool."""
+class Flags(Draws):
+    """Draw lines of commands, and see that each ends well and no flag of them is ignored."""
 
-    lines: int = 1000
-    """Command lines to draw."""
-    seed: int = 0
-    """The seed of all lines."""
+    cases: float = 1000
+    """How many at most."""
     commands: tuple[str, ...] = ()
     """Scenes of tools/proofs/inputs/commands.toml to draw from. Default: all."""
-    first: int = 0
-    """The number of the first line; a run that was cut off goes on so."""
-    seconds: float = math.inf
-    """Draw no more lines after this time."""
-    only_line: int | None = None
-    """Run this line alone, and show all that it prints and which of its flags act."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A drawn line.
+
+    Attributes:
+        drawn: the flags that were added to it or changed in it.
+        seed: of the values with which it runs again.
+    """
+
+    scene: Scene
+    groups: Groups
+    drawn: list[str]
+    seed: int
+
+    def __str__(self) -> str:
+        """Return it as it is typed."""
+        words = shlex.join(["megapipe", self.scene.command, *words_of(self.groups)])
+        return f"{words!a}\n{self.scene.name}, flags {self.drawn}"
 
 
 @dataclass(frozen=True)
@@ -142,67 +153,35 @@ def _contents(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
+def draw(dice: Random, scenes: Sequence[Scene]) -> Line:
+    """Draw a line."""
+    scene = dice.choices(scenes, [scene.weight for scene in scenes])[0]
+    return Line(scene, *draw_line(scene, dice), dice.randrange(2**16))
+
+
+def try_line(line: Line, bench: Bench, tally: Tally) -> list[str]:
+    """Run a line, and again without each of its flags. Returns what is wrong."""
+    name = line.scene.name
+    with tally.timed(name):
+        outcome = bench.run(line.scene, line.groups)
+    verdict = judge(line.scene, outcome)
+    idle = silent(bench, line, outcome) if verdict == "accepted" else None
+    return tally.add(name, "silent" if idle else verdict, idle or outcome.text)
+
+
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     every = read_scenes()
     if unknown := sorted(set(flags.commands) - every.keys()):
         raise ConfigError(f"--commands {' '.join(unknown)}: there are {', '.join(every)}.")
-    if flags.lines < 1:
-        raise ConfigError(f"--lines {flags.lines} must be at least 1.")
+    if flags.cases < 1:
+        raise ConfigError(f"--cases {flags.cases} must be at least 1.")
     scenes = [every[name] for name in flags.commands or every]
-    table, slowest, found = Counter[tuple[str, str]](), Counter[str](), dict[str, list[int]]()
+    tally = Tally([scene.name for scene in scenes], VERDICTS)
     with TemporaryDirectory() as folder:
-        if flags.only_line is not None:
-            raise SystemExit(_show(flags, scenes, Path(folder)))
-        bench = Bench(scenes, Path(folder))
-        until = time.monotonic() + flags.seconds
-        for n in range(flags.first, flags.first + flags.lines):
-            if time.monotonic() > until:
-                break
-            scene, groups, drawn, draw = _line(flags, scenes, n)
-            began = time.monotonic()
-            outcome = bench.run(scene, groups)
-            slowest[scene.name] = max(slowest[scene.name], int(1e3 * (time.monotonic() - began)))
-            verdict, about = judge(scene, outcome), gist(outcome.text)
-            if verdict == "accepted" and (
-                flag := silent(bench, scene, groups, drawn, outcome, draw)
-            ):
-                verdict, about = "silent", flag
-            table[scene.name, verdict] += 1
-            if verdict not in GOOD:
-                where = f"{scene.name}, {verdict}: {about}"
-                found.setdefault(where, []).append(n)
-                if len(found[where]) == 1:
-                    line = shlex.join([scene.command, *words_of(groups)])
-                    print(f"{where}  (--only-line {n})\n    {ascii(line)[:400]}", flush=True)
-    print(report([scene.name for scene in scenes], table, slowest))
-    for where, lines in found.items():
-        print(f"{len(lines)} x {where}: lines {', '.join(map(str, lines[:8]))}")
-    raise SystemExit(bool(found))
-
-
-def _line(flags: Flags, scenes: Sequence[Scene], n: int) -> tuple[Scene, Groups, list[str], Random]:
-    draw = Random(f"{flags.seed}/{n}")
-    scene = draw.choices(scenes, [scene.weight for scene in scenes])[0]
-    groups, drawn = draw_line(scene, draw)
-    return scene, groups, drawn, draw
-
-
-def _show(flags: Flags, scenes: Sequence[Scene], folder: Path) -> int:
-    """One line with all that it prints. Returns: the exit status."""
-    assert flags.only_line is not None
-    scene, groups, drawn, draw = _line(flags, scenes, flags.only_line)
-    bench = Bench([scene], folder)
-    outcome = bench.run(scene, groups)
-    verdict = judge(scene, outcome)
-    print(
-        f"megapipe {shlex.join([scene.command, *words_of(groups)])}\n{outcome.text}\n{verdict}, "
-        f"flags {drawn}"
-    )
-    idle = silent(bench, scene, groups, drawn, outcome, draw) if verdict == "accepted" else None
-    if idle:
-        print(f"silent: {idle}")
-    return verdict not in GOOD or idle is not None
+        run_line = partial(try_line, bench=Bench(scenes, Path(folder)), tally=tally)
+        Fuzzer("commands", partial(draw, scenes=scenes), run_line).prove(flags)
+    print(tally.report())
 
 
 def judge(scene: Scene, outcome: Outcome) -> str:
@@ -223,16 +202,15 @@ def judge(scene: Scene, outcome: Outcome) -> str:
     return "refused" if len(re.findall(r"^\S.*?\berror: ", text, re.M)) == 1 else "unclear"
 
 
-def silent(
-    bench: Bench, scene: Scene, groups: Groups, drawn: Sequence[str], first: Outcome, draw: Random
-) -> str | None:
+def silent(bench: Bench, line: Line, first: Outcome) -> str | None:
     """A flag of an accepted line that changes nothing, neither left out nor with another value;
     None if all act.
 
-    Looks at the flags that were drawn and at one other of the line.
+    Looks at the flags that were drawn and at one other of the line. first: what the line printed.
     """
-    others = [flag for flag in map(flag_of, groups) if flag not in ("", "--", *drawn)]
-    looked_at = [*drawn, *draw.sample(others, min(1, len(others)))]
+    scene, groups, draw = line.scene, line.groups, Random(line.seed)
+    others = [flag for flag in map(flag_of, groups) if flag not in ("", "--", *line.drawn)]
+    looked_at = [*line.drawn, *draw.sample(others, min(1, len(others)))]
     words = words_of(groups)
     own = scene.own(words) if words else {}
     options = scene.of_run | own
@@ -283,28 +261,6 @@ def _with(groups: Groups, flag: str, value: str) -> Groups:
     at = next(n for n, group in enumerate(groups) if flag_of(group) == flag)
     changed.insert(min(at, len(changed)), [flag, value])
     return changed
-
-
-def gist(text: str) -> str:
-    """Where a traceback ends in our code, or the last line."""
-    lines = text.strip().splitlines() or ["nothing printed"]
-    places = re.findall(r'File "[^"]*/((?:megapipe|tools|pretrain_gpt)[^"]*)", line (\d+)', text)
-    return (f"{places[-1][0]}:{places[-1][1]} " if places else "") + lines[-1][:150]
-
-
-def report(names: Sequence[str], table: Counter[tuple[str, str]], slowest: Counter[str]) -> str:
-    """A row for each scene: lines, and what became of them."""
-    head = [
-        "| command | lines |" + "".join(f" {verdict} |" for verdict in VERDICTS) + " slowest, ms |"
-    ]
-    rows = [*head, "|---|---:|" + "---:|" * (len(VERDICTS) + 1)]
-    for name in [*names, "all"]:
-        cells = [
-            sum(table[x, verdict] for x in names if name in (x, "all")) for verdict in VERDICTS
-        ]
-        most = max((slowest[x] for x in names if name in (x, "all")), default=0)
-        rows.append(f"| {name} | {sum(cells)} | " + " | ".join(map(str, [*cells, most])) + " |")
-    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Every command on inputs that are slightly wrong: none may end in a traceback or a hang, each
 refusal names its place.
 
-    python tools/proofs/inputs/fuzz.py --draws 20000 --seed 7
+    python tools/proofs/inputs/fuzz.py --cases 20000 --seed 7
 
 A draw takes a scene (scenes.py: a command that works and its small files), damages a file or a word
-or a few (damage.py), and runs the command in a forked process of its own. `--only-draw N` shows a
-single one.
+or a few (damage.py), and runs the command in a forked process of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import re
 import runpy
 import shutil
 import sys
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,33 +26,31 @@ sys.path.insert(0, str(ROOT))  # a fresh clone runs it before anything is instal
 
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.flags.parse import parse, run  # noqa: E402
-from tools.proofs.inputs.commands import gist  # noqa: E402
 from tools.proofs.inputs.damage import damage_file, damage_words  # noqa: E402
 from tools.proofs.inputs.forked import Limits, block_signals, run_forked  # noqa: E402
 from tools.proofs.inputs.scenes import Scene, make, read_scenes  # noqa: E402
+from tools.proofs.inputs.tally import Tally  # noqa: E402
+from tools.proofs.shrink import Draws, Fuzzer  # noqa: E402
 
 CODES = {1, 2, 16, 17}
 """Exit statuses of errors that a user can act on, see megapipe/errors.py."""
+VERDICTS = ("accepted", "refused", "refused without its place", "traceback", "crash", "hang")
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Flags of this tool."""
+class Flags(Draws):
+    """Damage the files and words of commands, and see that each refusal names its place."""
 
-    draws: int = 1000
-    """How many."""
-    seed: int = 0
-    """Of all draws."""
+    cases: float = 1000
+    """How many at most."""
     kinds: tuple[str, ...] = ()
     """Scenes to draw from. Default: all."""
-    seconds: float = 5.0
-    """A draw that computes longer hangs, and one that waits for ten times as long: other programs
-    take their turns.
+    limit: float = 5.0
+    """Seconds. A draw that computes longer hangs, and one that waits for ten times as long: other
+    programs take their turns.
     """
-    only_draw: int | None = None
-    """Run this one alone and show its command, what was damaged and all that it printed."""
     keep: str | None = None
-    """Folder to leave its files in."""
+    """Folder to leave the files of a draw in that fails."""
 
 
 @dataclass(frozen=True)
@@ -70,77 +65,49 @@ class Drawn:
     done: list[str]
 
 
+class Bench:
+    """A folder for each scene. Draws damage and run copies of them."""
+
+    def __init__(self, scenes: Sequence[Scene], folder: Path, limit: float) -> None:
+        self.scenes, self.limit = scenes, limit
+        self.here = folder / "here"
+        self.sources = {scene.name: folder / "made" / scene.name for scene in scenes}
+        make(scenes, [*self.sources.values()])
+        self.tally = Tally([*self.sources], VERDICTS)
+        gc.freeze()  # what was imported stays shared with every fork
+
+    def draw(self, draw: Random) -> Drawn:
+        """Draw a scene, and damage it in a fresh copy of its folder."""
+        scene = draw.choices(self.scenes, [scene.weight for scene in self.scenes])[0]
+        shutil.rmtree(self.here, ignore_errors=True)
+        shutil.copytree(self.sources[scene.name], self.here, symlinks=True)
+        return damaged(draw, scene, self.here)
+
+    def run(self, drawn: Drawn) -> list[str]:
+        """Run the scene that was drawn last. Returns what is wrong with its end."""
+        scene = drawn.scene
+        with self.tally.timed(scene.name):
+            code, text = _run(drawn, self.here, self.limit)
+        return self.tally.add(scene.name, judge(code, text, drawn.wanted), text)
+
+
 def main(argv: Sequence[str]) -> None:
     flags = parse(Flags, argv)
     every = read_scenes()
     if unknown := sorted(set(flags.kinds) - every.keys()):
         raise ConfigError(f"--kinds {' '.join(unknown)}: there are {', '.join(every)}.")
-    if flags.draws < 1 or not flags.seconds > 0:
-        raise ConfigError(f"--draws {flags.draws} and --seconds {flags.seconds} must be above 0.")
-    scenes = [every[kind] for kind in flags.kinds or every]
+    if flags.cases < 1 or not flags.limit > 0:
+        raise ConfigError(f"--cases {flags.cases} and --limit {flags.limit} must be above 0.")
     with TemporaryDirectory() as folder:
-        if flags.only_draw is not None:
-            raise SystemExit(_show(flags, scenes, flags.only_draw, Path(folder)))
-        sources = {scene.name: Path(folder, "made", scene.name) for scene in scenes}
-        make(scenes, [*sources.values()])
-        gc.freeze()  # what was imported stays shared with every fork
-        table, found, slowest = Counter[tuple[str, str]](), dict[str, list[str]](), Counter[str]()
-        for n in range(flags.draws):
-            began, scene = time.monotonic(), _scene(flags, scenes, n)
-            verdict, text, _ = _one(flags, scene, n, sources[scene.name], Path(folder))
-            kind = scene.name
-            slowest[kind] = max(slowest[kind], int(1e3 * (time.monotonic() - began)))
-            table[kind, verdict] += 1
-            if verdict not in ("accepted", "refused"):
-                where = f"{kind}, {verdict}: {gist(text)}"
-                found.setdefault(where, []).append(str(n))
-                if len(found[where]) == 1:
-                    print(f"{where}  (--only-draw {n})", flush=True)
-    print(report([scene.name for scene in scenes], table, slowest))
-    for where, draws in found.items():
-        print(f"{len(draws)} x {where}: draws {', '.join(draws[:5])}")
-    raise SystemExit(bool(found))
+        bench = Bench([every[kind] for kind in flags.kinds or every], Path(folder), flags.limit)
 
+        def told(drawn: Drawn) -> str:
+            if flags.keep:  # Hypothesis has run the smallest one last
+                shutil.copytree(bench.here, flags.keep, symlinks=True, dirs_exist_ok=True)
+            return f"{drawn.scene.program} {drawn.words}\n{'; '.join(drawn.done)}"
 
-def _scene(flags: Flags, scenes: Sequence[Scene], n: int) -> Scene:
-    return Random(f"{flags.seed}/{n}/scene").choices(scenes, [scene.weight for scene in scenes])[0]
-
-
-def _one(flags: Flags, scene: Scene, n: int, source: Path, folder: Path) -> tuple[str, str, Drawn]:
-    """Run draw n: return its outcome and the text that it printed."""
-    here = folder / "here"
-    shutil.rmtree(here, ignore_errors=True)
-    shutil.copytree(source, here, symlinks=True)
-    drawn = _drawn(Random(f"{flags.seed}/{n}"), scene, here)
-    code, text = _run(drawn, here, flags.seconds)
-    return judge(code, text, drawn.wanted), text, drawn
-
-
-def _show(flags: Flags, scenes: Sequence[Scene], n: int, folder: Path) -> int:
-    scene = _scene(flags, scenes, n)
-    make([scene], [folder / "made"])
-    verdict, text, drawn = _one(flags, scene, n, folder / "made", folder)
-    print(
-        f"{scene.program} {drawn.words}\n{'; '.join(drawn.done)}\n{text}\n{scene.name}: {verdict}"
-    )
-    if flags.keep:
-        shutil.copytree(folder / "here", flags.keep, symlinks=True, dirs_exist_ok=True)
-    return verdict not in ("accepted", "refused")
-
-
-def report(kinds: Sequence[str], table: Counter[tuple[str, str]], slowest: Counter[str]) -> str:
-    """A row for each scene."""
-    verdicts = ("accepted", "refused", "refused without its place", "traceback", "crash", "hang")
-    rows = [
-        f"| {kind} | " + " | ".join(str(table[kind, v]) for v in verdicts) + f" | {slowest[kind]} |"
-        for kind in kinds
-    ]
-    whole = [str(sum(table[kind, v] for kind in kinds)) for v in verdicts]
-    head = [
-        f"| kind | {' | '.join(verdicts)} | slowest, ms |",
-        "|---|" + "---:|" * (len(verdicts) + 1),
-    ]
-    return "\n".join([*head, *rows, f"| all | {' | '.join(whole)} | {max(slowest.values())} |"])
+        Fuzzer("inputs", bench.draw, bench.run).prove(flags, told)
+        print(bench.tally.report())
 
 
 def judge(code: int | None, text: str, wanted: frozenset[str]) -> str:
@@ -157,7 +124,7 @@ def judge(code: int | None, text: str, wanted: frozenset[str]) -> str:
     return "refused" if named else "refused without its place"
 
 
-def _drawn(draw: Random, scene: Scene, here: Path) -> Drawn:
+def damaged(draw: Random, scene: Scene, here: Path) -> Drawn:
     """The scene in `here`, damaged."""
     words, done = draw.choice(scene.commands.strip().splitlines()).split(), list[str]()
     files = {

@@ -1,6 +1,6 @@
 """Paste the flags of searched plans, and see that a run with them has the plan that was promised.
 
-    python -m tools.proofs.inputs.pasted --draws 200
+    python -m tools.proofs.inputs.pasted --cases 200
 
 Each draw is a small model, a number of devices, their memory and rates, and the user's own layout
 flags. `plan --search` runs as a user's command does. The flags of every plan of its list are put
@@ -10,19 +10,22 @@ line has to have the same digest, the same seconds and the same peak.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import shlex
-import sys
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from megapipe.commands.plan.main import main as plan_command
 from megapipe.errors import ScheduleError, UserError
+from megapipe.flags.parse import parse, run
+from tools.proofs.shrink import Draws, Fuzzer
 
 BASE = (
     "--train-iters 9 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --bf16 --seq-length 64 "
@@ -96,37 +99,46 @@ def differences(words: list[str], found: dict[str, Any], folder: Path) -> str:
     return "" if told == is_now else f"{told} became {is_now}"
 
 
-def main() -> int:
-    """Draw, and print each plan whose flags make another one."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    random = Random(args.seed)
-    plans = 0
-    wrong = 0
-    none = 0
+@dataclass(frozen=True)
+class Search:
+    """The words of a command line without --search, and the memory of a device."""
+
+    words: list[str]
+    memory: str
+
+    def __str__(self) -> str:
+        """Return it as it is typed."""
+        return shlex.join([*self.words, "--search", "--memory-gib", self.memory])
+
+
+@dataclass(frozen=True)
+class Flags(Draws):
+    """Paste the flags of searched plans, and see that a run with them has the promised plan."""
+
+    cases: float = 200
+    """Number of searches."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Draw, and end with 1 where a plan's flags make another one."""
+    plans, flags = Counter[bool](), parse(Flags, argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for n in range(args.draws):
-            words = drawn(random, folder)
-            memory = random.choice(("0.01", "0.02", "0.1", "80"))
-            search = [*words, "--search", "--memory-gib", memory, "--search-jobs", "1"]
-            try:
-                best = asked(search, folder)
-            except UserError as error:
-                print(f"{n}: {shlex.join(search)}\n   refused: {error}", flush=True)
-                wrong += 1
-                continue
-            none += not best
-            for found in best:
-                plans += 1
-                if told := differences(words, found, folder):
-                    wrong += 1
-                    print(f"{n}: {shlex.join(words)}\n   {shlex.join(found['flags'])}\n   {told}")
-    print(f"{args.draws} searches, {none} without a plan, {plans} plans, {wrong} differ")
-    return int(wrong > 0)
+
+        def draw(dice: Random) -> Search:
+            return Search(drawn(dice, folder), dice.choice(("0.01", "0.02", "0.1", "80")))
+
+        def paste(search: Search) -> list[str]:
+            given = ["--search", "--memory-gib", search.memory, "--search-jobs", "1"]
+            best = asked([*search.words, *given], folder)
+            plans[bool(best)] += len(best) or 1
+            told = [(found, differences(search.words, found, folder)) for found in best]
+            return [f"{shlex.join(found['flags'])}\n   {text}" for found, text in told if text]
+
+        fuzzer = Fuzzer("pasted", draw, paste)
+        fuzzer.prove(flags)
+    print(f"{fuzzer.count} searches, {plans[False]} without a plan, {plans[True]} plans, 0 differ")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> None:
         pairs = zip(gains.better, gains.gained, strict=True)
         one, any_table = (f"in {count / n:.0%}, by {gain / n:.1%}" for count, gain in pairs)
         print(
-            f"{n} draws: never worse; better than on 1F1B or V {one}, than on any table {any_table}; "
-            f"{gains.spent / n:.1f} s of CPU each"
+            f"{n} draws: never worse; better than on 1F1B or V {one}, than on any table "
+            f"{any_table}; {gains.spent / n:.1f} s of CPU each"
         )
     fuzzer = Fuzzer("solved exhaustively", draw_small, above_every_choice)
     fuzzer.prove(replace(flags, cases=flags.exhaustive))
