@@ -43,7 +43,7 @@ def test_drawn_inputs_are_taken_or_refused_by_name():
 
 
 def test_drawn_lines_of_commands_are_taken_or_refused_and_ignore_no_flag():
-    drawn = run(["tools/proofs/inputs/commands.py", "--cases", "40", "--seed", "3", "--commands", *QUICK])
+    drawn = run(["tools/proofs/inputs/commands.py", "--cases", "40", "--seed", "0", "--commands", *QUICK])
     assert drawn.returncode == 0, drawn.stdout + drawn.stderr
     lines, taken, refused, *rest = (int(x) for x in drawn.stdout.strip().splitlines()[-1].split("|")[2:9])
     assert lines == 40
