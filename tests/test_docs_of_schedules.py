@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megapipe.schedule import SCHEDULES, Costs, ScheduleError, build, simulate
-from megapipe.schedule.generators.compiled import library
+from megapipe.schedule.core.compiled import library
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.patterns import SLICED
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.text import from_csv, from_json
 from megapipe.schedule.views.compare import Row, compare, measure
 from megapipe.schedule.views.sliced import in_slices

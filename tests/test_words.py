@@ -70,7 +70,7 @@ ROOMS = [
     "megapipe/schedule/shapes",
     "megapipe/schedule/shapes/pairs",
     "megapipe/schedule/shapes/slices",
-    "megapipe/schedule/transforms",
+    "megapipe/schedule/core",
     "megapipe/schedule/views",
     "megapipe/models",
     "megapipe/models/attention",

@@ -15,18 +15,18 @@ from typing import Any
 
 from megapipe.commands.progress import Progress
 from megapipe.schedule import Costs, Schedule, ScheduleError, entry_of, is_file, load
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.families.offload.asked import Offload
-from megapipe.schedule.families.offload.solve import FEW_TRIES, searched, tables
+from megapipe.schedule.families.offload.solve import FEW_TRIES, tables
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import Fixed, Search, placements
+from megapipe.schedule.ingredients import Fixed, Pairing, Search, placements
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import check_size
 from megapipe.schedule.recipe import Built, Recipe
-from megapipe.schedule.search.paired import search_pairs
-from megapipe.schedule.shapes.pairs.asked import Pairing
-from megapipe.schedule.shapes.slices.cuts import Cutting
+from megapipe.schedule.search.offloaded import searched
+from megapipe.schedule.shapes.pairs.searched import search_pairs
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 from megapipe.schedule.views.moved import price_copies

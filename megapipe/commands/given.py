@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, entry_of, is_file
+from megapipe.schedule.core.cuts import CUTS
 from megapipe.schedule.costs import MOST
 from megapipe.schedule.costs_file import load_costs
 from megapipe.schedule.families.step.asked import StepPasses
-from megapipe.schedule.shapes.slices.cuts import CUTS
 
 
 def count(text: str) -> int:

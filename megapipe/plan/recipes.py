@@ -23,11 +23,10 @@ from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import GATHERS, SHARDS
 from megapipe.schedule.families.step.asked import StepPasses
-from megapipe.schedule.ingredients import Fixed, Search
+from megapipe.schedule.ingredients import Fixed, Pairing, Search
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.patterns import GROUP_SIZE
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.pairs.asked import Pairing
 
 EFFORT = 1.0
 """Effort of a search for a run."""

@@ -10,9 +10,9 @@ from difflib import get_close_matches
 from megapipe.errors import ScheduleError
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.own import own_generator
-from megapipe.schedule.generators.waves import loop, mirror, vee
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import OWN, PATTERNS, SLICED, Entry, make
+from megapipe.schedule.placement import loop, mirror, vee
 from megapipe.schedule.text import load
 from megapipe.schedule.verify import verify
 

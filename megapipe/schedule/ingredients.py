@@ -1,16 +1,16 @@
-"""The terms by which tables are judged while they are made, and the settings of a search."""
+"""The terms by which tables are judged while they are made; settings of pairs and of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Protocol
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.generators.waves import loop, vee
+from megapipe.schedule.costs import SHARES, UNIT, Costs
 from megapipe.schedule.passes import Placement, Schedule
+from megapipe.schedule.placement import loop, vee
 
 # {0} and {1} become the user's names of the two parts, such as flags.
 _CUT = "{0} cuts a table of F, B and W: leave out {1}."
@@ -90,6 +90,41 @@ class Fixed:
         if self.memory is None or isinstance(self.memory, tuple):
             return self.memory
         return (self.memory,) * table.placement.num_ranks
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Settings of pairs: two passes that run overlapped, so that communication is hidden.
+
+    `linked` returns the costs to use.
+
+    Attributes:
+        split: backwards that run without a forward are split even if the table has them fused.
+        share: part of F and of B that is communication, if the costs name none; 0 keeps the costs.
+    """
+
+    split: bool = False
+    share: float = 0.0
+
+    def linked(self, costs: Costs) -> Costs:
+        """Return the costs with `share` as communication of F and B; unchanged if they name any."""
+        # Measured costs say more than a share that a flag guesses.
+        named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
+        if named or not self.share:
+            return costs
+        return replace(costs, link_f=self.share, link_b=self.share)
+
+
+def refuse_idle(costs: Costs) -> None:
+    """Refuse costs without communication in any pass: pairs would hide nothing.
+
+    Raises: ScheduleError that names the flag.
+    """
+    if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
+        raise ScheduleError(
+            "pairs have nothing to hide, as no pass has communication. Say its share of a pass "
+            "with --comm-share 0.2, or link_f and link_b in the file of --costs."
+        )
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,10 @@ from megapipe.schedule.generators.interleaved import (
 )
 from megapipe.schedule.generators.own import own_schedule
 from megapipe.schedule.generators.sliced import seq1f1b, slimpipe, terapipe
-from megapipe.schedule.generators.waves import chimera, hanayo, loop, vee, wave
+from megapipe.schedule.generators.waves import chimera, hanayo
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.passes import Placement, Schedule
+from megapipe.schedule.placement import loop, vee, wave
 from megapipe.schedule.verify import verify
 
 OWN = "own"

@@ -1,7 +1,15 @@
 """On which rank each stage of the model is.
 
 A placement is independent of the table that runs on it. So loop, V and DualPipe's mirror are three
-one-line placements (`generators.waves`) under the same machinery.
+one-line placements under the same machinery.
+
+Stages of each rank, for 4 ranks and 8 stages (the mirror has two chains, 0 to 3 and 4 to 7):
+
+            loop   V      mirror
+    rank 0  0 4    0 7    0 7
+    rank 1  1 5    1 6    1 6
+    rank 2  2 6    2 5    2 5
+    rank 3  3 7    3 4    3 4
 """
 
 from __future__ import annotations
@@ -198,3 +206,35 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
         yield f"rank_of must name every rank from 0 to {ranks - 1} and no other, got {stages}"
     if chain < 1 or len(stages) % chain:
         yield f"chain {chain} must divide the number of stages, {len(stages)}"
+
+
+def loop(ranks: int, chunks: int = 1) -> Placement:
+    """Return the placement with stage s on rank s modulo `ranks`.
+
+    It is for naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules.
+
+    Args:
+        chunks: stages on each rank.
+    """
+    return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
+
+
+def vee(ranks: int) -> Placement:
+    """Return the V: two stages on each rank, numbered down the ranks and up again.
+
+    Rank 0 has both ends of the model. ZB-V, V-Half, V-Min and DualPipeV use it.
+    """
+    return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
+
+
+def wave(ranks: int, waves: int) -> Placement:
+    """Return the V repeated `waves` times, for Hanayo. Each V begins and ends on rank 0."""
+    return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
+
+
+def mirror(ranks: int) -> Placement:
+    """Return the placement of two copies of the model in opposite directions: DualPipe and Chimera.
+
+    Its stages are on the ranks of the V, cut into two chains. A chain has all stages of one copy.
+    """
+    return Placement((*range(ranks), *reversed(range(ranks))), ranks)

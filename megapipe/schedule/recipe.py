@@ -26,7 +26,7 @@ from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.offload.copies import copied
 from megapipe.schedule.families.offload.rules import MOVES
-from megapipe.schedule.families.offload.solve import searched, solve
+from megapipe.schedule.families.offload.solve import solve
 from megapipe.schedule.families.replicas import with_replicas
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.sharding.runs import SHARDS
@@ -36,12 +36,12 @@ from megapipe.schedule.families.sharding.sharded import (
     with_sharded_weights,
 )
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
-from megapipe.schedule.ingredients import EXCLUDED, Fixed, Refused, Search, Terms
+from megapipe.schedule.ingredients import EXCLUDED, Fixed, Pairing, Refused, Search, Terms
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
 from megapipe.schedule.patterns import SLICED, check_size
+from megapipe.schedule.search.offloaded import searched
 from megapipe.schedule.shapes.depths import with_depths
-from megapipe.schedule.shapes.pairs.asked import Pairing
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.schedule.shapes.slices.slices import Documents, in_place, slices
 from megapipe.schedule.simulate import simulate

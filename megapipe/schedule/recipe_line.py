@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from megapipe.schedule.catalogue import is_file
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.step.asked import StepPasses
+from megapipe.schedule.ingredients import Pairing
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.pairs.asked import Pairing
 
 
 def to_line(recipe: Recipe) -> str:

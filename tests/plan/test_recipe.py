@@ -12,9 +12,9 @@ from megapipe.schedule.dependencies import share_of_window
 from megapipe.schedule.families.offload.asked import Offload
 from megapipe.schedule.families.sharding.asked import Sharding
 from megapipe.schedule.families.step.asked import StepPasses
+from megapipe.schedule.ingredients import Pairing
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import to_line
-from megapipe.schedule.shapes.pairs.asked import Pairing
 from tools.proofs.tables.digests import FEATURES, MODELS, planned
 from tools.proofs.tables.recipes import different
 

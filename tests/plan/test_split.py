@@ -9,7 +9,7 @@ from megapipe.partition.spans import nearly_even
 from megapipe.plan import Pieces, Work
 from megapipe.plan.auto import Judge, balanced, search
 from megapipe.schedule import build, simulate
-from megapipe.schedule.shapes.pairs.asked import Pairing
+from megapipe.schedule.ingredients import Pairing
 from megapipe.schedule.shapes.pairs.pairs import pairs
 
 

@@ -22,8 +22,9 @@ from megapipe.schedule import (
     unpaired,
     verify,
 )
-from megapipe.schedule.search.paired import search_pairs
-from megapipe.schedule.shapes.pairs.pairs import held_in_pairs, paired_bound, pairs
+from megapipe.schedule.core.bound import paired_bound
+from megapipe.schedule.shapes.pairs.pairs import held_in_pairs, pairs
+from megapipe.schedule.shapes.pairs.searched import search_pairs
 
 COSTS = Costs(10, 11, 8, link_f=0.23, link_b=0.23, link_w=0.23)
 

@@ -20,12 +20,12 @@ from megapipe.schedule import (
     verify,
     verify_programs,
 )
+from megapipe.schedule.core.merge import activation
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary
 from megapipe.schedule.lower import Exchange, forward_only, lower
 from megapipe.schedule.shapes.depths import with_depths
-from megapipe.schedule.transforms.merge import activation
 from megapipe.schedule.views.perfetto import to_perfetto
 from megapipe.schedule.views.terminal import to_terminal
 from tools.proofs.tables.drawn import drawn_table

@@ -36,11 +36,11 @@ from megapipe.schedule import (
     simulate,
     unpaired,
 )
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import ATTENTION
 from megapipe.schedule.families.sharding.sharded import Living, with_sharded_weights
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.measured.costs import measured_costs
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.sliced import in_slices
 from tools.bench.emulate import ways
 from tools.bench.emulate.device import times

@@ -23,8 +23,8 @@ from megapipe.plan.auto import Judge, search
 from megapipe.plan.layers import Work
 from megapipe.plan.pieces import Pieces
 from megapipe.schedule import Costs, Schedule, build, entry_of, simulate, unpaired
+from megapipe.schedule.core.merge import activation
 from megapipe.schedule.families.vocabulary.shares import with_vocabulary
-from megapipe.schedule.transforms.merge import activation
 from tools.bench.emulate.device import times
 from tools.bench.emulate.pool import Job, Turns, run_pool
 from tools.bench.schedules import overhead_here

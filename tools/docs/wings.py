@@ -3,8 +3,9 @@
     python -m tools.docs.wings            # the table, and each import from one wing to another
 
 A *wing* is a folder of schedule/. The core is everything that wings may import: the files of
-schedule/ itself, the memory that its clock counts, and the list and protocol of families. A wing
-that needs another gets it from the core, so that a reader can leave out all other wings.
+schedule/ itself and of schedule/core/, the memory that its clock counts, and the list and protocol
+of families. A wing that needs another gets it from the core, so that a reader can leave out all
+other wings.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 SCHEDULE = Path(__file__).parents[2] / "megapipe" / "schedule"
 CORE = "core"
-_OF_CORE = ("memory", "families", "families.family")
-"""Folders and files of the core below schedule/. `families` is the list alone, not a family."""
+_OF_CORE = ("families", "families.family")
+"""Modules of the core in the folder of a wing. `families` is the list alone, not a family."""
 
 
 class Import(NamedTuple):
@@ -31,7 +32,7 @@ def wing_of(module: str) -> str:
     """Return the wing of a module that is named from schedule/ on, such as `search.auto`."""
     wing = module.split(".")[0]
     # A module of the core is a file, and the name of a wing's file has a dot.
-    if module in _OF_CORE or wing == "memory" or not (SCHEDULE / wing).is_dir():
+    if module in _OF_CORE or wing in (CORE, "memory") or not (SCHEDULE / wing).is_dir():
         return CORE
     return wing
 

@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.pipeline_parallel.loss import Loss
 from megapipe.pipeline_parallel.microbatches import Grad, Keep, Microbatches, Shape, ranks_of_tokens
 from megapipe.schedule import Pass, Schedule
-from megapipe.schedule.shapes.slices.cuts import at_borders, in_tokens
+from megapipe.schedule.core.cuts import at_borders, in_tokens
 from megapipe.tensor_parallel.rng import Stream
 
 

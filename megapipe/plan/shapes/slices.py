@@ -12,8 +12,8 @@ from megapipe.plan.layers import Load, Work, layer_work
 from megapipe.plan.part import Part, Planner
 from megapipe.plan.plan import Plan
 from megapipe.schedule import Costs, Schedule
+from megapipe.schedule.core.cuts import in_tokens, shares
 from megapipe.schedule.patterns import SLICED, Entry
-from megapipe.schedule.shapes.slices.cuts import in_tokens, shares
 
 FLAG = "--pipeline-slices"
 AUTO = "auto"

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from math import ceil
 
+from megapipe.schedule.core.fit import shortest
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.generators.fit import shortest
 from megapipe.schedule.generators.packing import Block, packed
-from megapipe.schedule.generators.waves import vee
 from megapipe.schedule.passes import Kind, Pass, Schedule, Step
+from megapipe.schedule.placement import vee
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:

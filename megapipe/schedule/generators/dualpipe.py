@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.generators.waves import mirror, vee
 from megapipe.schedule.passes import Schedule, Step
+from megapipe.schedule.placement import mirror, vee
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:

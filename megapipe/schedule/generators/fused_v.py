@@ -7,8 +7,8 @@ to defer, two thirds of 1F1B's memory are enough for a steady phase without wait
 from __future__ import annotations
 
 from megapipe.schedule.generators.packing import RankSlots
-from megapipe.schedule.generators.waves import vee
 from megapipe.schedule.passes import Kind, Pass, Schedule
+from megapipe.schedule.placement import vee
 
 
 def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.waves import vee
 from megapipe.schedule.passes import Kind, Pass, Schedule, Step
+from megapipe.schedule.placement import vee
 from megapipe.schedule.simulate import simulate
 
 

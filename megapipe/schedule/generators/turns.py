@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.generators.waves import loop
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.placement import loop
 
 
 def in_turns(

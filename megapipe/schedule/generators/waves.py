@@ -1,12 +1,4 @@
-"""Placements of stages in loops and waves over the ranks, and the schedules Chimera and Hanayo.
-
-Stages of each rank, for 4 ranks and 8 stages (the mirror has two chains, 0 to 3 and 4 to 7):
-
-            loop   V      mirror
-    rank 0  0 4    0 7    0 7
-    rank 1  1 5    1 6    1 6
-    rank 2  2 6    2 5    2 5
-    rank 3  3 7    3 4    3 4
+"""Chimera and Hanayo, schedules whose microbatches run in waves over the ranks.
 
 Chimera and Hanayo are one picture: each pass has a slot of its own, and the slots of a group of
 microbatches tile the plane. F and BW take one slot each. Let s be a stage in a chain of n stages,
@@ -19,38 +11,7 @@ from __future__ import annotations
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.passes import Kind, Pass, Placement, Schedule
-
-
-def loop(ranks: int, chunks: int = 1) -> Placement:
-    """Return the placement with stage s on rank s modulo `ranks`.
-
-    It is for naive, GPipe, 1F1B, ZB-H1, ZB-H2 and the interleaved schedules.
-
-    Args:
-        chunks: stages on each rank.
-    """
-    return Placement(tuple(range(ranks)) * chunks, ranks * chunks)
-
-
-def vee(ranks: int) -> Placement:
-    """Return the V: two stages on each rank, numbered down the ranks and up again.
-
-    Rank 0 has both ends of the model. ZB-V, V-Half, V-Min and DualPipeV use it.
-    """
-    return Placement((*range(ranks), *reversed(range(ranks))), 2 * ranks)
-
-
-def wave(ranks: int, waves: int) -> Placement:
-    """Return the V repeated `waves` times, for Hanayo. Each V begins and ends on rank 0."""
-    return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
-
-
-def mirror(ranks: int) -> Placement:
-    """Return the placement of two copies of the model in opposite directions: DualPipe and Chimera.
-
-    Its stages are on the ranks of the V, cut into two chains. A chain has all stages of one copy.
-    """
-    return Placement((*range(ranks), *reversed(range(ranks))), ranks)
+from megapipe.schedule.placement import mirror, wave
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megapipe.schedule.core.fit import shortest
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.fit import shortest
 from megapipe.schedule.generators.recorder import Recorder
-from megapipe.schedule.generators.waves import vee
 from megapipe.schedule.passes import Schedule
+from megapipe.schedule.placement import vee
 
 
 def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:

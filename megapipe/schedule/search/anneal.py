@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 from math import inf
 from time import process_time
 
-from megapipe.schedule.generators.compiled import Doubles, Ints, doubles, given_to_c, ints, library
-from megapipe.schedule.generators.orders import Orders, Problem, length
+from megapipe.schedule.core.compiled import Doubles, Ints, doubles, given_to_c, ints, library
+from megapipe.schedule.core.orders import Orders, Problem, length
 
 # The search looks at the time whenever its moves have placed this many passes: a few hundredths of
 # a second. The C code cannot be interrupted, so it returns to Python in between.
@@ -27,7 +27,7 @@ class Found:
     """A schedule that a search found.
 
     Attributes:
-        orders: the passes of each rank in order, as numbers (`generators.orders.encode`).
+        orders: the passes of each rank in order, as numbers (`core.orders.encode`).
         end: end of every pass, by its number, in the unit of the costs.
         length: value of the objective.
     """

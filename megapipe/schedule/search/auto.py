@@ -16,14 +16,14 @@ from time import process_time
 from typing import Any
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.bound import bound_of_any
+from megapipe.schedule.core.compiled import library
+from megapipe.schedule.core.orders import Problem, decode, one_by_one, problem
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.generators.compiled import library
-from megapipe.schedule.generators.orders import Problem, decode, one_by_one, problem
-from megapipe.schedule.generators.waves import vee
 from megapipe.schedule.ingredients import placements
 from megapipe.schedule.passes import Placement, Schedule
 from megapipe.schedule.patterns import check_size, fixed, one_of
-from megapipe.schedule.search.bound import bound_of_any
+from megapipe.schedule.placement import vee
 from megapipe.schedule.search.contest import Spending, contest
 from megapipe.schedule.search.seeds import few, is_large
 from megapipe.schedule.simulate import Timeline, simulate

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from time import process_time
 
-from megapipe.schedule.generators.orders import Problem, problem
-from megapipe.schedule.generators.waves import loop
+from megapipe.schedule.core.bound import lower_bound
+from megapipe.schedule.core.orders import Problem, problem
 from megapipe.schedule.passes import Placement
+from megapipe.schedule.placement import loop
 from megapipe.schedule.search.anneal import Cooling, Found, anneal
-from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.search.seeds import blocks, deals, few, is_large, pattern, patterns, unroll
 
 # Effort is counted in passes and not in time, so that faster or busier machines find the same

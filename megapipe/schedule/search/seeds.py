@@ -15,8 +15,8 @@ from math import exp
 from random import Random
 from time import process_time
 
-from megapipe.schedule.generators.fit import refilled
-from megapipe.schedule.generators.orders import (
+from megapipe.schedule.core.fit import refilled
+from megapipe.schedule.core.orders import (
     Orders,
     Problem,
     clock,

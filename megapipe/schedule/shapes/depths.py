@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.merge import merged
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.families.vocabulary.shares import all_shared, refuse_apart, with_vocabulary
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.merge import merged
 
 _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 

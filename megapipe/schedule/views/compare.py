@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import PLAIN, SCHEDULES, build
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import SHARES, UNIT, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.views.makers import cut_makers, makers_of
 from megapipe.schedule.views.scene import short

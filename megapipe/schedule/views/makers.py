@@ -7,12 +7,12 @@ from itertools import count
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import build, entry_of, is_file
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import Fixed
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
 from megapipe.schedule.recipe_line import parts_line
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.sliced import in_slices
 
 Make = Callable[[Callable[[float], None]], Schedule]

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.core.bound import paired_bound
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.ingredients import Fixed
+from megapipe.schedule.ingredients import Fixed, Pairing, refuse_idle
 from megapipe.schedule.passes import Schedule, overlaps, unpaired
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.pairs.asked import Pairing
-from megapipe.schedule.shapes.pairs.pairs import paired_bound, refuse_idle
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.views.scene import short
 

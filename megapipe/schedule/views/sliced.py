@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.catalogue import SCHEDULES, build, entry_of, is_file
+from megapipe.schedule.core.cuts import Cutting, shares
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.ingredients import Fixed, Search, placements
 from megapipe.schedule.memory.held import memory_steps
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import SLICED
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.slices.cuts import Cutting, shares
 from megapipe.schedule.simulate import run_clock
 from megapipe.schedule.text import load
 from megapipe.schedule.views.scene import short

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, overload
 from megapipe.moved import moved_names
 from megapipe.notebook import html_table
 from megapipe.schedule.catalogue import SCHEDULES
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.passes import Schedule
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.views.compare import Refusal, Row, advise, cells_of, compare, to_table
 from megapipe.schedule.views.figure import Files, legend, plain
 from megapipe.schedule.views.scene import short

@@ -12,6 +12,7 @@ from time import process_time
 import pytest
 
 from megapipe.schedule import ScheduleError, loop, vee
+from megapipe.schedule.core.bound import lower_bound
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.generators.blocks import v_half, v_min
 from megapipe.schedule.generators.classic import zb_h1, zb_h2
@@ -19,7 +20,6 @@ from megapipe.schedule.generators.interleaved import interleaved_zb
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.auto import search, zb_auto
-from megapipe.schedule.search.bound import lower_bound
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.verify import verify
 

@@ -7,11 +7,12 @@ from random import Random
 import pytest
 
 from megapipe.schedule import ScheduleError
+from megapipe.schedule.core.bound import paired_bound
 from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.generators.interleaved import interleaved
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search.auto import search
-from megapipe.schedule.shapes.pairs.pairs import paired_bound, pairs
+from megapipe.schedule.shapes.pairs.pairs import pairs
 from megapipe.schedule.simulate import simulate
 
 

@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 from megapipe.schedule import Placement, loop, simulate, unpaired, vee, verify
+from megapipe.schedule.core.compiled import compiled_fill, library
+from megapipe.schedule.core.fit import fill_weights
+from megapipe.schedule.core.orders import clock, fits, length, problem
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.compiled import compiled_fill, library
-from megapipe.schedule.generators.fit import fill_weights
-from megapipe.schedule.generators.orders import clock, fits, length, problem
 from megapipe.schedule.patterns import fixed
 from megapipe.schedule.search import auto
 from megapipe.schedule.search.anneal import Cooling, anneal

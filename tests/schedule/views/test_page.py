@@ -21,9 +21,9 @@ from megapipe.checks.run import flag_problems
 from megapipe.config import Config
 from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, Schedule, ScheduleError, build, from_csv, simulate, to_csv
+from megapipe.schedule.core.cuts import Cutting
 from megapipe.schedule.costs import ATTENTION, SHARES
 from megapipe.schedule.ingredients import Fixed
-from megapipe.schedule.shapes.slices.cuts import Cutting
 from megapipe.schedule.shapes.slices.slices import slices
 from megapipe.schedule.views.compare import measure
 from megapipe.schedule.views.lanes import communication

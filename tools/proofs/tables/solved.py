@@ -24,8 +24,9 @@ from megapipe.flags.parse import parse, run
 from megapipe.schedule import Costs, Schedule, ScheduleError, build, simulate
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.families.offload.solve import TRIES, searched, solve, tables
+from megapipe.schedule.families.offload.solve import TRIES, solve, tables
 from megapipe.schedule.families.offload.weigh import Verb, scales
+from megapipe.schedule.search.offloaded import searched
 from tools.proofs.shrink import Draws, Fuzzer
 
 RANKS, MICROBATCHES = 8, 16

@@ -10,13 +10,13 @@ tables that leave memory for activations that cannot be moved.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from random import Random
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.compiled import library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.families.family import times
 from megapipe.schedule.families.offload.copies import longest
 from megapipe.schedule.families.offload.weigh import (
     HAIR,
@@ -32,11 +32,9 @@ from megapipe.schedule.families.offload.weigh import (
     places,
     scales,
 )
-from megapipe.schedule.generators.compiled import library
 from megapipe.schedule.kinds import Kind
-from megapipe.schedule.passes import Placement, Schedule
+from megapipe.schedule.passes import Schedule
 from megapipe.schedule.patterns import PATTERNS, make
-from megapipe.schedule.search.auto import Candidate, search, search_among
 from megapipe.schedule.simulate import run_clock, uncollected
 
 TRIES = 2000
@@ -47,8 +45,6 @@ They take half a second for 8 ranks and 16 microbatches.
 """
 _FEW = 128
 """Most places of a rank that are moved one at a time."""
-EFFORT = 0.1
-"""Seconds of a search for an order: a longer one gains less than other choices."""
 
 
 @dataclass(frozen=True)
@@ -86,49 +82,6 @@ def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
             except ScheduleError:
                 continue
     return found
-
-
-def searched(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory: Memory,
-    *,
-    place: Placement | None = None,
-    effort: float = EFFORT,
-) -> Iterator[Schedule]:
-    """Yield tables that will fit this memory once most of their activations are moved.
-
-    They come from six searches. Each counts only a part of the memory of forwards, and all memory
-    that a pending W holds, because nothing moves that.
-
-    Args:
-        memory: most activation of the ranks, in the unit of the costs.
-        place: the placement; None for the best of loops and V.
-        effort: of each search, about the seconds on one core.
-    """
-    # A search under the real costs would leave no order that holds more than the memory, and these
-    # are the ones worth offloading.
-    for part, limit in _MOVED_LATER:
-        counted = replace(costs, mem_b=times(part, costs.mem_b))
-        rooms = tuple(limit * x for x in by_rank(memory, ranks))
-        try:
-            if place is None:
-                found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort)
-            else:
-                candidate = Candidate(place, counted, rooms)
-                found = search_among([candidate], microbatches, effort=effort)
-            yield found.schedule
-        except ScheduleError:  # not even one microbatch fits
-            continue
-
-
-_MOVED_LATER = (0.05, 0.75), (0.05, 0.875), (0.15, 0.875), (0.33, 0.75), (1.0, 2.0), (1.0, 4.0)
-"""(part of mem_b that stays, part of the memory for it); the rest is for copies in flight.
-
-Each was the best of fifteen such pairs for some of fourteen drawn costs, the last two where a copy
-takes longer than a forward.
-"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-/* What a table takes with some of its activations moved, as simulate.py says of what transforms/memory.py makes. */
+/* What a table takes with some of its activations moved, as simulate.py says of what copies.py makes. */
 
 #include <math.h>
 #include <stdlib.h>

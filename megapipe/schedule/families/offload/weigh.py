@@ -16,9 +16,9 @@ from itertools import accumulate
 from math import inf
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.generators.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.memory.held import gradients_of_keys
 from megapipe.schedule.passes import Pass, Schedule

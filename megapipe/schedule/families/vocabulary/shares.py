@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.merge import merged
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Placement, Schedule
 from megapipe.schedule.simulate import simulate
-from megapipe.schedule.transforms.merge import merged
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:

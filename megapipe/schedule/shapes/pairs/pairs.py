@@ -19,10 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.costs import SHARES, Costs
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.ingredients import refuse_idle
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
-from megapipe.schedule.search.bound import bound_of_any
 from megapipe.schedule.shapes.pairs.manner import GRID
 from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.simulate import simulate
@@ -131,18 +131,6 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
     refuse_idle(costs)
 
 
-def refuse_idle(costs: Costs) -> None:
-    """Refuse costs without communication in any pass: pairs would hide nothing.
-
-    Raises: ScheduleError that names the flag.
-    """
-    if costs.fb is None and not any(getattr(costs, name) for name in SHARES):
-        raise ScheduleError(
-            "pairs have nothing to hide, as no pass has communication. Say its share of a pass "
-            "with --comm-share 0.2, or link_f and link_b in the file of --costs."
-        )
-
-
 def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float) -> str:
     """Return the sentence that says why pairs do not help, and with which memory they do.
 
@@ -192,17 +180,3 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
         f"{text}: {rule}, and with that none was found that gains. "
         "Take more microbatches or another schedule."
     )
-
-
-def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
-    """Return a lower bound on the makespan of any table of this placement, with or without pairs.
-
-    Args:
-        memory: most activation of a rank, in the unit of the costs.
-    Returns: None for two copies of the model, and for costs that name the time of a pair, fb.
-    """
-    place = schedule.placement
-    # The bound does not know two copies, nor a time of pairs that their passes do not give.
-    if place.num_chains > 1 or costs.fb is not None:
-        return None
-    return bound_of_any(place, schedule.num_microbatches, costs, memory, "makespan")

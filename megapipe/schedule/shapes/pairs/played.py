@@ -9,8 +9,8 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product
 
+from megapipe.schedule.core.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.compiled import Doubles, Ints, doubles, ints, library
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule, Step
 from megapipe.schedule.shapes.pairs.manner import Manner

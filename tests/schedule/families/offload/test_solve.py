@@ -10,8 +10,9 @@ from megapipe.commands import schedules
 from megapipe.schedule import Costs, ScheduleError, build, from_json, simulate, verify
 from megapipe.schedule.families.offload import weigh
 from megapipe.schedule.families.offload.copies import with_offload, with_recompute
-from megapipe.schedule.families.offload.solve import searched, solve, tables
+from megapipe.schedule.families.offload.solve import solve, tables
 from megapipe.schedule.families.offload.weigh import Verb, applied, scales
+from megapipe.schedule.search.offloaded import searched
 from tools.proofs.tables import solved
 
 ONE = Costs(o=1, l=1)

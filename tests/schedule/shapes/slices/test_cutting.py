@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from megapipe.schedule import Costs, ScheduleError, build, simulate
+from megapipe.schedule.core.cuts import at_borders, in_tokens, shares
 from megapipe.schedule.costs import UNIT
-from megapipe.schedule.shapes.slices.cuts import at_borders, in_tokens, shares
 from megapipe.schedule.shapes.slices.slices import in_place, slices
 
 ATTENTION = Costs(attention_f=0.6, attention_b=0.6, attention_w=0.6)

@@ -20,8 +20,8 @@ from megapipe.schedule import (
     to_json,
     verify,
 )
+from megapipe.schedule.core.cuts import Cutting, shares
 from megapipe.schedule.dependencies import Dependencies
-from megapipe.schedule.shapes.slices.cuts import Cutting, shares
 from megapipe.schedule.shapes.slices.slices import slices
 
 ATTENTION = Costs(attention_f=0.6, attention_b=0.6, attention_w=0.6)

@@ -16,8 +16,8 @@ from megapipe.schedule import (
     to_json,
     verify,
 )
+from megapipe.schedule.core.cuts import shares
 from megapipe.schedule.costs import ATTENTION
-from megapipe.schedule.shapes.slices.cuts import shares
 from megapipe.schedule.shapes.slices.slices import slices
 
 TWO = """

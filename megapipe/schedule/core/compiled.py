@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from megapipe.compiled import compiled
-from megapipe.schedule.generators.orders import Orders, Problem
+from megapipe.schedule.core.orders import Orders, Problem
 
 _FILES = "search/clock.h", "search/moves.c", "shapes/pairs/play.c", "families/offload/weigh.c"
 SOURCES = tuple(Path(__file__).parents[1] / name for name in _FILES)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.compiled import library
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.compiled import library
-from megapipe.schedule.generators.waves import loop, vee
 from megapipe.schedule.passes import Pass, Schedule, unpaired
 from megapipe.schedule.patterns import fixed
+from megapipe.schedule.placement import loop, vee
 from megapipe.schedule.shapes.pairs.pairs import limits_in_pairs, pairs, refuse_unpairable
 from megapipe.schedule.shapes.pairs.together import best_play
 from megapipe.schedule.verify import verify

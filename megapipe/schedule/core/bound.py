@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.schedule.costs import SHARES, Costs, PerStage
-from megapipe.schedule.passes import Kind, Placement
+from megapipe.schedule.passes import Kind, Placement, Schedule
 
 
 class Overheads(NamedTuple):
@@ -190,3 +190,17 @@ def _most(
     if len(sizes) == 1:
         return min(everything, limit // sizes.pop() * max(time[s] for s in stages))
     return min(everything, limit * max(time[s] / memory[s] for s in stages))
+
+
+def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
+    """Return a lower bound on the makespan of any table of this placement, with or without pairs.
+
+    Args:
+        memory: most activation of a rank, in the unit of the costs.
+    Returns: None for two copies of the model, and for costs that name the time of a pair, fb.
+    """
+    place = schedule.placement
+    # The bound does not know two copies, nor a time of pairs that their passes do not give.
+    if place.num_chains > 1 or costs.fb is not None:
+        return None
+    return bound_of_any(place, schedule.num_microbatches, costs, memory, "makespan")

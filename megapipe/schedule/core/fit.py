@@ -12,9 +12,8 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from megapipe.schedule.costs import Costs
-from megapipe.schedule.generators.compiled import compiled_fill
-from megapipe.schedule.generators.orders import (
+from megapipe.schedule.core.compiled import compiled_fill
+from megapipe.schedule.core.orders import (
     Orders,
     Problem,
     backward_sooner,
@@ -24,6 +23,7 @@ from megapipe.schedule.generators.orders import (
     length,
     problem,
 )
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.passes import Schedule
 
 OVERRUNS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.8, 1.0)

@@ -1,0 +1,59 @@
+"""Searches for tables whose activations are offloaded or recomputed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import Costs
+from megapipe.schedule.families.family import times
+from megapipe.schedule.passes import Placement, Schedule
+from megapipe.schedule.search.auto import Candidate, search, search_among
+
+EFFORT = 0.1
+"""Seconds of a search for an order: a longer one gains less than other choices."""
+
+
+def searched(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | tuple[float, ...],
+    *,
+    place: Placement | None = None,
+    effort: float = EFFORT,
+) -> Iterator[Schedule]:
+    """Yield tables that will fit this memory once most of their activations are moved.
+
+    They come from six searches. Each counts only a part of the memory of forwards, and all memory
+    that a pending W holds, because nothing moves that.
+
+    Args:
+        memory: most activation of the ranks, in the unit of the costs.
+        place: the placement; None for the best of loops and V.
+        effort: of each search, about the seconds on one core.
+    """
+    limits = memory if isinstance(memory, tuple) else (memory,) * ranks
+    # A search under the real costs would leave no order that holds more than the memory, and these
+    # are the ones worth offloading.
+    for part, limit in _MOVED_LATER:
+        counted = replace(costs, mem_b=times(part, costs.mem_b))
+        rooms = tuple(limit * x for x in limits)
+        try:
+            if place is None:
+                found = search(ranks, microbatches, costs=counted, memory=rooms, effort=effort)
+            else:
+                candidate = Candidate(place, counted, rooms)
+                found = search_among([candidate], microbatches, effort=effort)
+            yield found.schedule
+        except ScheduleError:  # not even one microbatch fits
+            continue
+
+
+_MOVED_LATER = (0.05, 0.75), (0.05, 0.875), (0.15, 0.875), (0.33, 0.75), (1.0, 2.0), (1.0, 4.0)
+"""(part of mem_b that stays, part of the memory for it); the rest is for copies in flight.
+
+Each was the best of fifteen such pairs for some of fourteen drawn costs, the last two where a copy
+takes longer than a forward.
+"""
