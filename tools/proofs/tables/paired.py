@@ -19,8 +19,8 @@ from random import Random
 
 from megapipe.flags.parse import parse, run
 from megapipe.schedule import Costs, Kind, Schedule, ScheduleError, simulate, unpaired, verify
-from megapipe.schedule.costs import SHARES
 from megapipe.schedule.core.bound import paired_bound
+from megapipe.schedule.costs import SHARES
 from megapipe.schedule.shapes.pairs.pairs import pairs
 from tools.proofs.shrink import Draws, Fuzzer
 from tools.proofs.tables.drawn import any_table
