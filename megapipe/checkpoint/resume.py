@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from megapipe.config import Config, ModelConfig, OptimizerConfig
 from megapipe.config.model.mla import MLAConfig
+from megapipe.config.model.rotary import RotaryConfig
 from megapipe.config.model.stream import Matrix
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
@@ -34,7 +35,10 @@ FREE = {name for name, rule in RULES.items() if rule in (Resume.FREE, Resume.NAM
 """Settings that weights do not depend on."""
 _CONTENTS_NAMES = ("data_path", "tokenizer_model")
 _LATENTS = "multi_latent_attention"
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
+_STRETCH = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 _ROTARY = (
+    _INTERPOLATION,
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
@@ -292,7 +296,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if model.per_layer_overrides is None:
         if model.bias:
             fields["add_qkv_bias"] = False
-        if model.position_embedding_type != "rope" and not model.multi_latent_attention:
+        if not model.rotates and not model.multi_latent_attention:
             fields |= {name: getattr(ModelConfig, name) for name in _ROTARY}
         elif not model.use_rope_scaling:
             fields["rope_scaling_factor"] = ModelConfig.rope_scaling_factor
@@ -318,7 +322,7 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
         fields: fields of ModelConfig by name.
     """
     if not model.multi_latent_attention:
-        return _without(fields, MLAConfig.__dataclass_fields__) | {_LATENTS: False}
+        return _of_heads(model, fields) | {_LATENTS: False}
     # Heads come from latents, which have settings of their own.
     of_heads = (
         "kv_channels",
@@ -333,6 +337,16 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     if model.rope_type == "rope":
         return fields | {"mscale": MLAConfig.mscale}
     return fields | {"rope_type": "yarn", "rotary_percent": 1.0}
+
+
+def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields without settings of latents, and of yarn where it does not stretch."""
+    names = [name for name in MLAConfig.__dataclass_fields__ if name not in _STRETCH]
+    if model.position_embedding_type == "yarn":
+        return _without(fields, names)
+    return _without(fields, [*names, *_STRETCH, *RotaryConfig.__dataclass_fields__]) | {
+        _INTERPOLATION: fields[_INTERPOLATION]
+    }
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,15 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def yarn_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield the problem of a base of rotary frequencies whose logarithm yarn cannot divide by."""
+    if model.position_embedding_type == "yarn" and model.rotary_base <= 1:
+        yield (
+            f"--rotary-base {model.rotary_base:g}: --position-embedding-type yarn divides by its "
+            "logarithm, so that it must be above 1. Use --rotary-base 10000."
+        )
+
+
 def latent_problems(model: ModelConfig) -> Iterator[str]:
     """Yield problems of rotary positions in multi-latent attention: an odd width, or its base."""
     latent = "--multi-latent-attention"

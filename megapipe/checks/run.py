@@ -28,6 +28,7 @@ from megapipe.checks.model import (
     offload_problems,
     recompute_problems,
     variant_problems,
+    yarn_problems,
 )
 from megapipe.checks.numbers import check_numbers, division, divisors, near
 from megapipe.checks.pipeline import pipeline_problems
@@ -193,14 +194,16 @@ def _heads(m: ModelConfig) -> Problems:
             "or give the size of a head with --kv-channels."
         )
         return
-    if m.position_embedding_type != "rope":
+    if not m.rotates:
         return
+    yield from yarn_problems(m)
     # Channels turn in pairs, so their number must be even.
     turned = int(m.head_dim * m.rotary_percent)
     if turned % 2:
         yield (
-            f"--position-embedding-type rope turns pairs, but --rotary-percent {m.rotary_percent} "
-            f"of a head of {m.head_dim} is {turned}, an odd number."
+            f"--position-embedding-type {m.position_embedding_type} turns pairs, but "
+            f"--rotary-percent {m.rotary_percent} of a head of {m.head_dim} is {turned}, "
+            "an odd number."
         )
     elif turned == 0:
         yield (

@@ -18,6 +18,7 @@ from typing import Any
 
 from megapipe.config import KINDS, ModelConfig
 from megapipe.config.model.mla import MLAConfig
+from megapipe.config.model.rotary import RotaryConfig
 from megapipe.config.typed import unfit
 from megapipe.errors import ConfigError
 
@@ -29,9 +30,10 @@ _NAMES = (
     "rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor window_size "
     "normalization norm_epsilon apply_layernorm_1p disable_bias_linear add_qkv_bias "
     "attention_dropout hidden_dropout parallel_attention_mlp no_norm_bias no_attention no_mlp "
-    "norm_placement softmax_scale attn_logit_softcapping"
+    "norm_placement softmax_scale attn_logit_softcapping qk_layernorm_all_heads qk_l2_norm "
+    "softmax_type attention_output_gate"
 )
-FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__]
+FIELDS = [*_NAMES.split(), *MLAConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__]
 """Fields that a layer may change. The hidden state's width is the same for all layers."""
 # Nine digits: int() refuses more than 4300 in words of its own.
 _LAYERS = re.compile(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*")

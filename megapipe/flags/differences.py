@@ -26,6 +26,7 @@ class Difference(NamedTuple):
 
 # Megatron-LM's parser has None, and its validation computes the value. Fields here have the value.
 _LATER = "its validation fills in the same"
+_YARN = "its embedding takes the same"
 
 DIFFERENCES = (
     Difference("--dataloader-type", "default", "None", _LATER),
@@ -54,6 +55,7 @@ DIFFERENCES = (
         "FILE.py:NAME too",
     ),
     Difference("--recompute-modules", "default", "None", _LATER),
+    Difference("--rotary-seq-len-interpolation-factor", "default", "None", "no interpolation"),
     Difference("--tiktoken-pattern", "default", "None", "its tokenizer takes the same"),
     Difference(
         "--transformer-impl",
@@ -67,4 +69,7 @@ DIFFERENCES = (
         "transformer_engine",
         "its kernels have not run under megapipe yet, see transformer_engine.md",
     ),
+    Difference("--yarn-beta-fast", "default", "None", _YARN),
+    Difference("--yarn-beta-slow", "default", "None", _YARN),
+    Difference("--yarn-original-max-position-embeddings", "default", "None", _YARN),
 )

@@ -40,8 +40,6 @@ openai-gelu: without effect, as in Megatron-LM: --no-bias-gelu-fusion chooses th
 no-position-embedding: rotary positions add nothing to the embedding
 use-flash-attn: torch takes its flash kernel where it has one; --attention-backend flash requires it
 flash-attention-version=2|3|4: the kernel is torch's
-softmax-type=vanilla: the softmax is the plain one
-rotary-seq-len-interpolation-factor=1: positions are not interpolated
 no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-persist-layer-norm no-gradient-accumulation-fusion no-gradient-reduce-div-fusion: names a
     fused kernel that we do not have

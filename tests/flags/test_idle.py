@@ -27,7 +27,7 @@ RUNS = [
     "--weight-decay-incr-style linear --eval-interval 5",
     "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 "
     "--log-format short --tokenizer-type TikTokenizer --dataloader-type cyclic --eval-iters 0 --eval-interval 5 "
-    "--exit-signal-handler --rerun-mode disabled --profile --exp-avg-dtype bf16",
+    "--exit-signal-handler --rerun-mode disabled --profile --exp-avg-dtype bf16 --position-embedding-type yarn",
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local",

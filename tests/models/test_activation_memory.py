@@ -88,3 +88,22 @@ def test_the_plan_predicts_what_a_layer_holds_with_attention_dropout(dropout):
     model = replace(GPT2, hidden_size=64, num_attention_heads=8, attention_dropout=dropout, max_position_embeddings=512)
     held, _ = run_threads(lambda mesh: kept(mesh, model, tokens=512), tp=1)[0]
     assert held == pytest.approx(pieces(model, 512, B, element_bytes=2).layers[0].held, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"norm_placement": "post"},
+        {"norm_placement": "sandwich"},
+        {"attention_output_gate": True},
+        {"softmax_scale": 0.5},
+        {"softmax_type": "learnable"},
+        {"attn_logit_softcapping": 5.0},
+        {"qk_layernorm": True, "qk_layernorm_all_heads": True},
+    ],
+    ids=lambda variant: next(iter(variant)),
+)
+def test_the_plan_predicts_what_variants_of_attention_hold(variant):
+    model = replace(GPT2_OF_256, attention_dropout=0.0, **variant)
+    held, _ = run_threads(lambda mesh: kept(mesh, model), tp=1)[0]
+    assert held == pytest.approx(pieces(model, S, B, element_bytes=2).layers[0].held, rel=0.01)

@@ -32,6 +32,9 @@ LATENT = replace(
     rotary_scaling_factor=4.0,
     mscale=1.0,
 )
+YARN = replace(LLAMA, position_embedding_type="yarn", rotary_base=20.0, rotary_scaling_factor=4.0)
+YARN = replace(YARN, yarn_original_max_position_embeddings=5, yarn_beta_fast=0.9, yarn_beta_slow=0.3)
+YARN = replace(YARN, no_yarn_correction_range_round_to_int=True, softmax_scale=3.0)
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -86,6 +89,18 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (LLAMA, {"norm_placement": "post"}),
     (LLAMA, {"norm_placement": "sandwich"}),
     (LLAMA, {"softmax_scale": 3.0}),
+    (replace(LLAMA, qk_layernorm=True), {"qk_layernorm_all_heads": True}),
+    (LLAMA, {"qk_l2_norm": True}),
+    (LLAMA, {"softmax_type": "off-by-one"}),
+    (LLAMA, {"softmax_type": "learnable"}),
+    (LLAMA, {"attention_output_gate": True}),
+    (YARN, {"yarn_original_max_position_embeddings": 9}),
+    (YARN, {"yarn_beta_fast": 0.6}),
+    (YARN, {"yarn_beta_slow": 0.2}),
+    (YARN, {"no_yarn_correction_range_round_to_int": False}),
+    (YARN, {"yarn_temperature_beta": 1.0}),
+    (LLAMA, {"rotary_seq_len_interpolation_factor": 4.0}),
+    (replace(LLAMA, rotary_scaling_factor=4.0), {"position_embedding_type": "yarn"}),
     (LLAMA, {"attn_logit_softcapping": 1e-3}),
     (LLAMA, {"final_logit_softcapping": 0.1}),
     (GPT2, {"init_method_std": 0.1}),

@@ -60,6 +60,20 @@ STYLES["gemma2"] = _LLAMA | {
     "attn_logit_softcapping": 0.5,
     "final_logit_softcapping": 1.5,
 }
+STYLES["olmo3"] = _LLAMA | {
+    "norm_placement": "post",
+    "qk_layernorm": True,
+    "qk_layernorm_all_heads": True,
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 4,
+}
+STYLES["sinks"] = _LLAMA | {
+    "softmax_type": "learnable",
+    "attention_output_gate": True,
+    "qk_l2_norm": True,
+    "rotary_seq_len_interpolation_factor": 2.0,
+}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full"},

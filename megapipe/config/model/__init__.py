@@ -15,6 +15,7 @@ from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
 from megapipe.config.model.mtp import MTPConfig
 from megapipe.config.model.recompute import RecomputeConfig
+from megapipe.config.model.rotary import RotaryConfig
 from megapipe.config.model.stream import StreamConfig
 from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 
@@ -25,6 +26,7 @@ class ModelConfig(
     RecomputeConfig,
     AttentionConfig,
     StreamConfig,
+    RotaryConfig,
     ArchitectureConfig,
     MTPConfig,
     FP8Config,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.model.activation import ActivationConfig
-from megapipe.config.model.mla import HEADS, ROPE, STRETCHED
+from megapipe.config.model.mla import HEADS, PLAIN_ROPE, ROPE, STRETCHED
 from megapipe.config.notes import (
     ABOVE_0,
     BELOW_1,
@@ -58,11 +58,12 @@ class ArchitectureConfig(ActivationConfig):
     max_position_embeddings: Annotated[int | None, Required("1024"), at_least(1), MUST] = None
     """Largest sequence length: rows of the learned position table, and limit of rotary positions.
     Required, at least --seq-length."""
-    position_embedding_type: Annotated[Literal["learned_absolute", "rope", "none"], MUST] = (
-        "learned_absolute"
-    )
+    position_embedding_type: Annotated[
+        Literal["learned_absolute", "rope", "yarn", "none"], MUST
+    ] = "learned_absolute"
     """How the model sees positions. learned_absolute: a table that is added to the embedding.
-    rope: rotary embedding of queries and keys. none: not at all."""
+    rope: rotary embedding of queries and keys. yarn: the same, stretched by
+    --rotary-scaling-factor (Peng et al. 2023). none: not at all."""
     rotary_base: Annotated[float, ABOVE_0, MUST, ROPE] = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, UP_TO_1, MUST, ROPE, STRETCHED] = 1.0
@@ -70,7 +71,7 @@ class ArchitectureConfig(ActivationConfig):
     rotary_interleaved: Annotated[bool, MUST, ROPE, HEADS] = False
     """Rotate pairs of neighbouring channels, as GPT-J. Default: a channel of the head's first half
     with one of its second half."""
-    use_rope_scaling: Annotated[bool, MUST, ROPE, HEADS] = False
+    use_rope_scaling: Annotated[bool, MUST, ROPE, HEADS, PLAIN_ROPE] = False
     """Slow down low rotary frequencies as Llama 3.1 does, for an original length of 8192 tokens."""
     rope_scaling_factor: Annotated[float, ABOVE_0, MUST, demands("use_rope_scaling")] = 8.0
     """Factor by which --use-rope-scaling slows them: 8 in Llama 3.1, 32 in Llama 3.2."""
@@ -211,6 +212,11 @@ class ArchitectureConfig(ActivationConfig):
             # Megatron-LM's rounding, down to a multiple of 64.
             return int(4 * self.hidden * 2 / 3 / 64) * 64
         return 4 * self.hidden
+
+    @property
+    def rotates(self) -> bool:
+        """Return whether queries and keys are rotated by their positions."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def window(self) -> int | None:

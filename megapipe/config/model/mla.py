@@ -15,7 +15,7 @@ LATENT = of_no_layer(
     "heads are --kv-channels wide, without --multi-latent-attention",
 )
 ROPE = of_no_layer(
-    lambda m: m.position_embedding_type != "rope" and not m.multi_latent_attention,
+    lambda m: not m.rotates and not m.multi_latent_attention,
     "nothing is rotated, without --position-embedding-type rope",
 )
 HEADS = of_no_layer(
@@ -26,8 +26,16 @@ STRETCHED = of_no_layer(
     lambda m: m.multi_latent_attention and m.rope_type != "rope",
     "all channels of --qk-pos-emb-head-dim are rotated, without --rope-type rope",
 )
+PLAIN_ROPE = of_no_layer(
+    lambda m: m.position_embedding_type == "yarn",
+    "yarn has its own rule for low frequencies",
+)
+FACTOR = of_no_layer(
+    lambda m: not m.multi_latent_attention and m.position_embedding_type != "yarn",
+    "positions are not stretched, without --position-embedding-type yarn",
+)
 YARN = of_no_layer(
-    lambda m: m.rope_type == "rope",
+    lambda m: m.multi_latent_attention and m.rope_type == "rope",
     "positions are not stretched, with --rope-type rope",
 )
 
@@ -59,15 +67,15 @@ class MLAConfig:
     rope_type: Annotated[Literal["rope", "yarn"] | None, MUST, LATENT] = None
     """How the rotated channels turn. rope: plain rotary embedding. yarn: stretched from 4096
     positions (Peng et al. 2023). Default: yarn."""
-    rotary_scaling_factor: Annotated[float, ABOVE_0, MUST, LATENT] = 1.0
+    rotary_scaling_factor: Annotated[float, ABOVE_0, MUST, FACTOR] = 1.0
     """Factor by which yarn stretches the positions. It scales attention scores under rope too,
     see --mscale-all-dim."""
-    mscale: Annotated[float, at_least(0), MUST, LATENT, YARN] = 1.0
+    mscale: Annotated[float, at_least(0), MUST, FACTOR, YARN] = 1.0
     """Coefficient in yarn's factor on rotated channels,
     (0.1 mscale ln(factor) + 1) / (0.1 mscale-all-dim ln(factor) + 1)."""
-    mscale_all_dim: Annotated[float, at_least(0), MUST, LATENT] = 0.0
+    mscale_all_dim: Annotated[float, at_least(0), MUST, FACTOR] = 0.0
     """Coefficient in the factor on attention scores, the square of
-    0.1 mscale-all-dim ln(factor) + 1."""
+    0.1 mscale-all-dim ln(factor) + 1, with --multi-latent-attention."""
 
     latent_norm_epsilon: Annotated[float | None, ABOVE_0, MUST, LATENT] = None
     """Number that norms of latents add to the variance. Default: --norm-epsilon. Not in

@@ -152,7 +152,7 @@ def notes(content: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> It
             f"--hidden-dropout {model.hidden_dropout:g} drops embeddings too, "
             "which residual_dropout does not"
         )
-    if model.position_embedding_type == "rope":
+    if model.rotates:
         yield from _rotation_notes(model)
     yield from _depth_notes(content, model)
     if model.has_experts and model.capacity_factor is not None:

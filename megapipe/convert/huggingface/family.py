@@ -39,6 +39,7 @@ _IGNORED = """
     pre_allocate_kv_cache validate_runner_input reorder_and_upcast_attn model_max_length
     base_model_tp_plan quantization_config
 """
+_KIND = "position_embedding_type"
 IGNORED = frozenset(_IGNORED.split())
 
 
@@ -166,6 +167,11 @@ class Family:
             for settings in lists:
                 for layer, more in zip(layers, settings, strict=True):
                     layer |= more
+            # A list of layers with a rotation says not which one.
+            if fields.get(_KIND) == "yarn":
+                for layer in layers:
+                    if layer.get(_KIND) == "rope":
+                        layer[_KIND] = "yarn"
             fields |= spread(layers)
         return settled(fields)
 

@@ -201,7 +201,7 @@ class LayerWindow(Meaning):
         written: Fields = {"layer_types": kinds}
         if widths:
             written[key] = widths[0] + 1
-        elif self.plain and "rope" in of_layers(model, "position_embedding_type"):
+        elif self.plain and any(of_layers(model, "rotates")):
             written[key] = None
         return written
 
@@ -227,8 +227,7 @@ class RotatedLayers(Meaning):
         return {LAYERS: [{"position_embedding_type": kind} for kind in kinds]}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        kinds = of_layers(model, "position_embedding_type")
-        return {key: [int(kind == "rope") for kind in kinds]}
+        return {key: [int(rotates) for rotates in of_layers(model, "rotates")]}
 
 
 def by_pattern(content: Json) -> list[str]:

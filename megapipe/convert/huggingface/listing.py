@@ -20,8 +20,6 @@ _REFUSED = [
     ),
     ("gemma3n gemma4 gemma4_text", "llama", "inputs and keys that layers share, and other norms"),
     ("olmo", "llama", "LayerNorm without a weight"),
-    ("olmo2 olmo3 flex_olmo", "exaone4", "a norm over all heads of queries and of keys"),
-    ("olmoe minimax_m2", "qwen3_moe", "a norm over all heads of queries and of keys"),
     ("gpt_oss", "qwen3_moe", "attention sinks, and a clamped activation"),
     ("llama4 llama4_text", "mixtral", "attention in chunks, and weights before the experts"),
     (
@@ -44,7 +42,7 @@ _REFUSED = [
     ("hunyuan_v1_dense", "qwen3", "norms of heads after their rotation"),
     ("hunyuan_v1_moe", "qwen3_moe", "norms of heads after their rotation"),
     ("mimo_v2_flash", "qwen3_moe", "attention sinks, and values of another width"),
-    ("ministral3 mistral3", "mistral", "yarn without latents, and a temperature of scores"),
+    ("mistral3", "ministral3", "a model that sees pictures, around the text model"),
     ("deepseek_v32 glm_moe_dsa", "deepseek_v3", "sparse attention"),
     ("glm4_moe_lite", "deepseek_v3", "an epsilon of its own for the norms of latents"),
     ("deepseek_v4", "deepseek_v3", "several residual streams, and compressed keys"),

@@ -6,11 +6,16 @@ read, and both spellings are written.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.convert.huggingface.keys import Fields, Json, Meaning
+from megapipe.config.layers import layer_config
+from megapipe.config.model.rotary import RotaryConfig
+from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
+from megapipe.convert.huggingface.layers import FULL, SLIDING
 from megapipe.convert.huggingface.values import expected
 from megapipe.models.attention.rope import (
     HIGH,
@@ -19,17 +24,28 @@ from megapipe.models.attention.rope import (
     YARN_FAST,
     YARN_ORIGINAL,
     YARN_SLOW,
+    growth,
 )
 
 _ORIGINAL = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
+_STRETCHES = (
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    *RotaryConfig.__dataclass_fields__,
+)
+"""Fields of ModelConfig that may differ between layers of another rotation."""
 
 
 @dataclass(frozen=True)
 class Rotation(Meaning):
     """The meaning of rope_parameters: the rotation of queries and keys.
 
-    It is plain, or stretched for long sequences as in Llama 3.1.
+    It is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
 
     Attributes:
         base: the base of a missing key in the family's class.
@@ -51,7 +67,17 @@ class Rotation(Meaning):
         return {key: None, **older, _ORIGINAL: None}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
-        rope = self.settings(content)
+        return self.of_settings(self.settings(content), problems)
+
+    def of_settings(self, rope: Json, problems: list[str]) -> Fields:
+        """Return the fields of ModelConfig for the rotation's settings, from `settings`."""
+        for name in (FULL, SLIDING):
+            if name in rope:
+                problems.append(
+                    f"rope_parameters.{name} is an object: rotary positions are the same in all "
+                    "layers here"
+                )
+                return {}
         fields = self._share(rope, problems)
         # transformers 4, reading a file of transformers 5, takes 10000 without a word.
         base: Any = rope["rope_theta"]
@@ -98,8 +124,12 @@ class Rotation(Meaning):
         # Other rules, such as longrope or dynamic, choose by the length of a text.
         if kind == "default":
             return {}
+        if kind == "linear":
+            return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
+        if kind == "yarn":
+            return _yarn(rope, problems)
         if kind != "llama3":
-            problems.append(f"rope_type {kind} is not default or llama3")
+            problems.append(f"rope_type {kind} is not default, llama3, yarn or linear")
             return {}
         expect = {
             "low_freq_factor": (LOW,),
@@ -126,6 +156,10 @@ class Rotation(Meaning):
 
     def stretch(self, model: ModelConfig) -> Fields:
         """Return the entries of rope_parameters for stretched frequencies; none for plain ones."""
+        if model.position_embedding_type == "yarn":
+            return _yarn_settings(model)
+        if model.rotary_seq_len_interpolation_factor != 1:
+            return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
         if not model.use_rope_scaling:
             return {}
         return {
@@ -135,6 +169,138 @@ class Rotation(Meaning):
             "high_freq_factor": HIGH,
             _ORIGINAL: ORIGINAL,
         }
+
+
+@dataclass(frozen=True)
+class LayerRotation(Rotation):
+    """The meaning of rope_parameters with settings for each kind of layer, full or sliding.
+
+    Attributes:
+        missing_kinds: returns each layer's kind if layer_types is missing, given the config.json.
+        sliding: the base of a sliding layer in the family's class; None: as of a full one.
+        sliding_key: the older key for that base.
+    """
+
+    missing_kinds: Callable[[Json], list[str]] | None = None
+    sliding: float | None = None
+    sliding_key: str = ""
+
+    def keys(self, key: str) -> Fields:
+        more = {self.sliding_key: self.sliding} if self.sliding_key else {}
+        return super().keys(key) | more
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        rope = content[key] or {}
+        base = content[self.base_key]
+        sliding_base = content[self.sliding_key] if self.sliding_key else base
+        # The older form stretches full layers alone.
+        full = {"rope_theta": base, **(rope.get(FULL) or {}), **(content["rope_scaling"] or {})}
+        sliding = {"rope_theta": sliding_base, **(rope.get(SLIDING) or {})}
+        for settings in (full, sliding):
+            settings.setdefault(_ORIGINAL, content["max_position_embeddings"])
+        for name in rope:
+            if name not in (FULL, SLIDING):
+                problems.append(f"{key}.{name} is not one of {FULL} and {SLIDING}")
+        assert self.missing_kinds is not None
+        kinds = content["layer_types"] or self.missing_kinds(content)
+        plain = {name: getattr(ModelConfig, name) for name in _STRETCHES}
+        plain["position_embedding_type"] = "rope"
+        by_kind = {
+            FULL: plain | self.of_settings(full, problems),
+            SLIDING: plain | self.of_settings(sliding, problems),
+        }
+        layers = [dict(by_kind.get(kind, plain)) for kind in kinds]
+        return {LAYERS: layers[: content["num_hidden_layers"]]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        layers = [layer_config(model, n) for n in range(model.layers)]
+        full = next((x for x in layers if x.window is None), None)
+        sliding = next((x for x in layers if x.window is not None), None)
+        bases = (self.base, self.base if self.sliding is None else self.sliding)
+        written: Fields = {key: {}}
+        for kind, base, layer in zip((FULL, SLIDING), bases, (full, sliding), strict=True):
+            settings: Fields = {"rope_theta": base, "rope_type": "default"}
+            if layer is not None:
+                settings = {**settings, "rope_theta": layer.rotary_base, **self.stretch(layer)}
+            written[key][kind] = settings
+        written[self.base_key] = written[key][FULL]["rope_theta"]
+        if self.sliding_key:
+            written[self.sliding_key] = written[key][SLIDING]["rope_theta"]
+        scaled = written[key][FULL]["rope_type"] != "default"
+        return written | {"rope_scaling": written[key][FULL] if scaled else None}
+
+
+@dataclass(frozen=True)
+class RotaryDim(Rotation):
+    """The meaning of rope_parameters with a number of rotated channels, rotary_dim."""
+
+    def keys(self, key: str) -> Fields:
+        return super().keys(key) | {"rotary_dim": None}
+
+    def settings(self, content: Json) -> Fields:
+        found = super().settings(content)
+        if content["rotary_dim"] is not None:
+            head = content["head_dim"] or content["hidden_size"] // content["num_attention_heads"]
+            found.setdefault(_SHARE, content["rotary_dim"] / head)
+        return found
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        channels = None
+        if model.rotary_percent != 1:
+            channels = int(model.head_dim * model.rotary_percent)
+        return super().write(key, model) | {"rotary_dim": channels}
+
+
+def _yarn(rope: Json, problems: list[str]) -> Fields:
+    """Return the fields of ModelConfig for YaRN's settings, of plain attention."""
+    factor = rope["factor"]
+    original = rope[_ORIGINAL]
+    if factor is None:
+        problems.append("rope_parameters.factor is null; it has to be the factor of yarn")
+        return {}
+    every = rope.get("mscale_all_dim") or 0.0
+    own = rope.get("mscale") or 0.0
+    # transformers reads them only together.
+    both = bool(every and own)
+    said = rope.get("attention_factor")
+    fields = {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": float(factor),
+        "yarn_original_max_position_embeddings": original,
+        "yarn_beta_fast": float(rope.get("beta_fast") or YARN_FAST),
+        "yarn_beta_slow": float(rope.get("beta_slow") or YARN_SLOW),
+        "no_yarn_correction_range_round_to_int": rope.get("truncate") is False,
+        "mscale": float(own) if both else 1.0,
+        "mscale_all_dim": float(every) if both else 0.0,
+        "yarn_temperature_beta": float(rope.get("llama_4_scaling_beta") or 0.0),
+    }
+    # It wins over mscale there. The published ones are what follows from the factor.
+    if said is not None and not math.isclose(said, growth(factor, 1.0), rel_tol=1e-6):
+        problems.append(
+            f"attention_factor is {said}; only 0.1 ln(factor) + 1 = {growth(factor, 1.0):g} "
+            "can be converted"
+        )
+    if said is not None:
+        fields |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return fields
+
+
+def _yarn_settings(model: ModelConfig) -> Fields:
+    """Return the entries of rope_parameters for YaRN in plain attention."""
+    found: Fields = {
+        "rope_type": "yarn",
+        "factor": model.rotary_scaling_factor,
+        _ORIGINAL: model.yarn_original_max_position_embeddings,
+        "beta_fast": model.yarn_beta_fast,
+        "beta_slow": model.yarn_beta_slow,
+    }
+    if model.no_yarn_correction_range_round_to_int:
+        found["truncate"] = False
+    if model.mscale_all_dim:
+        found |= {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+    if model.yarn_temperature_beta:
+        found["llama_4_scaling_beta"] = model.yarn_temperature_beta
+    return found
 
 
 @dataclass(frozen=True)

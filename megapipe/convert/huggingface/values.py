@@ -14,12 +14,12 @@ _KINDS: dict[Any, str] = {
         num_local_experts num_experts num_experts_per_tok moe_intermediate_size
         shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank
         qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace
-        no_rope_layer_interval num_nextn_predict_layers
+        no_rope_layer_interval query_pre_attn_scalar num_nextn_predict_layers
     """,
     int | None: """
         q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window
         n_shared_experts num_shared_experts original_max_position_embeddings
-        sliding_window_pattern
+        sliding_window_pattern rotary_dim
     """,
     float: """
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
@@ -28,10 +28,12 @@ _KINDS: dict[Any, str] = {
     """,
     bool: """
         tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_sliding_window
-        norm_topk_prob qkv_bias use_qk_norm qk_layernorm
+        norm_topk_prob qkv_bias use_qk_norm qk_layernorm truncate
     """,
     float | None: """
         rope_theta rotary_emb_base rotary_pct partial_rotary_factor mscale mscale_all_dim
+        beta_fast beta_slow attention_factor llama_4_scaling_beta rope_local_base_freq
+        attn_logit_softcapping final_logit_softcapping clip_qkv
     """,
     dict | None: "rope_parameters rope_scaling",
     list | None: "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
@@ -56,6 +58,7 @@ _MAY_BE_0 = (
 )
 _LONGEST = 2**31 - 1
 _WIDEST = 2**19
+_OF_LAYERS = ("full_attention", "sliding_attention")
 _NESTED = ("rope_parameters", "rope_scaling")
 
 
@@ -67,6 +70,10 @@ def unfit(content: Mapping[str, Any]) -> Iterator[str]:
         held = content.get(outer)
         if isinstance(held, dict):
             found = {f"{outer}.{name}": value for name, value in held.items()}
+            for layers in _OF_LAYERS:
+                own = held.get(layers)
+                if isinstance(own, dict):
+                    found |= {f"{outer}.{layers}.{key}": x for key, x in own.items()}
             values |= found
             inside |= found.keys()
     for key, value in values.items():
@@ -80,7 +87,7 @@ def unfit(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {words(kind)}, got {shown(value)}"
         elif kind in (int, int | None) and value is not None and not least <= value <= most:
             yield f"{key} is an integer from {least} to {most}, got {shown(value)}"
-        elif key in inside and isinstance(value, dict):
+        elif key in inside and isinstance(value, dict) and name not in _OF_LAYERS:
             yield f"{key} is an object: rotary positions are the same in all layers here"
 
 

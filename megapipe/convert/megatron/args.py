@@ -33,7 +33,9 @@ rotary_base rotary_percent rotary_interleaved
 use_rope_scaling rope_scaling_factor
 normalization swiglu quick_geglu squared_relu
 activation_func_clamp_value glu_linear_offset
-add_qkv_bias qk_layernorm
+add_qkv_bias qk_layernorm qk_l2_norm
+softmax_type attention_output_gate
+rotary_seq_len_interpolation_factor
 untie_embeddings_and_output_weights
 init_method_std init_method_xavier_uniform
 embedding_init_method_std
@@ -81,10 +83,8 @@ fp8 fp4 is_hybrid_model hybrid_layer_pattern
 heterogeneous_layers_config_path
 heterogeneous_layers_config_encoded_json
 experimental_attention_variant
-linear_attention_freq softmax_type
-attention_output_gate qk_l2_norm
+linear_attention_freq
 window_attn_skip_freq no_rope_freq
-rotary_seq_len_interpolation_factor
 apply_residual_connection_post_layernorm
 use_mup enable_mhc_connections moe_latent_size
 moe_mlp_glu_interleave_size
@@ -93,8 +93,6 @@ moe_router_topk_limited_devices
 softmax_scale rotary_base_per_layer
 head_wise_attn_gate
 """
-_USUAL: dict[str, Any] = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
-"""Values of such arguments that mean the usual model, if they are not false."""
 _POSITIONS = ("learned_absolute", "rope", "none")
 
 
@@ -140,8 +138,10 @@ def _unsupported(args: Args, position_kind: object) -> Iterator[str]:
     """
     for key in _OTHER.split():
         value = args.get(key)
-        if value and value != _USUAL.get(key):
+        if value:
             yield f"--{key.replace('_', '-')} {_shown(value)} is not supported"
+    if args.get("softmax_type") == "learnable":
+        yield "--softmax-type learnable is not supported"
     for key in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"):
         if not isinstance(args.get(key), int):
             yield f"its arguments have no {key}"

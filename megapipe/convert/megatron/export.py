@@ -13,7 +13,9 @@ from typing import Any
 
 from megapipe.checkpoint.save_load import STATE
 from megapipe.config import Config, ModelConfig
-from megapipe.config.notes import flag
+from megapipe.config.model.attention import AttentionConfig
+from megapipe.config.model.rotary import RotaryConfig
+from megapipe.config.notes import flag, typed
 from megapipe.convert.checkpoints import exportable
 from megapipe.convert.huggingface.checks import check_ours
 from megapipe.convert.tensors import SavedTensors
@@ -169,6 +171,8 @@ _OWN = """
 geglu xielu parallel_attention_mlp no_norm_bias add_bias_to latent_norm_epsilon
 mup_embedding_mult residual_multiplier mup_output_mult
 """
+_CARRIED = ("qk_l2_norm", "attention_output_gate", "rotary_seq_len_interpolation_factor")
+"""Variants of attention that Megatron-LM has under the same names."""
 
 
 def _check_model(config: Config, name: str) -> None:
@@ -183,6 +187,18 @@ def _check_model(config: Config, name: str) -> None:
     for field in _OWN.split():
         if getattr(model, field) != getattr(ModelConfig, field):
             raise CheckpointError(f"{name}: {flag(field)} has no equivalent in Megatron-LM")
+    for field in (*AttentionConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__):
+        value = getattr(model, field)
+        if field in _CARRIED or value == "off-by-one":
+            continue
+        if value != getattr(ModelConfig, field):
+            raise CheckpointError(
+                f"{name}: {typed(flag(field), value)} cannot be converted to Megatron-LM's format"
+            )
+    if model.position_embedding_type == "yarn":
+        raise CheckpointError(
+            f"{name}: --position-embedding-type yarn cannot be converted to Megatron-LM's format"
+        )
     if model.depths and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(
             f"{name}: --mtp-num-layers {model.depths} with --position-embedding-type "

@@ -204,21 +204,29 @@ class Sums(NamedTuple):
     Attributes:
         out: [n, g, s/c, d], the output normalised over these keys, for n pairs of a sequence and a
             query group with g heads each.
-        lse: [n, g, s/c, 1], the logarithm of the softmax denominator; -inf before the first key.
+        lse: [n, g, s/c, 1], the logarithm of the softmax denominator. Before the first key it is
+            -inf, or the head's sink.
     """
 
     out: Tensor
     lse: Tensor
 
     @staticmethod
-    def empty(q: Tensor, groups: int) -> Sums:
+    def empty(q: Tensor, groups: int, sinks: Tensor | None = None) -> Sums:
         """Return the state before any key, for queries q [b, heads, s, d].
 
-        groups: the number of query groups; each has heads / groups heads.
+        Args:
+            groups: the number of query groups; each has heads / groups heads.
+            sinks: [heads], the logarithm of a term that each head's softmax denominator has in
+                addition to its keys; None for no such term.
         """
         shape = (q.shape[0] * groups, q.shape[1] // groups, q.shape[2])
         out = torch.zeros(*shape, q.shape[3], dtype=_sums(q), device=q.device)
-        return Sums(out, out.new_full((*shape, 1), float("-inf")))
+        lse = out.new_full((*shape, 1), float("-inf"))
+        if sinks is not None:
+            # A key with the value 0 that all queries attend to: only the denominator knows it.
+            lse.view(q.shape[0], q.shape[1], -1).copy_(sinks[:, None])
+        return Sums(out, lse)
 
 
 def attend(

@@ -106,12 +106,20 @@ def _without_turns() -> AbstractContextManager[None]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mask: MaskSpec, way: str, has_graph: bool, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        mask: MaskSpec,
+        way: str,
+        has_graph: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
     ) -> Tensor:
         stream = mask.stream
         # One tensor, so that a step of the ring sends one message.
         kv = torch.stack((k, v))
-        sums = Sums.empty(q, k.shape[1])
+        # Once for each forward: every rank and slice merges its keys into this state.
+        sums = Sums.empty(q, k.shape[1], sinks)
         mine = stream.cut.spans(mask.length)
 
         def use(kv: Tensor, held: Tokens) -> None:
@@ -134,14 +142,14 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q).copy_(sums.out.view(q.shape))
         # A slice's keys are stored once, for itself and for later slices.
         own = (k, v) if stream.piece is None else ()
-        ctx.save_for_backward(q, *own, out, sums.lse)
+        ctx.save_for_backward(sinks, q, *own, out, sums.lse)
         ctx.mask = mask
         ctx.way = way
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, *own, out, lse = ctx.saved_tensors
+        sinks, q, *own, out, lse = ctx.saved_tensors
         mask: MaskSpec = ctx.mask
         piece = mask.stream.piece
         mine = mask.stream.cut.spans(mask.length)
@@ -166,26 +174,51 @@ class _Attention(torch.autograd.Function):
         if piece is not None:
             del _parts(mask)[piece.start]
         dk, dv = dkv.to(q.dtype)
-        return None, None, None, torch.empty_like(q).copy_(dq.view(q.shape)), dk, dv
+        dq = torch.empty_like(q).copy_(dq.view(q.shape))
+        return None, None, None, dq, dk, dv, _sinks_gradient(sinks, lse, delta)
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
 
 
-def context_attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, way: str = "p2p") -> Tensor:
+def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Return the gradient of the sinks [heads] from this rank's queries; None without sinks.
+
+    A sink is a score whose value is 0: its gradient is p (0 - delta), summed over the queries.
+
+    Args:
+        lse, delta: [n, g, s/c, 1], see `differentiate`.
+    """
+    if sinks is None:
+        return None
+    heads = len(sinks)
+    p = (sinks.to(lse.dtype)[:, None] - lse.view(-1, heads, lse.shape[2])).exp_()
+    return -(p * delta.view(p.shape)).sum((0, 2)).to(sinks.dtype)
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    way: str = "p2p",
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v over all keys that the mask allows, on any rank.
 
     Args:
         q: [b, heads/t, s/c, d], this rank's tokens as the mask's stream says.
         k, v: [b, groups/t, s/c, d]; heads/groups successive heads share a group.
         way: p2p (a2a+p2p means the same here) or all_gather; no effect where c is 1.
+        sinks: [heads/t], the logarithm of an additional term of each head's softmax denominator;
+            None for the plain softmax.
     Returns: [b, heads/t, s/c, d]. Scores have q's type (float32 for fp16); softmax and sums are
         float32. Memory: a few float32 tensors of one block's scores, the output in float32, and
         the keys of two ranks (p2p) or of all ranks.
     """
     if mask.stream.cp.size == 1:
         way = "p2p"
-    return _attention(mask, way, torch.is_grad_enabled(), q, k, v)
+    return _attention(mask, way, torch.is_grad_enabled(), q, k, v, sinks)
 
 
 def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:

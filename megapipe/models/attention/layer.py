@@ -20,12 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapipe.config import ModelConfig
 from megapipe.distributed.axis import ALONE, Axis
-from megapipe.distributed.layout import layout_of, set_layout
+from megapipe.distributed.layout import Layout, layout_of, set_layout
 from megapipe.distributed.tokens import Cut, Documents, positions
 from megapipe.models.attention.blocks import MaskSpec, band
 from megapipe.models.attention.context import context_attention, whole_sequences
 from megapipe.models.attention.cpu import causal_attention
-from megapipe.models.attention.rope import Rotary, rotate
+from megapipe.models.attention.heads import HeadsNorm, norm_heads
+from megapipe.models.attention.rope import Rotary, rotate, temperature
 from megapipe.models.norm import Norm
 from megapipe.models.parts import AttentionKernel, parts_of
 from megapipe.models.recompute import recompute
@@ -66,6 +67,12 @@ class Attention(nn.Module):
         self.tp = tp
         self.layer = layer
         self.kernel = kernel
+        self.softmax_offset: nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            # An attention sink of each head (OpenAI 2025, gpt-oss).
+            layout = Layout((config.heads,), 0, std=config.init_method_std)
+            offset = nn.Parameter(torch.empty(config.heads // tp.size))
+            self.softmax_offset = set_layout(offset, layout)
 
     @property
     def _by_blocks(self) -> bool:
@@ -123,8 +130,24 @@ class Attention(nn.Module):
             config.attn_logit_softcapping,
         )
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = context_attention(q, k, v, mask, way)
+        out = context_attention(q, k, v, mask, way, self._sinks(heads, q))
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _sinks(self, heads: Axis, q: Tensor) -> Tensor | None:
+        """Return the sink of each head of q [b, heads, s, d], the logarithm of its extra term.
+
+        None for the plain softmax.
+
+        Args:
+            heads: the ranks that split the heads.
+        """
+        if self.config.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            return q.new_zeros(q.shape[1])
+        # After an exchange of heads for tokens a rank has a part of its heads.
+        parts = heads.size // self.tp.size
+        return self.softmax_offset.chunk(parts)[heads.rank % parts]
 
     def _attend_whole(self, stream: Stream, heads: Axis, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of uncut sequences, for some of the heads.
@@ -154,7 +177,7 @@ class SelfAttention(Attention):
 
     The rows of linear_qkv are ordered by query group: the group's query heads, its key, its value
     (Megatron-LM's order, checkpoint version 2.0). A tensor-parallel slice is then a set of whole
-    groups.
+    groups. With --attention-output-gate the gates of the group's heads follow its query heads.
 
     Args:
         layer: the layer's number in the whole model, from 0.
@@ -169,20 +192,24 @@ class SelfAttention(Attention):
         self.groups = groups // tp.size
         self.linear_qkv = parts.column(
             config.hidden,
-            (queries + 2 * groups) * head,
+            (queries * (1 + config.attention_output_gate) + 2 * groups) * head,
             tp=tp,
             bias=config.has_bias("qkv"),
             sequence_parallel=config.sequence_parallel,
             init_std=config.linear_std,
         )
         weight = self.linear_qkv.weight
-        fused = (queries // groups * head, head, head)
+        rows = queries // groups * head
+        fused = (*[rows] * (1 + config.attention_output_gate), head, head)
         # Muon orthogonalises queries, keys and values as three matrices, and finds their rows by
         # this.
         set_layout(weight, replace(layout_of(weight), fused=fused))
-        self.q_layernorm: Norm | None = None
-        self.k_layernorm: Norm | None = None
-        if config.qk_layernorm:
+        self.q_layernorm: Norm | HeadsNorm | None = None
+        self.k_layernorm: Norm | HeadsNorm | None = None
+        if config.qk_layernorm_all_heads:
+            self.q_layernorm = HeadsNorm(config, queries, tp)
+            self.k_layernorm = HeadsNorm(config, groups, tp)
+        elif config.qk_layernorm:
             # Each rank norms its own heads only, with or without sequence parallelism.
             self.q_layernorm = parts.norm(config, head, sum_over_tp=True)
             self.k_layernorm = parts.norm(config, head, sum_over_tp=True)
@@ -206,20 +233,39 @@ class SelfAttention(Attention):
         config = self.config
         head = config.head_dim
         per_group = config.heads // config.query_groups
-        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, per_group + 2, head))
+        gated = config.attention_output_gate
+        sizes = [per_group] * (1 + gated) + [1, 1]
+        qkv = self.linear_qkv(x).unflatten(-1, (self.groups, sum(sizes), head))
         s, b = qkv.shape[:2]
-        q, k, v = qkv.split((per_group, 1, 1), dim=3)
-        q, k, v = (part.reshape(s, b, -1, head) for part in (q, k, v))
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q = self.q_layernorm(q)
-            k = self.k_layernorm(k)
-        if config.position_embedding_type == "rope":
+        parts = [part.reshape(s, b, -1, head) for part in qkv.split(sizes, dim=3)]
+        q, *gates, k, v = parts
+        q, k = self._normed(q, k)
+        if config.rotates:
             restarting, cut = positions_here(s, x.device)
             q, k = (rotate(part, Rotary.of(config), restarting, cut) for part in (q, k))
+            if config.yarn_temperature_beta:
+                q = q * temperature(q, config, restarting, cut)
         # The kernels divide scores by sqrt(head), so that the queries carry any other scale.
         if config.softmax_scale is not None:
             q = q * (config.softmax_scale * math.sqrt(head))
-        return self.linear_proj(self.attend(q, k, v))  # type: ignore[no-any-return]
+        out = self.attend(q, k, v)
+        for gate in gates:
+            out = out * torch.sigmoid(gate.flatten(2))
+        return self.linear_proj(out)  # type: ignore[no-any-return]
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [s, b, heads/t, d] and keys [s, b, groups/t, d] after their norms."""
+        q_norm = self.q_layernorm
+        k_norm = self.k_layernorm
+        if isinstance(q_norm, HeadsNorm) and isinstance(k_norm, HeadsNorm):
+            return norm_heads(q, k, q_norm, k_norm)
+        if q_norm is not None and k_norm is not None:
+            return q_norm(q), k_norm(k)
+        if self.config.qk_l2_norm:
+            size = q.shape[-1:]
+            epsilon = self.config.norm_epsilon
+            return F.rms_norm(q, size, None, epsilon), F.rms_norm(k, size, None, epsilon)
+        return q, k
 
 
 @eager

@@ -6,7 +6,7 @@ By default channels i and i + dim/2 form a pair, as in Llama's Hugging Face weig
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -51,6 +51,10 @@ class Rotary:
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
         scaling: Llama 3.1's factor for low frequencies; None to leave them.
         yarn: YaRN's factor; None to leave the frequencies.
+        original: the length in which YaRN counts turns.
+        fast, slow: YaRN's numbers of turns in that length, as HIGH and LOW.
+        rounded: YaRN's range ends at whole pairs.
+        stretch: factor by which all positions are divided.
         length: factor on the length of the rotated vectors.
     """
 
@@ -60,17 +64,30 @@ class Rotary:
     scaling: float | None = None
     yarn: float | None = None
     length: float = 1.0
+    original: int = YARN_ORIGINAL
+    fast: float = YARN_FAST
+    slow: float = YARN_SLOW
+    rounded: bool = True
+    stretch: float = 1.0
 
     @staticmethod
     def of(config: ModelConfig) -> Rotary:
         """Return the rotation of self-attention's queries and keys that the flags describe."""
+        dim = int(config.head_dim * config.rotary_percent)
+        plain = Rotary(dim, config.rotary_base, config.rotary_interleaved)
+        if config.position_embedding_type == "yarn":
+            factor = config.rotary_scaling_factor
+            return replace(
+                plain,
+                yarn=factor,
+                length=growth(factor, config.mscale) / growth(factor, config.mscale_all_dim),
+                original=config.yarn_original_max_position_embeddings,
+                fast=config.yarn_beta_fast,
+                slow=config.yarn_beta_slow,
+                rounded=not config.no_yarn_correction_range_round_to_int,
+            )
         scaling = config.rope_scaling_factor if config.use_rope_scaling else None
-        return Rotary(
-            int(config.head_dim * config.rotary_percent),
-            config.rotary_base,
-            config.rotary_interleaved,
-            scaling,
-        )
+        return replace(plain, scaling=scaling, stretch=config.rotary_seq_len_interpolation_factor)
 
     @staticmethod
     def of_latents(config: ModelConfig) -> Rotary:
@@ -88,7 +105,7 @@ class Rotary:
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         """Return the angle in radians per position of each pair of channels: [dim / 2], float64."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
-        plain = self.base ** (-exponents / self.dim)
+        plain = self.base ** (-exponents / self.dim) / self.stretch
         if self.yarn is not None:
             keep = self._kept_by_yarn(plain)
             return keep * plain + (1 - keep) * plain / self.yarn
@@ -109,11 +126,16 @@ class Rotary:
 
         def pair(turns: float) -> float:
             """Return the fractional index of the pair that turns this often in the old context."""
-            turn_length = YARN_ORIGINAL / (turns * 2 * math.pi)
+            turn_length = self.original / (turns * 2 * math.pi)
             return self.dim * math.log(turn_length) / (2 * math.log(self.base))
 
-        low = max(math.floor(pair(YARN_FAST)), 0)
-        high = min(math.ceil(pair(YARN_SLOW)), self.dim - 1)
+        low = pair(self.fast)
+        high = pair(self.slow)
+        if self.rounded:
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.dim - 1)
         pairs = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
         # 0.001, as in Megatron-LM, where both ends of the ramp fall on one pair.
         ramp = (pairs - low) / max(high - low, 0.001)
@@ -163,3 +185,21 @@ def rotate(x: Tensor, rotary: Rotary, positions: Tensor | None = None, cut: Cut 
         cos = table[0][positions, 0]
         sin = table[1][positions, 0]
     return turned(x, cos, sin, rotary.interleaved)
+
+
+@eager
+def temperature(x: Tensor, config: ModelConfig, positions: Tensor | None, cut: Cut) -> Tensor:
+    """Return the factor 1 + beta ln(1 + floor(position / original length)) of each query.
+
+    Args:
+        x: [s/c, b, heads, d], the queries.
+        positions: [s/c, b]; None for the index in the whole sequence.
+        cut: which tokens of the whole sequence are in x.
+    Returns: [s/c, 1 or b, 1, 1], in the type of x.
+    """
+    if positions is None:
+        rows = torch.arange(cut.whole(x.shape[0]), device=x.device)
+        positions = cut.take(rows, 0)[:, None]
+    turns = positions.div(config.yarn_original_max_position_embeddings, rounding_mode="floor")
+    factor = 1 + config.yarn_temperature_beta * turns.double().log1p()
+    return factor[..., None, None].to(x.dtype)

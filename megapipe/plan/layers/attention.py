@@ -27,14 +27,19 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
         return _latent_work(model, load)
     h = model.hidden
     queries = model.heads * model.head_dim
-    qkv = queries + 2 * model.query_groups * model.head_dim
+    keys = model.query_groups * model.head_dim
+    qkv = queries * (1 + model.attention_output_gate) + 2 * keys
     scores = 2 * load.scores(queries, model.window)
     products = 2.0 * load.tokens * h * (qkv + queries)
     # Backward has two products for each of forward's, and forward's once more if recomputed.
     in_backward = 2 + model.recompute_attention
     bias = qkv * model.has_bias("qkv") + h * model.has_bias("proj")
     norms = norm_size(model, h) * norms_of_half(model)
-    norms += 2 * norm_size(model, model.head_dim) * model.qk_layernorm
+    if model.qk_layernorm_all_heads:
+        norms += queries + keys
+    elif model.qk_layernorm:
+        norms += 2 * norm_size(model, model.head_dim)
+    norms += _sinks(model)
     return Work(
         products + scores,
         products + in_backward * scores,
@@ -42,7 +47,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
         **_saved(model, load),
         kept=load.bytes(2 * h, qkv + queries),
         parameters=h * (qkv + queries) + bias + norms,
-        **load.sliced(scores, in_backward, qkv - queries, model.window),
+        **load.sliced(scores, in_backward, 2 * keys, model.window),
     )
 
 
@@ -59,21 +64,27 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     # Queries of several groups lie separately in the product, and are copied out of it.
     copies = queries * (grouped and model.query_groups > load.tp)
     # Norms and rotations make new queries and keys, which attention keeps in place of the copies.
-    changed = model.qk_layernorm or model.position_embedding_type == "rope"
+    normed = model.qk_layernorm or model.qk_l2_norm
+    changed = normed or model.rotates
     scaled = model.softmax_scale is not None
     # Windows repeat the keys and values of a group for its heads. They keep the repeated ones and
     # free the projected ones, unless a norm needs these or they are the operands themselves.
     repeated = grouped and windows > 0
-    projected = not repeated or model.qk_layernorm or not (changed or copies)
+    projected = not repeated or normed or not (changed or copies)
     operands = queries + keys * (not repeated) if changed else max(copies, queries * scaled)
 
     # The modules whose saved tensors a projection and the output are.
-    of_projection = "core_attn qkv_linear" if model.qk_layernorm else "core_attn"
+    of_projection = "core_attn qkv_linear" if normed else "core_attn"
     of_output = "attn_proj core_attn" if by_blocks else "attn_proj"
+    # Gates lie in the projection's output too.
+    made = queries * (1 + model.attention_output_gate) + 2 * keys
+    # A gate keeps its sigmoid and the output of attention, and makes the input of the projection.
+    gates = 2 * queries * model.attention_output_gate
     return load.saved(
         *_around(model, load),
-        (load.bytes(0, (queries + 2 * keys) * projected), of_projection),
-        (load.bytes(0, copies * model.qk_layernorm), "qkv_linear"),
+        (load.bytes(0, made * projected), of_projection),
+        (load.bytes(0, copies * normed), "qkv_linear"),
+        (load.bytes(0, gates), ""),
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, queries), of_output),
     )
@@ -90,6 +101,11 @@ def _around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
         (load.bytes(h * model.has_pre_norm, 0), "attn_norm"),
         (load.bytes(h * read, 0), "qkv_linear"),
     ]
+
+
+def _sinks(model: ModelConfig) -> int:
+    """Return the number of learned sinks, one for each head or none."""
+    return model.heads * (model.softmax_type == "learnable")
 
 
 def _by_blocks(model: ModelConfig, load: Load) -> bool:
@@ -157,7 +173,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
         repeated += scores + 2.0 * load.tokens * up
 
     of_latents = norm_size(model, q_rank + kv_rank) * model.qk_layernorm
-    norms = norm_size(model, h) * norms_of_half(model) + of_latents
+    norms = norm_size(model, h) * norms_of_half(model) + of_latents + _sinks(model)
     # Queries, keys and values have one width in attention, the wider of both.
     wide = model.heads * max(model.qk_dim, model.v_head_dim)
     latents = 2 * q_rank + 2 * kv_rank + rotated * (2 - model.qk_layernorm)

@@ -48,6 +48,10 @@ _DRAWN = {
     "no_rope_layers": [None, [1, 0, 1, 1]],
     "no_rope_layer_interval": [2, 3],
     "sliding_window_pattern": [2, 4],
+    "rotary_dim": [2, 4],
+    "query_pre_attn_scalar": [4, 9, 256],
+    "attn_logit_softcapping final_logit_softcapping": [None, 2.0],
+    "rope_local_base_freq": [1e4, 100.0],
 }
 VALUES = {key: values for names, values in _DRAWN.items() for key in names.split()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,8 @@ from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
 
 PLAIN = replace(LLAMA, position_embedding_type="none", norm_epsilon=1e-5)
+YARN = replace(LLAMA, position_embedding_type="yarn", rotary_base=20.0, rotary_scaling_factor=4.0, mscale=2.0)
+YARN = replace(YARN, yarn_original_max_position_embeddings=6, yarn_beta_fast=0.8, yarn_beta_slow=0.3)
 SANDWICH = replace(PLAIN, norm_placement="sandwich")
 VARIANTS: dict[str, ModelConfig] = {
     "pre": PLAIN,
@@ -27,6 +30,16 @@ VARIANTS: dict[str, ModelConfig] = {
     "scale": replace(PLAIN, softmax_scale=0.8),
     "capped scores": replace(PLAIN, attn_logit_softcapping=0.02),
     "capped scores in windows": replace(PLAIN, attn_logit_softcapping=0.02, window_size="3,0"),
+    "norms of all heads": replace(PLAIN, qk_layernorm=True, qk_layernorm_all_heads=True),
+    "heads of length 1": replace(PLAIN, qk_l2_norm=True),
+    "off by one": replace(PLAIN, softmax_type="off-by-one"),
+    "sinks": replace(PLAIN, softmax_type="learnable"),
+    "sinks in windows": replace(PLAIN, softmax_type="learnable", window_size="3,0"),
+    "gate": replace(PLAIN, attention_output_gate=True),
+    "yarn": replace(YARN, norm_placement="post"),
+    "yarn, ends of its range not rounded": replace(YARN, no_yarn_correction_range_round_to_int=True),
+    "temperature": replace(YARN, yarn_temperature_beta=2.0),
+    "interpolated": replace(LLAMA, rotary_seq_len_interpolation_factor=4.0, softmax_scale=2.0),
     "capped logits": replace(PLAIN, final_logit_softcapping=0.3),
     "capped logits, fused loss": replace(PLAIN, final_logit_softcapping=0.3, cross_entropy_loss_fusion=True),
 }
@@ -46,15 +59,58 @@ def attention(x: Tensor, weights: dict[str, Tensor], name: str, config: ModelCon
     groups, d = config.query_groups, config.head_dim
     per_group = config.heads // groups
     rows = (x @ weights[f"{name}.linear_qkv.weight"].t()).view(b, s, groups, -1, d)
-    q, k, v = rows.split([per_group, 1, 1], dim=3)
+    gated = config.attention_output_gate
+    q, gate, k, v = rows.split([per_group, per_group * gated, 1, 1], dim=3)
+    if config.qk_l2_norm:
+        q, k = (x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt() for x in (q, k))
+    if config.qk_layernorm_all_heads:
+        q = normed(q.flatten(2), weights, f"{name}.q_layernorm", config).view(q.shape)
+        k = normed(k.flatten(2), weights, f"{name}.k_layernorm", config).view(k.shape)
+    if config.rotates:
+        q, k = (rotated(x, config) for x in (q, k))
+        ages = torch.arange(s).double().div(config.yarn_original_max_position_embeddings).floor()
+        q = q * (1 + config.yarn_temperature_beta * torch.log(1 + ages)).view(1, s, 1, 1, 1)
     scores = torch.einsum("bqgnd,bkgd->bgnqk", q, k.squeeze(3)) * (config.softmax_scale or d**-0.5)
     if config.attn_logit_softcapping:
         scores = torch.tanh(scores / config.attn_logit_softcapping) * config.attn_logit_softcapping
     far = s if config.window is None else config.window
     seen = torch.ones(s, s).tril().triu(-far).bool()
-    p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    out = torch.einsum("bgnqk,bkgd->bqgnd", p, v.squeeze(3)).flatten(2)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if config.softmax_type != "vanilla":
+        offset = weights.get(f"{name}.softmax_offset", torch.zeros(config.heads).double())
+        sinks = offset.view(1, groups, per_group, 1, 1).expand(b, -1, -1, s, 1)
+        scores = torch.cat((scores, sinks), -1)
+    p = scores.softmax(-1)[..., :s]
+    out = torch.einsum("bgnqk,bkgd->bqgnd", p, v.squeeze(3))
+    if gated:
+        out = out * torch.sigmoid(gate)
+    out = out.flatten(2)
     return out @ weights[f"{name}.linear_proj.weight"].t()
+
+
+def rotated(x: Tensor, config: ModelConfig) -> Tensor:
+    """Heads [b, s, ..., d] rotated by complex numbers, with yarn's frequencies as its paper has them (appendix A)."""
+    d, base, s = x.shape[-1], config.rotary_base, x.shape[1]
+    frequencies = [base ** (-2 * i / d) / config.rotary_seq_len_interpolation_factor for i in range(d // 2)]
+    length = 1.0
+    if config.position_embedding_type == "yarn":
+        original, factor = config.yarn_original_max_position_embeddings, config.rotary_scaling_factor
+        turns = (config.yarn_beta_fast, config.yarn_beta_slow)
+        low, high = (d * math.log(original / (n * 2 * math.pi)) / (2 * math.log(base)) for n in turns)
+        if not config.no_yarn_correction_range_round_to_int:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
+        slow = [min(max((i - low) / (high - low), 0), 1) for i in range(d // 2)]
+        frequencies = [f / factor * share + f * (1 - share) for f, share in zip(frequencies, slow, strict=True)]
+        length = 0.1 * config.mscale * math.log(factor) + 1
+    angle = (
+        torch.arange(s)
+        .double()
+        .outer(torch.tensor(frequencies, dtype=torch.float64))
+        .view(1, s, *[1] * (x.ndim - 3), -1)
+    )
+    pairs = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.full_like(angle, length), angle)
+    return torch.cat((pairs.real, pairs.imag), -1)
 
 
 def loss_of(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +160,10 @@ def test_losses_and_gradients_are_those_of_plain_torch(name):
         torch.testing.assert_close(param.grad, copies[key].grad, rtol=1e-9, atol=1e-11, msg=key)
     # The norms that there are decide a placement; any other feature is a setting that moves the loss.
     if name not in ("pre", "post", "sandwich, 1 + w"):
-        plain = loss_of(PLAIN, copies, inputs, labels)
+        plain = replace(LLAMA if config.rotates else PLAIN, attention_output_gate=config.attention_output_gate)
+        if name == "gate":
+            copies = {key: torch.zeros_like(x) if "linear_proj" in key else x for key, x in copies.items()}
+        plain = loss_of(plain, copies, inputs, labels)
         assert abs(plain - want) > 1e-3 * abs(want)
 
 

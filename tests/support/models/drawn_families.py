@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from random_models import latent, rotary, sparse, transformers
@@ -13,9 +14,27 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
     """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
-    said = rotary(draw) | {"pad_token_id": 0, "initializer_range": 0.1} | more
+    # The library changes what it is given.
+    said = deepcopy(rotary(draw) | {"pad_token_id": 0, "initializer_range": 0.1} | more)
     sizes = {key: value for key, value in said.items() if key not in without.split()}
     return transformers.AutoConfig.for_model(name, **sizes)
+
+
+BASE = {"rope_type": "default", "rope_theta": 1e4}
+NEAR_YARN = {"rope_type": "yarn", "rope_theta": 20.0, "factor": 4.0, "original_max_position_embeddings": 4}
+NEAR_YARN |= {"beta_fast": 0.8, "beta_slow": 0.3}
+"""Numbers that stretch some of the few pairs of a small head."""
+
+
+def stretched(draw: random.Random) -> dict[str, Any]:
+    """A rotation that is plain, linear, or yarn's."""
+    return draw.choice([BASE, BASE | {"rope_type": "linear", "factor": 4.0}, NEAR_YARN])
+
+
+def few_experts(draw: random.Random) -> dict[str, Any]:
+    """Experts chosen by a softmax over all of them."""
+    chosen = {"num_experts": 6, "num_experts_per_tok": draw.choice([2, 3])}
+    return chosen | {"intermediate_size": 16, "norm_topk_prob": draw.random() < 0.5}
 
 
 def biases(draw: random.Random) -> dict[str, Any]:
@@ -97,7 +116,9 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **draw.choice([{}, MIXED]),
         num_hidden_layers=4,
     ),
-    "arcee": lambda draw: made("arcee", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+    "arcee": lambda draw: made(
+        "arcee", draw, **biases(draw), head_dim=draw.choice([6, 12]), rope_parameters=stretched(draw)
+    ),
     "helium": lambda draw: made("helium", draw, **whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
     "ernie4_5": lambda draw: made("ernie4_5", draw, use_bias=draw.random() < 0.5, head_dim=draw.choice([6, 12])),
     "phi3": lambda draw: made(
@@ -123,6 +144,35 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         num_hidden_layers=4,
         head_dim=draw.choice([6, 12]),
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
+    ),
+    "olmo2": lambda draw: made("olmo2", draw, **whole_heads(draw), rope_parameters=stretched(draw)),
+    "olmo3": lambda draw: made(
+        "olmo3",
+        draw,
+        **whole_heads(draw),
+        num_hidden_layers=4,
+        **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
+        rope_parameters=draw.choice(
+            [{"sliding_attention": plain, "full_attention": full} for plain, full in [(BASE, BASE), (BASE, NEAR_YARN)]]
+        ),
+    ),
+    "olmoe": lambda draw: made("olmoe", draw, **whole_heads(draw), **few_experts(draw)),
+    "flex_olmo": lambda draw: made("flex_olmo", draw, **whole_heads(draw), **few_experts(draw)),
+    "ministral3": lambda draw: made(
+        "ministral3",
+        draw,
+        head_dim=draw.choice([8, 12]),
+        sliding_window=draw.choice([None, 4]),
+        rope_parameters=NEAR_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    ),
+    "minimax_m2": lambda draw: made(
+        "minimax_m2",
+        draw,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=draw.choice([2, 4]),
+        rope_parameters=BASE,
+        **draw.choice([{"rotary_dim": 4}, {}]),
     ),
     "starcoder2": lambda draw: made(
         "starcoder2",

@@ -24,6 +24,19 @@ _CWM_ROPE = {
 }
 
 
+_MINISTRAL3_ROPE = {
+    "rope_theta": 1e6,
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 def _all_but_every_fourth(content: Json) -> list[str]:
     layers = range(content["num_hidden_layers"])
     return [FULL if layer % 4 == 0 else SLIDING for layer in layers]
@@ -114,10 +127,22 @@ MINISTRAL = MISTRAL.but(
     keys={"sliding_window": LayerWindow(4096, _all_sliding)},
 )
 
-# The published AFM-4.5B stretches its rotation by yarn, which goes with latents alone here.
+# Mistral 2025. Queries grow with their position beyond the length before yarn.
+MINISTRAL3 = MISTRAL.but(
+    "Ministral3ForCausalLM",
+    "every size, with yarn and its growth of queries; a window in all layers or in none",
+    keys={
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "rope_parameters": Rotation(1e6, missing=_MINISTRAL3_ROPE),
+        "sliding_window": Window(None),
+    },
+)
+
+# The published AFM-4.5B stretches its rotation by yarn.
 ARCEE = LLAMA.but(
     "ArceeForCausalLM",
-    "AFM without yarn; biases everywhere or nowhere",
+    "AFM; biases everywhere or nowhere",
     keys={
         "rms_norm_eps": Same("norm_epsilon", 1e-5),
         "hidden_act": Only("relu2"),

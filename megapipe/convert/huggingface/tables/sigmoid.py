@@ -13,8 +13,8 @@ from megapipe.convert.huggingface.experts import (
 )
 from megapipe.convert.huggingface.keys import Groups, Meaning, Only, Same, Unread
 from megapipe.convert.huggingface.layers import LayerWindow, SwitchedWindow, by_pattern
-from megapipe.convert.huggingface.layouts import Layout, Stack
-from megapipe.convert.huggingface.rotation import Rotation
+from megapipe.convert.huggingface.layouts import Experts, Layout, Stack
+from megapipe.convert.huggingface.rotation import RotaryDim, Rotation
 from megapipe.convert.huggingface.tables.deepseek import SHARED
 from megapipe.convert.huggingface.tables.llama import PLAIN, head_share
 from megapipe.convert.huggingface.tables.qwen import EXPERTS
@@ -58,6 +58,17 @@ _NUM_EXPERTS: dict[str, Meaning | None] = {
     "n_routed_experts": None,
     "n_shared_experts": None,
     "num_experts": Same("num_experts"),
+}
+# Keys of MiniMax's own program, which transformers does not read.
+_MINIMAX: dict[str, Meaning | None] = {
+    "attn_type_list": Unread(),
+    "mtp_transformer_layers": Unread(1),
+    "num_mtp_modules": Unread(3),
+    "use_mtp": Unread(True),
+    "qk_norm_type": Only("per_layer", silent=True),
+    "shared_intermediate_size": Only(0, silent=True),
+    "use_qk_norm": Only(True, silent=True),
+    "use_routing_bias": Only(True, silent=True),
 }
 _HY_V3 = {
     "mlp.router": Layout("mlp.router.gate"),
@@ -156,4 +167,33 @@ HY_V3 = _SIGMOID.but(
     always={"qk_layernorm": True},
     names=_HY_V3,
     aliases={},
+)
+
+# MiniMax 2025. Experts have Mixtral's names. The weights of the chosen are always divided by their
+# sum. Its multi-token prediction is in no published file.
+MINIMAX_M2 = _SIGMOID.but(
+    "MiniMaxM2ForCausalLM",
+    "every size; one norm of all heads' queries, and one of all keys",
+    keys={
+        **dict.fromkeys(["n_routed_experts", "n_shared_experts", "moe_intermediate_size"]),
+        **dict.fromkeys(["norm_topk_prob", "n_group", "routed_scaling_factor"]),
+        "rms_norm_eps": Same("norm_epsilon", 1e-6),
+        "head_dim": Same("kv_channels", 128, null=head_share),
+        "rope_parameters": RotaryDim(5e6, share=1.0),
+        "num_local_experts": Same("num_experts"),
+        "num_experts_per_tok": Chosen("moe_router_topk"),
+        "intermediate_size": Same("moe_ffn_hidden_size ffn_hidden_size"),
+        "router_jitter_noise": Same("moe_input_jitter_eps", 0.0, unset=0.0),
+        **_MINIMAX,
+    },
+    always={"qk_layernorm": True, "qk_layernorm_all_heads": True},
+    names={
+        "mlp.router": Layout("block_sparse_moe.gate"),
+        "mlp.router.expert_bias": Layout("block_sparse_moe.e_score_correction_bias"),
+        "mlp.experts.linear_fc1": Experts(
+            "block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"
+        ),
+        "mlp.experts.linear_fc2": Experts("block_sparse_moe.experts.{e}.w2"),
+    },
+    aliases={"num_experts": "num_local_experts"},
 )

@@ -1,0 +1,36 @@
+"""Rotary positions, stretched for sequences longer than in the first training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megapipe.config.notes import ABOVE_0, MUST, at_least, of_no_layer
+
+TURNED = of_no_layer(
+    lambda m: m.position_embedding_type != "rope" or m.multi_latent_attention,
+    "rotary positions are not interpolated, without --position-embedding-type rope",
+)
+YARN_ALONE = of_no_layer(
+    lambda m: m.position_embedding_type != "yarn" or m.multi_latent_attention,
+    "heads are not rotated by yarn, without --position-embedding-type yarn",
+)
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """The settings of stretched rotary positions. --rotary-base and others are of all of them."""
+
+    rotary_seq_len_interpolation_factor: Annotated[float, ABOVE_0, MUST, TURNED] = 1.0
+    """Divide rotary positions by this factor (Chen et al. 2023)."""
+    yarn_original_max_position_embeddings: Annotated[int, at_least(1), MUST, YARN_ALONE] = 4096
+    """Sequence length of the training before yarn stretched the positions."""
+    yarn_beta_fast: Annotated[float, ABOVE_0, MUST, YARN_ALONE] = 32.0
+    """Yarn leaves pairs of channels that turn at least this often in the original length."""
+    yarn_beta_slow: Annotated[float, ABOVE_0, MUST, YARN_ALONE] = 1.0
+    """Yarn slows down fully the pairs that turn at most this often in the original length."""
+    no_yarn_correction_range_round_to_int: Annotated[bool, MUST, YARN_ALONE] = False
+    """Do not round both ends of yarn's range of pairs to whole pairs, as gpt-oss."""
+    yarn_temperature_beta: Annotated[float, at_least(0), MUST, YARN_ALONE] = 0.0
+    """Multiply queries by 1 + beta ln(1 + floor(position / original length)) with this beta, as
+    Ministral 3. Not in Megatron-LM."""
