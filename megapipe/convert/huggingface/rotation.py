@@ -177,7 +177,7 @@ class LayerRotation(Rotation):
 
     Attributes:
         missing_kinds: returns each layer's kind if layer_types is missing, given the config.json.
-        sliding: the base of a sliding layer in the family's class; None: as of a full one.
+        sliding: the base of a sliding layer in the family's class; None: a full layer's.
         sliding_key: the older key for that base.
     """
 

@@ -80,7 +80,7 @@ _EXPERTS: dict[str, Meaning | None] = {
     "norm_topk_prob": Not("moe_router_pre_softmax", False),
 }
 
-# Ai2 2025, a merge of experts that were trained apart.
+# Ai2 2025: experts that were trained separately, and merged.
 FLEX_OLMO = OLMO2.but(
     "FlexOlmoForCausalLM",
     "every size: OLMo 2 with experts",
