@@ -19,7 +19,7 @@ from megapipe.tensor_parallel.eager import eager
 
 
 class HeadsNorm(nn.Module):
-    """The weight [heads x d] of an RMSNorm over all heads; each rank has those of its own heads.
+    """The weight [heads x d] of an RMSNorm over all heads; each rank has its own heads' part.
 
     `norm_heads` applies the norms of queries and keys.
 
