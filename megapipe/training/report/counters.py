@@ -64,6 +64,7 @@ class Counters:
         steps: number of steps so far.
         slow: stages and links that the last samples show to be slow, also those already reported.
         samples: the last sample of each replica; empty on a rank that does not write the log.
+        predicts_again: whether `now` predicts by the passes of the first steps, not by the plan.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Counters:
         self._now: Callable[[], Measured] | None = None
         self._compare: Callable[..., Measured] | None = None
         self._again: Again | None = None
-        self._by_again = False
+        self.predicts_again = False
         # The measured steps so far, until the step is predicted again from them.
         self._first: list[list[list[Ran]]] = []
         self.slow: list[Slow] = []
@@ -180,8 +181,8 @@ class Counters:
     def predict_again(self, seconds: Sequence[float]) -> Again | None:
         """Return a prediction of the step from the passes so far, on the rank that writes the log.
 
-        If its bubble differs from the plan's by DIFFERS or more, the next comparisons predict by
-        it. Returns None on any other rank, and for a table without passes.
+        If its bubble differs from the plan's by DIFFERS or more, `now` predicts by it from here on.
+        Returns None on any other rank, and for a table without passes.
 
         Args:
             seconds: the duration of each step but the first.
@@ -191,7 +192,9 @@ class Counters:
         given = (self._first, self.plan.costs, self._schedule, seconds, tuple(self._copies))
         self._again = predict_again(*given)
         plan = bubble_of(simulated(self._schedule, self.plan.costs))
-        self._by_again = abs(self._again.bubble - plan) >= DIFFERS
+        differs = abs(self._again.bubble - plan) >= DIFFERS
+        # Without a pipeline the host's time between two passes would count as a bubble.
+        self.predicts_again = differs and len(self._schedule.ranks) > 1
         self._first = []
         self._renew()
         return self._again
@@ -200,7 +203,7 @@ class Counters:
         """Let `now` compare the last steps with the prediction that holds by now."""
         assert self._compare is not None
         # The comparison simulates the table, so it is made only if a report asks for it.
-        again = partial(self._compare, again=self._again, by_again=self._by_again)
+        again = partial(self._compare, again=self._again, by_again=self.predicts_again)
         self._now = cache(again)
 
     def _sample(self, costs: Costs, schedule: Schedule) -> list[Slow]:

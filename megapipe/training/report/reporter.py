@@ -19,7 +19,6 @@ from megapipe.plan import Plan
 from megapipe.plan.seconds.flops import flops_per_token
 from megapipe.training.progress import Progress
 from megapipe.training.report import timers
-from megapipe.training.report.again import DIFFERS
 from megapipe.training.report.compared import Measured, table
 from megapipe.training.report.counters import THIRD, Counters
 from megapipe.training.report.lines import (
@@ -119,13 +118,13 @@ class Reporter:
             before: the last steps, compared with the plan's prediction.
         """
         again = self._counters.predict_again([*self._seconds, self._window.elapsed])
-        if again is None or abs(again.bubble - before.predicted_bubble) < DIFFERS:
+        if again is None or not self._counters.predicts_again:
             return ""
         by = "FLOPs"
         if self.config.parallel.pipeline_costs is not None:
             by = "--pipeline-costs"
         return (
-            f"stages take other times than by {by}: by measured times the bubble is "
+            f"passes and messages take other times than by {by}: by measured times the bubble is "
             f"{again.bubble:.1%}, not {before.predicted_bubble:.1%}, and a step takes "
             f"{again.step * 1e3:.1f} ms. Later lines predict by these times."
         )

@@ -72,7 +72,7 @@ def test_a_run_whose_prediction_fails_says_so_once_and_predicts_by_measured_time
     asked = replace(asked, log=log, batch=replace(asked.batch, train_iters=8))
     run_threads(partial(train, asked=asked), pp=2, timeout_s=60)
     said = capsys.readouterr().out
-    assert said.count("stages take other times than by --pipeline-costs: by measured times") == 1
+    assert said.count("passes and messages take other times than by --pipeline-costs: by measured times") == 1
     rows = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
     assert "by_measured_passes" not in rows[1]
     again = rows[-1]["by_measured_passes"]
@@ -80,3 +80,14 @@ def test_a_run_whose_prediction_fails_says_so_once_and_predicts_by_measured_time
     assert f"a step takes {again['step_ms']:.1f} ms" in said
     assert rows[-1]["predicted_bubble"] == again["bubble"]
     assert rows[-1]["predicted_passes_ms"] < again["step_ms"]
+
+
+def test_a_run_without_a_pipeline_has_no_bubble_to_predict_again(tmp_path, capsys):
+    datasets()
+    asked = config(STYLES["gpt2"])
+    log = replace(asked.log, metrics_file=str(tmp_path / "steps"))
+    train(ProcessMesh.single(), replace(asked, log=log, batch=replace(asked.batch, train_iters=4)))
+    assert "other times" not in capsys.readouterr().out
+    row = json.loads((tmp_path / "steps").read_text().splitlines()[-1])
+    assert row["predicted_bubble"] == 0
+    assert row["by_measured_passes"]["step_ms"] > 0
