@@ -271,10 +271,15 @@ class Fault:
         return [at for at in self.run.trouble if at > self.at]
 
 
+def variables(pid: int) -> dict[str, str]:
+    """Return the environment of a process by name; empty if the process has ended."""
+    pairs = [word.partition("=") for word in _words(pid, "environ")]
+    return {name: value for name, _, value in pairs}
+
+
 def _rank_of(pid: int) -> str | None:
     """Return the rank in the environment of a process; None if it has none."""
-    variables = _words(pid, "environ")
-    return next((it.removeprefix("RANK=") for it in variables if it.startswith("RANK=")), None)
+    return variables(pid).get("RANK")
 
 
 def _name(pid: int) -> str:

@@ -12,6 +12,12 @@ on this machine, and its checkpoints:
     delay: SIGSTOP to a rank for at most two seconds, which must cost nothing
     disk: no file may grow beyond a part of a checkpoint, until the next save has failed or passed
     damage: a file of the newest checkpoint is changed, cut or removed, and a rank killed
+
+With --non-persistent-ckpt-type local of a run on this machine, --kinds may have these too:
+
+    node: SIGKILL to a rank, and its memory is lost, as with its machine
+    pair: the same to the ranks that keep its state as well
+    flip: as node, and a byte is changed in each copy of its state
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapipe.commands.chaos.broken_run import Fault, Launched, difference, newest_sound, numbers
+from megapipe.commands.chaos.memory import lose
 from megapipe.data.files import folder_problems
 from megapipe.errors import ConfigError
 from megapipe.flags.parse import parse, place_of_dashes
@@ -37,6 +44,8 @@ from megapipe.flags.parse import parse, place_of_dashes
 # Errors show this line to paste.
 _EXAMPLE = "megapipe chaos --minutes 20 -- torchrun ... pretrain_gpt.py ..."
 KINDS = ("kill", "stop", "delay", "disk", "damage")
+IN_MEMORY = ("node", "pair", "flip")
+"""Kinds that are not drawn unless --kinds names them."""
 GIVE_UP = 3
 """Launches in a row that end without an injected fault and without an iteration."""
 MOST = 1e6
@@ -234,6 +243,18 @@ class Chaos:
         where = f"after {how.__name__.strip('_')} {sound.name}/{path.name}"
         return run.hit(self.draw, signal.SIGKILL, where=where)
 
+    def node(self, run: Launched) -> str:
+        """Kill a drawn rank, and lose its memory."""
+        return lose(run, self.draw)
+
+    def pair(self, run: Launched) -> str:
+        """Kill a drawn rank and those that keep its state, and lose their memory."""
+        return lose(run, self.draw, pair=True)
+
+    def flip(self, run: Launched) -> str:
+        """Kill a drawn rank, lose its memory, and change a byte of each copy of its state."""
+        return lose(run, self.draw, flip=True)
+
 
 def _flip(path: Path) -> None:
     """Change one bit in the middle of a file."""
@@ -321,9 +342,10 @@ def _problems(options: Options) -> Iterator[str]:
         if not 0 < number <= MOST:
             yield f"--{name} {number:g} must be above 0 and at most {MOST:g}"
     for kind in dict.fromkeys(options.kinds.split(",")):
-        if kind not in KINDS:
+        if kind not in (*KINDS, *IN_MEMORY):
             named = kind or "an empty name"
-            yield f"--kinds {options.kinds}: {named} is none of {', '.join(KINDS)}"
+            known = ", ".join((*KINDS, *IN_MEMORY))
+            yield f"--kinds {options.kinds}: {named} is none of {known}"
     yield from folder_problems({"--folder": options.folder})
 
 
