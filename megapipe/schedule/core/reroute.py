@@ -1,0 +1,286 @@
+"""Give a lost rank's microbatches to its peers, in a joint table of all data-parallel replicas.
+
+A rank of a pipeline is lost, and its peers in the other replicas have the same stages. They run its
+passes too, where they have time for them, and no other rank does anything else (ReCycle, Gandhi et
+al. 2024). The result is a table as any other: it is verified, timed and drawn.
+
+Every microbatch of the joint table runs through a chain of its own. Its stages are on the ranks of
+its replica, and where that has lost a rank, on a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf
+from typing import Any
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.costs import UNIT, Costs
+from megapipe.schedule.dependencies import Dependencies
+from megapipe.schedule.kinds import Kind
+from megapipe.schedule.passes import Pass, Placement, Schedule, Step
+from megapipe.schedule.simulate import simulate
+
+_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
+_PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The ranks and microbatches of a joint table.
+
+    `rank` and `microbatch` return their numbers there, `peer` who runs a microbatch instead of the
+    lost rank.
+
+    Attributes:
+        table: the table of one replica.
+        replicas: number of replicas.
+        lost: (replica, pipeline rank) of the lost rank; None if all are there.
+    """
+
+    table: Schedule
+    replicas: int
+    lost: tuple[int, int] | None = None
+
+    def rank(self, replica: int, rank: int) -> int:
+        """Return the number of a rank: replica by replica, without the lost one."""
+        ranks = len(self.table.ranks)
+        number = replica * ranks + rank
+        if self.lost is None:
+            return number
+        broken, gone = self.lost
+        return number - (number > broken * ranks + gone)
+
+    def microbatch(self, replica: int, microbatch: int) -> int:
+        """Return the number of a replica's microbatch."""
+        return replica * self.table.num_microbatches + microbatch
+
+    def peer(self, microbatch: int) -> int:
+        """Return the replica that runs a microbatch of the broken one at the lost rank's stages.
+
+        The peers take turns.
+        """
+        assert self.lost is not None
+        broken, _ = self.lost
+        return (broken + 1 + microbatch % (self.replicas - 1)) % self.replicas
+
+    def placement(self) -> Placement:
+        """Return the placement, with a chain for each microbatch."""
+        place = self.table.placement
+        rank_of = []
+        for replica in range(self.replicas):
+            for microbatch in range(self.table.num_microbatches):
+                first = self.table.chain_of(microbatch) * place.chain
+                for stage in range(first, first + place.chain):
+                    at = (replica, place.rank_of[stage])
+                    if at == self.lost:
+                        at = (self.peer(microbatch), at[1])
+                    rank_of.append(self.rank(*at))
+        return replace(place, rank_of=tuple(rank_of))
+
+    def queues(self) -> Iterator[tuple[int, list[Step]]]:
+        """Yield (rank, steps in order) of each rank's row, and of each peer's part of the lost row.
+
+        A rank has its own row first. Passes of a pair that go to different peers run apart.
+        """
+        adopted: dict[int, list[Step]] = {}
+        for replica in range(self.replicas):
+            for rank, row in enumerate(self.table.ranks):
+                if (replica, rank) != self.lost:
+                    yield self.rank(replica, rank), [self._renamed(step, replica) for step in row]
+                    continue
+                for step in row:
+                    parts: dict[int, Step] = {}
+                    for item in step:
+                        at = self.rank(self.peer(item.microbatch), rank)
+                        parts[at] = (*parts.get(at, ()), item)
+                    for at, part in parts.items():
+                        adopted.setdefault(at, []).append(self._renamed(part, replica))
+        yield from adopted.items()
+
+    def _renamed(self, step: Step, replica: int) -> Step:
+        place = self.table.placement
+        found = []
+        for kind, stage, microbatch, piece in step:
+            number = self.microbatch(replica, microbatch)
+            at = number * place.chain + place.position(stage)
+            found.append(Pass(kind, at, number, piece))
+        return tuple(found)
+
+
+def joint(table: Schedule, replicas: int) -> Schedule:
+    """Return the joint table of replicas that all have their ranks. Raises: as `reroute`."""
+    return _unordered(Joint(table, replicas))
+
+
+def reroute(
+    table: Schedule,
+    replicas: int,
+    lost: tuple[int, int],
+    costs: Costs = UNIT,
+    memory: float | None = None,
+) -> Schedule:
+    """Return the joint table of data-parallel replicas of which one has lost a rank.
+
+    It is the fastest of three ways to order the passes of a peer, as far as they fit.
+
+    Args:
+        table: the table of one replica, of one training step.
+        replicas: number of replicas.
+        lost: (replica, pipeline rank) of the lost rank.
+        costs: of `table`.
+        memory: most activation of a rank, in the unit of the costs; None for no limit.
+    Raises: ScheduleError if no peer has the stages, if the table has passes beside F, B, W and BW,
+        or if a peer would hold too much.
+    """
+    broken, gone = lost
+    name = f"rank {gone} of replica {broken}"
+    if not (0 <= broken < replicas and 0 <= gone < len(table.ranks)):
+        raise ScheduleError(
+            f"there is no {name}, only {len(table.ranks)} ranks of {replicas} replica(s)."
+        )
+    if replicas < 2:
+        raise ScheduleError(f"{name} has no peer: its stages are on no other rank.")
+    ranks = Joint(table, replicas, lost)
+    unordered = _unordered(ranks)
+    costs = joint_costs(costs, table)
+    tables = []
+    for priority in _priorities(ranks, costs):
+        rows = _by_time(unordered, list(ranks.queues()), costs, priority)
+        found = replace(unordered, ranks=tuple(map(tuple, rows)))
+        time = simulate(found, costs)
+        tables.append((time.makespan, max(time.peak), found))
+    least = min(peak for _, peak, _ in tables)
+    room = inf if memory is None else memory
+    if least > room:
+        raise ScheduleError(
+            f"{table.name} without {name}: a peer would hold {least:g}, more than {room:g}."
+        )
+    _, _, best = min((x for x in tables if x[1] <= room), key=lambda x: x[:2])
+    return best
+
+
+def joint_costs(costs: Costs, table: Schedule) -> Costs:
+    """Return the costs of a table for its joint table, whose ranks have no more work each.
+
+    A message between two replicas takes as long as the slowest within one.
+    """
+    place = table.placement
+    stated: dict[str, Any] = {}
+    for field in fields(costs):
+        if field.name in _PER_STAGE:
+            stated[field.name] = tuple(costs.by_stage(field.name, place)[: place.chain])
+    comm = max(costs.comm) if isinstance(costs.comm, tuple) else costs.comm
+    # A pair's time is per device share as well.
+    fb = None if costs.fb is None else costs.fb * len(table.ranks) / place.chain
+    return replace(costs, comm=comm, fb=fb, **stated)
+
+
+Priority = Callable[[int, Step], float]
+"""(number of a queue, its next step) -> a number; of steps that can start at one time the least is
+next."""
+
+
+def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
+    """Yield ways to order a peer's own passes and the adopted ones.
+
+    They are: by the time at which they would start without a loss, own ones first, adopted ones
+    first. The last two take less memory or less time for some tables.
+
+    Args:
+        costs: of the joint table.
+    """
+    whole = simulate(joint(ranks.table, ranks.replicas), costs)
+    yield lambda _, step: whole.start[step[0]]
+    yield lambda queue, _: queue
+    yield lambda queue, _: -queue
+
+
+def _unordered(ranks: Joint) -> Schedule:
+    """Return the joint table, in whose rows adopted passes stand behind a peer's own.
+
+    Raises: ScheduleError for a table with other passes than F, B, W and BW.
+    """
+    table = ranks.table
+    beside = sorted(table.kinds - _LAYERS)
+    if beside:
+        raise ScheduleError(
+            f"{table.name} has {', '.join(beside)}: reroute F, B, W and BW, and add other passes "
+            "afterwards."
+        )
+    if table.training_steps > 1:
+        raise ScheduleError(f"{table.name} has {table.training_steps} steps: reroute one.")
+    place = ranks.placement()
+    rows: list[list[Step]] = [[] for _ in range(place.num_ranks)]
+    for rank, steps in ranks.queues():
+        rows[rank] += steps
+    documents = table.documents
+    if len(documents) > 1:
+        documents *= ranks.replicas
+    name = f"{table.name} x {ranks.replicas}"
+    if ranks.lost is not None:
+        name += " without rank {1} of replica {0}".format(*ranks.lost)
+    return Schedule(
+        name,
+        place,
+        table.num_microbatches * ranks.replicas,
+        tuple(map(tuple, rows)),
+        cuts=table.cuts,
+        documents=documents,
+    )
+
+
+def _by_time(
+    table: Schedule,
+    queues: Sequence[tuple[int, list[Step]]],
+    costs: Costs,
+    priority: Priority,
+) -> list[list[Step]]:
+    """Return the row of each rank: of its queues, whichever step can start first is next.
+
+    Args:
+        table: the joint table, in any order.
+        queues: (rank, steps in order), a rank's own steps before adopted ones.
+        costs: of the joint table.
+        priority: chooses among steps that can start at one time.
+    """
+    place = table.placement
+    needs = Dependencies(table)
+    sliced = table if table.cuts else None
+    ranks = len(table.ranks)
+    rows: list[list[Step]] = [[] for _ in range(ranks)]
+    free = [0.0] * ranks
+    ended: dict[Pass, float] = {}
+    at = [0] * len(queues)
+    left = sum(len(steps) for _, steps in queues)
+
+    def start(queue: int) -> float | None:
+        """Return when the next step of a queue can start; None while its inputs are missing."""
+        rank, steps = queues[queue]
+        if at[queue] == len(steps):
+            return None
+        step = steps[at[queue]]
+        time = free[rank]
+        for need in {need for item in step for need in needs.of(item)} - {*step}:
+            if need not in ended:
+                return None
+            time = max(time, ended[need] + costs.lag(place.rank_of[need.stage], rank, ranks))
+        return time
+
+    while left:
+        starts = []
+        for n, (_, steps) in enumerate(queues):
+            time = start(n)
+            if time is not None:
+                starts.append((time, priority(n, steps[at[n]]), n))
+        time, _, n = min(starts)
+        rank, steps = queues[n]
+        step = steps[at[n]]
+        end = time + costs.of_step(step, place, sliced)
+        rows[rank].append(step)
+        free[rank] = end
+        ended |= dict.fromkeys(step, end)
+        at[n] += 1
+        left -= 1
+    return rows

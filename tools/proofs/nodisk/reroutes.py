@@ -1,0 +1,83 @@
+"""Draw lost ranks of all schedules: each rerouted table is verified, and its price printed.
+
+python -m tools.proofs.nodisk.reroutes --draw 500
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megapipe.errors import ScheduleError
+from megapipe.flags.parse import parse
+from megapipe.schedule import SCHEDULES, Costs, build, simulate, verify
+from megapipe.schedule.transforms.reroute import joint_costs, reroute
+
+
+@dataclass(frozen=True)
+class Options:
+    """Reroute around drawn ranks."""
+
+    draw: int = 100
+    """Tables to draw."""
+    seed: int = 1
+    """Seed of the draws."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 if each table is sound, and no step faster than the work of its ranks."""
+    options = parse(Options, sys.argv[1:] if argv is None else argv)
+    draw = random.Random(options.seed)
+    names = [name for name, entry in SCHEDULES.items() if not entry.searched]
+    refused: Counter[str] = Counter()
+    prices: defaultdict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    count = 0
+    while count < options.draw:
+        name = draw.choice(names)
+        ranks = draw.choice([2, 3, 4, 6])
+        microbatches = ranks * draw.choice([1, 2, 3])
+        try:
+            table = build(name, ranks, microbatches)
+        except ScheduleError:
+            continue
+        count += 1
+        costs = Costs(*(draw.choice([1.0, 1.5, 2.0]) for _ in range(3)), comm=draw.choice([0, 0.1]))
+        replicas = draw.choice([1, 2, 3, 4])
+        lost = (draw.randrange(replicas), draw.randrange(ranks))
+        memory = draw.choice([None, None, None, 1.0])
+        if memory is not None:
+            memory = max(simulate(table, costs).peak)
+        try:
+            found = reroute(table, replicas, lost, costs, memory)
+        except ScheduleError as error:
+            text = str(error)
+            refused["no peer" if "no peer" in text else text.rpartition(": ")[2][:12]] += 1
+            continue
+        verify(found, memory=memory, costs=joint_costs(costs, table))
+        of_all = joint_costs(costs, table)
+        time = simulate(found, of_all)
+        healthy = simulate(table, costs).makespan
+        sliced = found if found.cuts else None
+        work = max(
+            sum(of_all.of_step(x, found.placement, sliced) for x in row) for row in found.ranks
+        )
+        assert time.makespan >= work - 1e-9, (name, lost)
+        prices[replicas].append((time.makespan / healthy, time.makespan / work, name))
+    for replicas, rows in sorted(prices.items()):
+        bound = replicas / (replicas - 1)
+        ratios = sorted(x for x, _, _ in rows)
+        above = [(round(x, 3), name) for x, _, name in rows if x > bound + 1e-9]
+        print(
+            f"{replicas} replicas: {len(rows)} tables sound; a step takes {ratios[0]:.3f} to "
+            f"{ratios[-1]:.3f} x the healthy one, in the middle {ratios[len(ratios) // 2]:.3f}; "
+            f"{replicas}/{replicas - 1} = {bound:.3f}, {len(above)} above it {sorted(above)[-3:]}"
+        )
+    print("refused:", ", ".join(f"{n} ({why})" for why, n in refused.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
