@@ -255,25 +255,34 @@ def _by_time(
     at = [0] * len(queues)
     left = sum(len(steps) for _, steps in queues)
 
+    def inputs(queue: int) -> list[Pass]:
+        """Return the passes that the next step of a queue needs."""
+        _, steps = queues[queue]
+        if at[queue] == len(steps):
+            return []
+        step = steps[at[queue]]
+        return [need for item in step for need in needs.of(item) if need not in step]
+
     def start(queue: int) -> float | None:
         """Return when the next step of a queue can start; None while its inputs are missing."""
         rank, steps = queues[queue]
         if at[queue] == len(steps):
             return None
-        step = steps[at[queue]]
         time = free[rank]
-        for need in {need for item in step for need in needs.of(item)} - {*step}:
+        for need in waits[queue]:
             if need not in ended:
                 return None
             time = max(time, ended[need] + costs.lag(place.rank_of[need.stage], rank, ranks))
         return time
 
+    # Asked once for each step, and not each time that a step elsewhere is chosen.
+    waits = [inputs(n) for n in range(len(queues))]
     while left:
         starts = []
         for n, (_, steps) in enumerate(queues):
-            time = start(n)
-            if time is not None:
-                starts.append((time, priority(n, steps[at[n]]), n))
+            when = start(n)
+            if when is not None:
+                starts.append((when, priority(n, steps[at[n]]), n))
         time, _, n = min(starts)
         rank, steps = queues[n]
         step = steps[at[n]]
@@ -282,5 +291,6 @@ def _by_time(
         free[rank] = end
         ended |= dict.fromkeys(step, end)
         at[n] += 1
+        waits[n] = inputs(n)
         left -= 1
     return rows

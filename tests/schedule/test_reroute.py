@@ -1,0 +1,88 @@
+"""A lost rank's passes go to its peers: a sound table, nothing else moves, at most d/(d-1) of a step."""
+
+from collections import Counter
+
+import pytest
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule import Costs, Kind, build, simulate, verify
+from megapipe.schedule.recipe import Recipe
+from megapipe.schedule.transforms.reroute import Joint, joint, joint_costs, reroute
+
+NAMES = ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "seq1f1b"]
+COSTS = Costs(1.0, 1.5, 0.5, comm=0.1)
+
+
+def owner(table, replicas, lost, item):
+    """(replica, microbatch within it, position in the model) of a pass of a joint table."""
+    replica, microbatch = divmod(item.microbatch, table.num_microbatches)
+    return replica, microbatch, table.placement.position(item.stage % table.placement.chain)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_is_sound_and_every_pass_of_every_replica_is_in_it_once(name, replicas):
+    table = build(name, 4, 8)
+    found = reroute(table, replicas, (1, 2), COSTS)
+    verify(found, costs=joint_costs(COSTS, table))
+    whole = Counter((x.kind, *owner(table, replicas, None, x), x.slice) for x in joint(table, replicas).passes())
+    assert Counter((x.kind, *owner(table, replicas, None, x), x.slice) for x in found.passes()) == whole
+    assert set(whole.values()) == {1}
+    assert len(found.ranks) == 4 * replicas - 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_others_keep_their_rows_and_peers_the_order_of_their_own_passes(name):
+    table = build(name, 4, 8)
+    lost = (0, 1)
+    ranks = Joint(table, 3, lost)
+    found = reroute(table, 3, lost, COSTS)
+    for replica in range(3):
+        for rank, row in enumerate(table.ranks):
+            if (replica, rank) == lost:
+                continue
+            there = found.ranks[ranks.rank(replica, rank)]
+            own = [step for step in there if step[0].microbatch // table.num_microbatches == replica]
+            assert [[x.kind for x in step] for step in own] == [[x.kind for x in step] for step in row]
+            adopted = [x for step in there for x in step if x.microbatch // table.num_microbatches != replica]
+            # Each peer has its share of the lost rank's passes; no other rank has any.
+            assert bool(adopted) == (rank == lost[1])
+            assert {x.microbatch // table.num_microbatches for x in adopted} <= {lost[0]}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_takes_no_longer_than_if_all_work_of_the_replica_were_divided(name, replicas):
+    table = build(name, 4, 8)
+    healthy = simulate(table, COSTS).makespan
+    rerouted = simulate(reroute(table, replicas, (0, 3), COSTS), joint_costs(COSTS, table)).makespan
+    assert rerouted <= replicas / (replicas - 1) * healthy
+
+
+def test_what_fits_into_bubbles_costs_little():
+    """ReCycle: with 4 replicas of 4 ranks and 4 microbatches a peer has 3 idle slots, and adopts 4/3 microbatches."""
+    table = build("1f1b", 4, 4)
+    found = reroute(table, 4, (2, 0))
+    assert simulate(found, joint_costs(Costs(), table)).makespan <= 1.2 * simulate(table).makespan
+
+
+def test_without_a_loss_the_joint_table_takes_as_long_as_one_replica():
+    for name in NAMES:
+        table = build(name, 4, 8)
+        assert simulate(joint(table, 3), joint_costs(COSTS, table)).makespan == pytest.approx(
+            simulate(table, COSTS).makespan
+        )
+
+
+def test_what_cannot_be_rerouted_is_refused_with_its_reason():
+    table = build("1f1b", 4, 8)
+    with pytest.raises(ScheduleError, match="rank 1 of replica 0 has no peer"):
+        reroute(table, 1, (0, 1))
+    with pytest.raises(ScheduleError, match=r"there is no rank 4 of replica 0, only 4 ranks of 2 replica"):
+        reroute(table, 2, (0, 4))
+    with pytest.raises(ScheduleError, match="a peer would hold 8, more than 4"):
+        reroute(table, 2, (0, 0), memory=4.0)
+    stepped = Recipe("1f1b", 4, 8, replicas=True).whole()
+    assert Kind.P in stepped.kinds
+    with pytest.raises(ScheduleError, match="has P: reroute F, B, W and BW"):
+        reroute(stepped, 2, (0, 0))
