@@ -130,9 +130,11 @@ def own_folder() -> Path:
         base.mkdir(mode=0o700)
         _clear()
         command = [sys.executable, "-S", "-E", "-c", _JANITOR, str(launcher), str(base)]
-        # In a session of its own, as the launcher kills the groups of its processes.
+        # In a session of its own, as the launcher kills the groups of its processes. Without their
+        # environment, as it is no rank.
         subprocess.Popen(
             command,
+            env={},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -31,7 +31,15 @@ _ITERATION = re.compile(
 )
 _RESUMED = re.compile(r"successfully loaded checkpoint from .* at iteration (\d+)")
 # A line with one of these words shows that the run has noticed a fault.
-_TROUBLE = ("megapipe:", "ALARM", "DAMAGED", "error:", "Error", "belonged to a run that is gone")
+_TROUBLE = (
+    "megapipe:",
+    "ALARM",
+    "DAMAGED",
+    "error:",
+    "Error",
+    "belonged to a run that is gone",
+    "failed (exitcode",
+)
 
 
 class Launched:
