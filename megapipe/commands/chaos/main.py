@@ -248,7 +248,7 @@ class Chaos:
         return lose(run, self.draw)
 
     def pair(self, run: Launched) -> str:
-        """Kill a drawn rank and those that keep its state, and lose their memory."""
+        """Kill a drawn rank and the ranks that keep its state, and lose their memory."""
         return lose(run, self.draw, pair=True)
 
     def flip(self, run: Launched) -> str:

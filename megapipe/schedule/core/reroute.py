@@ -121,7 +121,7 @@ def reroute(
     costs: Costs = UNIT,
     memory: float | None = None,
 ) -> Schedule:
-    """Return the joint table of data-parallel replicas of which one has lost a rank.
+    """Return the joint table of data-parallel replicas, one of them without a rank.
 
     It is the fastest of three ways to order the passes of a peer, as far as they fit.
 
@@ -131,7 +131,7 @@ def reroute(
         lost: (replica, pipeline rank) of the lost rank.
         costs: of `table`.
         memory: most activation of a rank, in the unit of the costs; None for no limit.
-    Raises: ScheduleError if no peer has the stages, if the table has passes beside F, B, W and BW,
+    Raises: ScheduleError if no peer has the stages, if the table has other passes than F, B, W and BW,
         or if a peer would hold too much.
     """
     broken, gone = lost
@@ -203,10 +203,10 @@ def _unordered(ranks: Joint) -> Schedule:
     Raises: ScheduleError for a table with other passes than F, B, W and BW.
     """
     table = ranks.table
-    beside = sorted(table.kinds - _LAYERS)
-    if beside:
+    others = sorted(table.kinds - _LAYERS)
+    if others:
         raise ScheduleError(
-            f"{table.name} has {', '.join(beside)}: reroute F, B, W and BW, and add other passes "
+            f"{table.name} has {', '.join(others)}: reroute F, B, W and BW, and add other passes "
             "afterwards."
         )
     if table.training_steps > 1:
