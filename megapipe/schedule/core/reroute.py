@@ -82,7 +82,7 @@ class Joint:
     def queues(self) -> Iterator[tuple[int, list[Step]]]:
         """Yield (rank, steps in order) of each rank's row, and of each peer's part of the lost row.
 
-        A rank has its own row first. Passes of a pair that go to different peers run apart.
+        A rank has its own row first. Passes of a pair that go to different peers run one by one.
         """
         adopted: dict[int, list[Step]] = {}
         for replica in range(self.replicas):
@@ -131,8 +131,8 @@ def reroute(
         lost: (replica, pipeline rank) of the lost rank.
         costs: of `table`.
         memory: most activation of a rank, in the unit of the costs; None for no limit.
-    Raises: ScheduleError if no peer has the stages, if the table has other passes than F, B, W and BW,
-        or if a peer would hold too much.
+    Raises: ScheduleError if no peer has the stages, or if a peer would hold too much. Also if the
+        table has other passes than F, B, W and BW.
     """
     broken, gone = lost
     name = f"rank {gone} of replica {broken}"
@@ -198,7 +198,7 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
 
 
 def _unordered(ranks: Joint) -> Schedule:
-    """Return the joint table, in whose rows adopted passes stand behind a peer's own.
+    """Return the joint table, in whose rows adopted passes stand after a peer's own.
 
     Raises: ScheduleError for a table with other passes than F, B, W and BW.
     """
