@@ -6,8 +6,8 @@ import pytest
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, build, simulate, verify
+from megapipe.schedule.core.reroute import Joint, joint, joint_costs, reroute
 from megapipe.schedule.recipe import Recipe
-from megapipe.schedule.transforms.reroute import Joint, joint, joint_costs, reroute
 
 NAMES = ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe", "seq1f1b"]
 COSTS = Costs(1.0, 1.5, 0.5, comm=0.1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megapipe.errors import ScheduleError
 from megapipe.flags.parse import parse
 from megapipe.schedule import SCHEDULES, Costs, build, simulate, verify
-from megapipe.schedule.transforms.reroute import joint_costs, reroute
+from megapipe.schedule.core.reroute import joint_costs, reroute
 
 
 @dataclass(frozen=True)
