@@ -159,8 +159,9 @@ def layout_of(param: Tensor) -> Layout:
     return getattr(param, "mesh_layout", Layout(tuple(param.shape)))
 
 
-SAVED_BUFFERS = ("expert_bias",)
-"""Names of buffers that training changes without a gradient and that checkpoints hold.
+SAVED_BUFFERS = ("expert_bias", "xielu_beta", "xielu_eps")
+"""Names of buffers that checkpoints hold: training changes them without a gradient, or a model from
+elsewhere has brought them.
 
 They are equal on all ranks of a stage.
 """

@@ -149,21 +149,21 @@ class Xielu(nn.Module):
     Each tensor-parallel rank has them all, and their gradients from its own channels.
     """
 
-    beta: Tensor
-    eps: Tensor
+    xielu_beta: Tensor
+    xielu_eps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         # Both slopes begin at 0.8. Below 0 beta is added to the softplus.
         self.alpha_p = _scalar(0.8)
         self.alpha_n = _scalar(0.3)
-        self.register_buffer("beta", torch.tensor(0.5))
-        self.register_buffer("eps", torch.tensor(-1e-6))
+        self.register_buffer("xielu_beta", torch.tensor(0.5))
+        self.register_buffer("xielu_eps", torch.tensor(-1e-6))
 
     @property
     def scalars(self) -> tuple[Tensor, ...]:
         """The arguments of `activate`."""
-        return self.alpha_p, self.alpha_n, self.beta, self.eps
+        return self.alpha_p, self.alpha_n, self.xielu_beta, self.xielu_eps
 
 
 def _scalar(start: float) -> nn.Parameter:

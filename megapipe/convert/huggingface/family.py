@@ -173,6 +173,9 @@ class Family:
                     if layer.get(_KIND) == "rope":
                         layer[_KIND] = "yarn"
             fields |= spread(layers)
+        # GELU has its erf form without biases anyway.
+        if fields.get("disable_bias_linear"):
+            fields.pop("no_bias_gelu_fusion", None)
         return settled(fields)
 
     def write(self, model: ModelConfig) -> Fields:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megapipe.config import ModelConfig
@@ -163,6 +163,76 @@ class Choice(Meaning):
     def write(self, key: str, model: ModelConfig) -> Fields:
         value = value_of(model, self.field)
         return {key: next((its for its, ours in self.values.items() if ours == value), None)}
+
+
+@dataclass(frozen=True)
+class Reciprocal(Meaning):
+    """The meaning of a key whose value is 1 divided by a field of ModelConfig.
+
+    Attributes:
+        field: name of the field.
+        default: the value of a missing key in the family's class.
+    """
+
+    field: str
+    default: float
+
+    def keys(self, key: str) -> Fields:
+        return {key: self.default}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        divisor = content[key]
+        if divisor <= 0:
+            problems.append(f"{key} is {divisor}, and divides; it must be above 0")
+            return {}
+        return {self.field: 1 / divisor}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        # The double rounding of 1 / (1 / x) is in the last digit. Nobody writes that many.
+        return {key: float(f"{1 / value_of(model, self.field):.14g}")}
+
+
+ATTENTION = ("qkv", "proj")
+MLP = ("fc1", "fc2")
+_ALL = {*ATTENTION, *MLP}
+
+
+@dataclass(frozen=True)
+class Biases(Meaning):
+    """The meaning of a key that gives some matrices a bias, with another such key or without.
+
+    Attributes:
+        default: the value of a missing key in the family's class.
+        matrices: names of these matrices, as in `ModelConfig.has_bias`.
+        others: further keys -> (default, matrices), which set biases too.
+    """
+
+    default: bool
+    matrices: tuple[str, ...] = ATTENTION
+    others: Mapping[str, tuple[bool, tuple[str, ...]]] = field(default_factory=dict)
+
+    def _switches(self, key: str) -> dict[str, tuple[bool, tuple[str, ...]]]:
+        return {key: (self.default, self.matrices), **self.others}
+
+    def keys(self, key: str) -> Fields:
+        return {name: default for name, (default, _) in self._switches(key).items()}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        found = {
+            matrix
+            for name, (_, matrices) in self._switches(key).items()
+            if content[name]
+            for matrix in matrices
+        }
+        # One flag is for biases of all matrices, and others for some of them.
+        if found == _ALL:
+            return {"disable_bias_linear": False}
+        more = tuple(matrix for matrix in ("proj", "fc1", "fc2") if matrix in found)
+        return {"disable_bias_linear": True, "add_qkv_bias": "qkv" in found, "add_bias_to": more}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        switches = self._switches(key).items()
+        return {name: all(map(model.has_bias, matrices)) for name, (_, matrices) in switches}
 
 
 class Only(Meaning):

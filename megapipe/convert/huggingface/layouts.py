@@ -75,6 +75,24 @@ class Halves(Layout):
         return (tensor.flatten(0, 1),)
 
 
+class ExpertHalves(Layout):
+    """Gate and up of all experts: one tensor [E, 2f, h] of Hugging Face's -> [E, 2, f, h]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        stacked = parts[0]
+        return stacked.view(len(stacked), 2, -1, stacked.shape[-1])
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (tensor.flatten(1, 2),)
+
+
+class OfNorms(Layout):
+    """One of two names: the first if attention and MLP each have a norm, in parallel; or else."""
+
+    def parts(self, model: ModelConfig) -> list[str]:
+        return [self.names[model.parallel_attention_mlp != "two_norms"]]
+
+
 class Rows(Layout):
     """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
 

@@ -103,9 +103,9 @@ def pad_rows(x: Tensor, rows: int, vocab_size: int) -> Tensor:
     grows by at most the share of padding.
 
     Args:
-        x: [vocab_size, h].
+        x: [vocab_size, h], or a bias [vocab_size].
     """
     if rows == vocab_size:
         return x
     mean = x.mean(0, keepdim=True, dtype=torch.float32).to(x.dtype)
-    return torch.cat((x, mean.expand(rows - vocab_size, -1)))
+    return torch.cat((x, mean.expand(rows - vocab_size, *x.shape[1:])))

@@ -13,22 +13,24 @@ _KINDS: dict[Any, str] = {
         hidden_size num_attention_heads intermediate_size max_position_embeddings
         num_local_experts num_experts num_experts_per_tok moe_intermediate_size
         shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank
-        qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace
+        qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace shared_intermediate_size
         no_rope_layer_interval query_pre_attn_scalar num_nextn_predict_layers
     """,
     int | None: """
         q_lora_rank n_group topk_group n_inner num_key_value_heads head_dim sliding_window
         n_shared_experts num_shared_experts original_max_position_embeddings
-        sliding_window_pattern rotary_dim
+        sliding_window_pattern rotary_dim num_kv_heads ffn_hidden_size num_ln_in_parallel_attn
     """,
     float: """
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
         resid_pdrop embd_pdrop attention_dropout residual_dropout embedding_dropout
         hidden_dropout factor router_jitter_noise routed_scaling_factor router_scaling_factor
+        embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
     """,
     bool: """
         tie_word_embeddings attention_bias mlp_bias use_bias use_qkv_bias use_sliding_window
-        norm_topk_prob qkv_bias use_qk_norm qk_layernorm truncate
+        norm_topk_prob qkv_bias use_qk_norm qk_layernorm truncate use_parallel_residual
+        use_post_norm alibi new_decoder_architecture multi_query parallel_attn bias
     """,
     float | None: """
         rope_theta rotary_emb_base rotary_pct partial_rotary_factor mscale mscale_all_dim
@@ -55,6 +57,7 @@ _MAY_BE_0 = (
     "n_shared_experts",
     "num_shared_experts",
     "num_nextn_predict_layers",
+    "shared_intermediate_size",
 )
 _LONGEST = 2**31 - 1
 _WIDEST = 2**19

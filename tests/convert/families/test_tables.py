@@ -28,7 +28,11 @@ _DRAWN = {
     "max_position_embeddings n_positions": [16],
     "num_key_value_heads": [4, 2, 1],
     "head_dim": [6, 8],
-    "n_inner": [20, 24],
+    "n_inner ffn_hidden_size": [20, 24],
+    "num_kv_heads": [4, 2],
+    "num_ln_in_parallel_attn": [None],
+    "parallel_attn": [True],
+    "shared_intermediate_size": [0, 20],
     "q_lora_rank": [None, 12],
     "sliding_window": [3, 5],
     "max_window_layers": [0, 2, 4],
@@ -141,7 +145,7 @@ def test_a_key_that_no_table_knows_is_refused_by_name(name):
 def test_families_with_other_names_of_layers_have_none_for_depths():
     """An export looked for them under the names of a Llama."""
     without = {name for name, family in FAMILIES.items() if not family.has_depths}
-    assert without == {"gpt2", "gpt_bigcode", "gpt_neox"}
+    assert without == {"gpt2", "gpt_bigcode", "gpt_neox", "falcon"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

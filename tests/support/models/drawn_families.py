@@ -38,7 +38,29 @@ def few_experts(draw: random.Random) -> dict[str, Any]:
 
 
 def biases(draw: random.Random) -> dict[str, Any]:
-    return dict.fromkeys(["attention_bias", "mlp_bias"], draw.random() < 0.5)
+    return {key: draw.random() < 0.5 for key in ("attention_bias", "mlp_bias")}
+
+
+def factors(draw: random.Random) -> dict[str, Any]:
+    """Factors that move the logits of small models; one of them is no power of 2."""
+    return {
+        "embedding_multiplier": draw.choice([3.0, 12.0]),
+        "residual_multiplier": draw.choice([0.22, 0.5]),
+        "attention_multiplier": draw.choice([0.5, 1.0]),
+        "logits_scaling": draw.choice([0.7, 8.0]),
+    }
+
+
+def falcon(draw: random.Random) -> dict[str, Any]:
+    """The architecture of 7B, of 40B, of 11B, and the one before them."""
+    return draw.choice(
+        [
+            {"multi_query": True},
+            {"multi_query": False, "parallel_attn": False},
+            {"new_decoder_architecture": True, "num_kv_heads": 2},
+            {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        ]
+    )
 
 
 def whole_heads(draw: random.Random) -> dict[str, Any]:
@@ -201,6 +223,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **partial(draw, 0.25),
         **whole_heads(draw),
         use_qkv_bias=draw.random() < 0.5,
+        use_parallel_residual=draw.random() < 0.5,
     ),
     "jais2": lambda draw: made(
         "jais2", draw, without="rms_norm_eps", **biases(draw), layer_norm_eps=1e-4, head_dim=draw.choice([6, 12])
@@ -213,7 +236,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **whole_heads(draw),
         layer_norm_eps=1e-4,
         hidden_act=draw.choice(["gelu", "gelu_new"]),
-        use_parallel_residual=False,
+        use_parallel_residual=draw.random() < 0.5,
         hidden_dropout=0.2,
     ),
     "persimmon": lambda draw: made(
@@ -237,6 +260,83 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=0,
+    ),
+    "granite": lambda draw: made("granite", draw, **biases(draw), **factors(draw)),
+    "hyperclovax": lambda draw: made(
+        "hyperclovax",
+        draw,
+        **biases(draw),
+        **factors(draw) | {"attention_multiplier": draw.choice([None, 0.5])},
+        use_post_norm=draw.random() < 0.5,
+        head_dim=draw.choice([None, 12]),
+    ),
+    "granitemoe": lambda draw: made(
+        "granitemoe",
+        draw,
+        **factors(draw),
+        attention_bias=draw.random() < 0.5,
+        num_local_experts=6,
+        num_experts_per_tok=draw.choice([2, 3]),
+    ),
+    "granitemoeshared": lambda draw: made(
+        "granitemoeshared",
+        draw,
+        **factors(draw),
+        attention_bias=draw.random() < 0.5,
+        num_local_experts=6,
+        num_experts_per_tok=draw.choice([2, 3]),
+        shared_intermediate_size=draw.choice([0, 20]),
+    ),
+    "apertus": lambda draw: made("apertus", draw, attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])),
+    "phi": lambda draw: made(
+        "phi",
+        draw,
+        **partial(draw, 0.5),
+        without="rms_norm_eps",
+        **whole_heads(draw),
+        layer_norm_eps=1e-4,
+        hidden_act=draw.choice(["gelu_new", "gelu"]),
+        qk_layernorm=draw.random() < 0.5,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+    ),
+    "cohere": lambda draw: made(
+        "cohere",
+        draw,
+        without="rms_norm_eps",
+        layer_norm_eps=1e-4,
+        attention_bias=draw.random() < 0.5,
+        logit_scale=draw.choice([0.0625, 0.7]),
+    ),
+    "cohere2": lambda draw: made(
+        "cohere2",
+        draw,
+        without="rms_norm_eps",
+        layer_norm_eps=1e-4,
+        num_hidden_layers=4,
+        sliding_window=3,
+        **draw.choice([{}, MIXED]),
+        logit_scale=draw.choice([0.0625, 0.7]),
+    ),
+    "falcon": lambda draw: made(
+        "falcon",
+        draw,
+        without="rms_norm_eps num_key_value_heads intermediate_size rope_parameters",
+        **whole_heads(draw),
+        **falcon(draw),
+        rope_parameters={"rope_type": "default", "rope_theta": draw.choice([1e4, 5e5])},
+        layer_norm_epsilon=1e-4,
+        ffn_hidden_size=draw.choice([None, 24]),
+        bias=draw.random() < 0.5,
+    ),
+    "glm4_moe_lite": lambda draw: transformers.Glm4MoeLiteConfig(
+        **{key: value for key, value in latent(draw).items() if "dense" not in key}
+        | {
+            "rms_norm_eps": draw.choice([1e-5, 1e-3]),
+            "num_nextn_predict_layers": 0,
+            "mlp_layer_types": draw.choice([None, ["sparse", "dense"] * 2]),
+            "num_hidden_layers": 4,
+        }
     ),
     "glm4_moe": lambda draw: made(
         "glm4_moe",

@@ -6,10 +6,11 @@ from megapipe.convert.huggingface.depths import Depths
 from megapipe.convert.huggingface.experts import (
     DenseFirst,
     ExpertGroups,
+    MlpTypes,
     Renormalised,
     SharedExperts,
 )
-from megapipe.convert.huggingface.keys import Equals, Not, Only, Same
+from megapipe.convert.huggingface.keys import Equals, Fields, Json, Not, Only, Same
 from megapipe.convert.huggingface.layouts import Layout, Stack
 from megapipe.convert.huggingface.rotation import LatentRotation
 from megapipe.convert.huggingface.tables.llama import PLAIN
@@ -21,6 +22,18 @@ SHARED = {
     ),
     "mlp.shared_experts.linear_fc2": Layout("mlp.shared_experts.down_proj"),
 }
+
+
+class _Epsilon(Same):
+    """The meaning of a key with the epsilon of norms; those of latents have another one.
+
+    transformers norms latents with 1e-6, whatever is said.
+    """
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        other = None if content[key] == 1e-6 else 1e-6
+        return super().read(key, content, problems) | {"latent_norm_epsilon": other}
+
 
 _LATENT = PLAIN.but(
     "",
@@ -37,8 +50,7 @@ _LATENT = PLAIN.but(
             lambda content: content["qk_nope_head_dim"] + content["qk_rope_head_dim"]
         ),
         "v_head_dim": Same("v_head_dim"),
-        # transformers norms latents with 1e-6 whatever is said, and here is one epsilon.
-        "rms_norm_eps": Same("norm_epsilon", 1e-6, only=(1e-6,)),
+        "rms_norm_eps": _Epsilon("norm_epsilon", 1e-6),
         "attention_bias": Only(False),
         "rope_parameters": LatentRotation(),
     },
@@ -136,4 +148,23 @@ KIMI_K2 = V3.but(
     "DeepseekV3ForCausalLM",
     "Kimi K2: a DeepSeek-V3, and without its config.json exported as one",
     computed_as="deepseek_v3",
+)
+
+# Zhipu 2026, GLM-4.7-Flash: DeepSeek-V3's layers with other defaults, and a list of dense layers.
+GLM4_MOE_LITE = V3.but(
+    "Glm4MoeLiteForCausalLM",
+    "GLM-4.7-Flash",
+    keys={
+        "first_k_dense_replace": None,
+        "mlp_layer_types": MlpTypes(),
+        "num_key_value_heads": Equals(lambda content: content["num_attention_heads"], 20),
+        "q_lora_rank": Same("q_lora_rank", 768),
+        "rms_norm_eps": _Epsilon("norm_epsilon", 1e-5),
+        "routed_scaling_factor": Same("moe_router_topk_scaling_factor", 1.8, unset=1.0),
+        "n_group": ExpertGroups(2),
+        "moe_layer_freq": Only(1, silent=True),
+        "scoring_func": Only("sigmoid", silent=True),
+        "topk_method": Only("noaux_tc", silent=True),
+    },
+    published=(47,),
 )

@@ -142,7 +142,7 @@ MINISTRAL3 = MISTRAL.but(
 # The published AFM-4.5B stretches its rotation by yarn.
 ARCEE = LLAMA.but(
     "ArceeForCausalLM",
-    "AFM; biases everywhere or nowhere",
+    "AFM, every size",
     keys={
         "rms_norm_eps": Same("norm_epsilon", 1e-5),
         "hidden_act": Only("relu2"),

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from megapipe.convert.huggingface.keys import Choice, Groups, Meaning, Not, Only, Same, Twin, Unread
+from megapipe.convert.huggingface.keys import (
+    ATTENTION,
+    MLP,
+    Biases,
+    Choice,
+    Groups,
+    Meaning,
+    Not,
+    Only,
+    Same,
+    Twin,
+    Unread,
+)
 from megapipe.convert.huggingface.layers import Window
 from megapipe.convert.huggingface.layouts import Layout, Rows
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.gpt import GPT2
-from megapipe.convert.huggingface.tables.llama import BIASES, LLAMA, PLAIN
+from megapipe.convert.huggingface.tables.llama import LLAMA, PLAIN
 
+_ORDER = "parallel_attention_mlp"
 _GELU = {"gelu_pytorch_tanh": False, "gelu_new": False, "gelu": True}
-_GELU_ERF = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
-_GPT = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False}
+GELU_ERF = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
+GPT = {"normalization": "LayerNorm", "swiglu": False, "disable_bias_linear": False}
 
 # GPT-NeoX has the rows of each head together, query, key and value, as Megatron-LM.
 _QUERY_KEY_VALUE = {
@@ -54,7 +67,7 @@ STARCODER2 = PLAIN.but(
         "sliding_window": Window(None),
         **_STARCODER,
     },
-    always=_GPT,
+    always=GPT,
     names={"mlp.linear_fc1": Layout("mlp.c_fc"), "mlp.linear_fc2": Layout("mlp.c_proj")},
 )
 
@@ -62,7 +75,7 @@ STARCODER2 = PLAIN.but(
 # nothing is added on the way.
 NEMOTRON = LLAMA.but(
     "NemotronForCausalLM",
-    "Nemotron-4 and Minitron; biases everywhere or nowhere",
+    "Nemotron-4 and Minitron",
     keys={
         "rms_norm_eps": None,
         "norm_eps": Same("norm_epsilon", 1e-5),
@@ -82,7 +95,7 @@ NEMOTRON = LLAMA.but(
 # is refused.
 STABLELM = PLAIN.but(
     "StableLmForCausalLM",
-    "StableLM 2 without norms of heads; a quarter of the channels is rotated",
+    "StableLM and StableLM 2 without norms of heads",
     keys={
         "num_key_value_heads": Groups(32),
         "head_dim": None,
@@ -92,7 +105,7 @@ STABLELM = PLAIN.but(
         "use_qkv_bias": Same("add_qkv_bias", False),
         # Each head's norm has a weight of its own there.
         "qk_layernorm": Only(False),
-        "use_parallel_residual": Only(False),
+        "use_parallel_residual": Choice(_ORDER, {False: None, True: "one_norm"}, False),
         "hidden_dropout": Only(0.0),
     },
     always={"normalization": "LayerNorm"},
@@ -101,34 +114,33 @@ STABLELM = PLAIN.but(
 # Jais 2: Llama with LayerNorm, and a squared ReLU instead of the gate.
 JAIS2 = LLAMA.but(
     "Jais2ForCausalLM",
-    "every size; biases everywhere or nowhere",
+    "every size",
     keys={
         "rms_norm_eps": None,
         "layer_norm_eps": Same("norm_epsilon", 1e-5),
         "hidden_act": Only("relu2"),
-        "mlp_bias": Not("disable_bias_linear", True),
-        "attention_bias": Twin("mlp_bias", True, BIASES),
+        "mlp_bias": Biases(True, MLP, {"attention_bias": (True, ATTENTION)}),
     },
     always={"normalization": "LayerNorm", "swiglu": False, "squared_relu": True},
     names={"mlp.linear_fc1": Layout("mlp.up_proj")},
 )
 
-# EleutherAI 2022. Attention and MLP of most models read the same input, which is refused here.
+# EleutherAI 2022. Attention and MLP of most models read the same input, each through its norm.
 # rotary_pct and rotary_emb_base are the older keys; a quarter of the channels is the default.
 GPT_NEOX = PLAIN.but(
     "GPTNeoXForCausalLM",
-    "models with use_parallel_residual false; Pythia's is true",
+    "GPT-NeoX and Pythia, every size",
     keys={
         **dict.fromkeys(["rms_norm_eps", "num_key_value_heads", "head_dim"]),
         "layer_norm_eps": Same("norm_epsilon", 1e-5),
-        "hidden_act": Choice("no_bias_gelu_fusion", _GELU_ERF, "gelu"),
+        "hidden_act": Choice("no_bias_gelu_fusion", GELU_ERF, "gelu"),
         "rope_parameters": Rotation(1e4, 0.25, "rotary_emb_base", "rotary_pct"),
-        "use_parallel_residual": Only(False, default=True),
+        "use_parallel_residual": Choice(_ORDER, {True: "two_norms", False: None}, True),
         "attention_bias": Only(True),
         "hidden_dropout": Same("hidden_dropout", 0.0),
         "classifier_dropout": Unread(0.1),
     },
-    always=_GPT,
+    always=GPT,
     names={
         **_QUERY_KEY_VALUE,
         "embedding.word_embeddings": Layout("gpt_neox.embed_in"),
@@ -173,7 +185,7 @@ PERSIMMON = PLAIN.but(
         # There it drops the MLP's output alone.
         "hidden_dropout": Only(0.0),
     },
-    always=_GPT | {"squared_relu": True},
+    always=GPT | {"squared_relu": True},
     names={
         **_PERSIMMON,
         "decoder.final_layernorm": Layout("model.final_layernorm"),

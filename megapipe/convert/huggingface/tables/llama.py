@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from megapipe.convert.huggingface import depths
 from megapipe.convert.huggingface.family import Family
-from megapipe.convert.huggingface.keys import Groups, Json, Not, Only, Same, Twin
+from megapipe.convert.huggingface.keys import (
+    ATTENTION,
+    MLP,
+    Biases,
+    Groups,
+    Json,
+    Not,
+    Only,
+    Same,
+)
 from megapipe.convert.huggingface.layers import Window
 from megapipe.convert.huggingface.layouts import Layout, Rows, Stack
 from megapipe.convert.huggingface.rotation import Rotation
@@ -16,13 +25,10 @@ def head_share(content: Json) -> int:
     return hidden // int(content["num_attention_heads"])
 
 
-BIASES = "there is one switch, --disable-bias-linear"
-
-# Most dense families begin from this table. Llama's attention_bias is of the output projection too,
-# so that it has to agree with mlp_bias: there is one flag for all linear layers here.
+# Most dense families begin from this table. Llama's attention_bias is of the output projection too.
 LLAMA = Family(
     architecture="LlamaForCausalLM",
-    what="Llama 2 and 3, with 3.1's frequency scaling; biases everywhere or nowhere",
+    what="Llama 2 and 3, with 3.1's frequency scaling",
     keys={
         "num_hidden_layers": Same("num_layers"),
         "hidden_size": Same("hidden_size"),
@@ -36,8 +42,7 @@ LLAMA = Family(
         "tie_word_embeddings": Not("untie_embeddings_and_output_weights", False),
         "hidden_act": Only("silu"),
         "rope_parameters": Rotation(),
-        "mlp_bias": Not("disable_bias_linear", False),
-        "attention_bias": Twin("mlp_bias", False, BIASES),
+        "mlp_bias": Biases(False, MLP, {"attention_bias": (False, ATTENTION)}),
         # No key of the class. Exporters of Megatron-LM's Llamas with depths write it.
         "num_nextn_predict_layers": depths.Depths(),
     },
@@ -67,7 +72,7 @@ LLAMA = Family(
 )
 
 # Without a key for biases, a family is a Llama without them.
-PLAIN = LLAMA.but("", "", keys={"mlp_bias": None, "attention_bias": None})
+PLAIN = LLAMA.but("", "", keys={"mlp_bias": None})
 
 # Without the key, the class has a window of 4096 tokens. Later models say null.
 MISTRAL = PLAIN.but(
