@@ -60,8 +60,8 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     given = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in family else {}
     if family == "qwen2_moe":  # by its own rule no layer would have one
         given["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
-    if family == "gpt_neox":
-        given = {"use_parallel_residual": False}
+    if family == "falcon":  # without groups their number decides nothing
+        given = {"new_decoder_architecture": True, "num_kv_heads": 8, "hidden_size": 64, "num_attention_heads": 16}
     if family == "dots1":
         given = {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "norm_topk_prob": True}
         given["max_window_layers"] = 0
@@ -71,6 +71,8 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
     content = type(config)(**given).to_dict() | {"model_type": family}
     want, silent = from_huggingface(content), []
     unread = {key for key, meaning in FAMILIES[family].keys.items() if isinstance(meaning, Unread)}
+    if family == "falcon":  # the older architecture's
+        unread.add("multi_query")
     if "mlp_layer_types" in content:
         unread.add("first_k_dense_replace")
     for key in content.keys() - DECIDES_NOTHING - unread:
@@ -107,11 +109,14 @@ def test_a_value_that_is_none_is_named(change, line):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_an_epsilon_that_norms_of_latents_do_not_have_is_refused(family):
-    content = transformers.AutoConfig.for_model(family, num_experts_per_tok=6, rms_norm_eps=1e-5).to_dict()
-    assert refused(lambda: from_huggingface(content)) == (
-        "config.json: rms_norm_eps is 1e-05; only 1e-06 can be converted",
-    )
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-5])
+def test_norms_of_latents_have_an_epsilon_of_their_own(family, epsilon):
+    """transformers gives them 1e-6, whatever config.json says of the others."""
+    content = transformers.AutoConfig.for_model(family, num_experts_per_tok=6, rms_norm_eps=epsilon).to_dict()
+    model = from_huggingface(content)
+    assert model.norm_epsilon == epsilon
+    assert (model.latent_norm_epsilon or model.norm_epsilon) == 1e-6
+    assert to_huggingface(model, 64)["rms_norm_eps"] == epsilon
 
 
 @pytest.mark.parametrize(

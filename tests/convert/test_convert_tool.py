@@ -58,10 +58,6 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
     [
         ({"hidden_act": "gelu"}, "config.json: hidden_act is gelu; only silu can be converted"),
         (
-            {"attention_bias": True, "mlp_bias": False},
-            "config.json: attention_bias True with mlp_bias False: there is one switch, --disable-bias-linear",
-        ),
-        (
             {"rope_parameters": None, "rope_theta": None},
             "config.json: rope_theta is null; it has to be the base of the rotation, as 10000",
         ),

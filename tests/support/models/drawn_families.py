@@ -120,7 +120,12 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         head_dim=draw.choice([6, 12]),
         residual_dropout=draw.choice([0.0, 0.2]),
     ),
-    "internlm3": lambda draw: made("internlm3", draw, **biases(draw), head_dim=draw.choice([6, 12])),
+    "internlm3": lambda draw: made(
+        "internlm3",
+        draw,
+        **dict.fromkeys(["attention_bias", "mlp_bias"], draw.random() < 0.5),
+        head_dim=draw.choice([6, 12]),
+    ),
     "iquestcoder": lambda draw: made("iquestcoder", draw, **biases(draw), head_dim=draw.choice([6, 12])),
     "cwm": lambda draw: made(
         "cwm",

@@ -87,6 +87,8 @@ INTERNLM3 = LLAMA.but(
         "num_key_value_heads": Groups(2),
         "head_dim": Same("kv_channels", 128, null=head_share),
         "rms_norm_eps": Same("norm_epsilon", 1e-5),
+        "mlp_bias": Not("disable_bias_linear", False),
+        "attention_bias": Twin("mlp_bias", False, "its class has one switch for biases"),
         # InternLM's own names for the biases, in files for its own program.
         "bias": Only(False, silent=True),
         "qkv_bias": Only(False, silent=True),
