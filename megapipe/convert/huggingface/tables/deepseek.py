@@ -25,9 +25,9 @@ SHARED = {
 
 
 class _Epsilon(Same):
-    """The meaning of a key with the epsilon of norms; those of latents have another one.
+    """The meaning of a key with the epsilon of norms; norms of latents have another one.
 
-    transformers norms latents with 1e-6, whatever is said.
+    transformers gives 1e-6 to them, whatever is said.
     """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
