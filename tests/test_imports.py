@@ -157,6 +157,12 @@ def test_what_needs_no_torch_works_without_it(module):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("module", ["megapipe.plan", "megapipe.commands.plan.main"])
+def test_a_search_of_plans_does_not_wait_for_torch(module):
+    code = f"import sys; sys.modules['torch'] = None; import {module}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 @pytest.mark.parametrize("folder", ["tools", "examples"])
 def test_a_package_of_the_same_name_elsewhere_hides_none_of_ours(tmp_path, folder):
     (tmp_path / folder).mkdir()

@@ -15,7 +15,6 @@ from megapipe.data.files import file_problems, folder_problems
 from megapipe.data.indexed import glance
 from megapipe.data.sources import blends, choice_problems, in_a_file, is_named
 from megapipe.errors import UserError
-from megapipe.models.transformer_engine import load
 
 T = TypeVar("T")
 
@@ -171,6 +170,8 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
         return
     if on_gpu:
         # An installed package need not work: its libraries are loaded here, before ranks meet.
+        from megapipe.models.transformer_engine import load
+
         yield from ask(load)
     else:
         why = "--distributed-backend gloo keeps to the CPU" if has_cuda else "torch sees none"

@@ -35,9 +35,9 @@ from megapipe.checks.pipeline import pipeline_problems
 from megapipe.checks.refused import refusals
 from megapipe.checks.training import training_problems
 from megapipe.config import Config, ModelConfig
-from megapipe.config.layers import layer_config
+from megapipe.config.layers import inline, layer_config
 from megapipe.config.notes import either, flag
-from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
 from megapipe.errors import ConfigError
 from megapipe.optim.lr import LRSchedule
 
@@ -356,3 +356,27 @@ def _layouts(config: Config) -> str:
     sizes.sort(key=lambda size: (-size[0] * size[1], size))
     shown = ", ".join(f"{t} x {p}" for t, p in sizes[:6])
     return f", or use tensor x pipeline {shown}."
+
+
+def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
+    """Return (number of token ids, lines on assumptions).
+
+    tokenizer: None if it cannot be read. The number is then assumed, and a line says so.
+    """
+    if tokenizer is not None:
+        return tokenizer.vocab_size, []
+    size = assumed_vocab_size(config.data)
+    rows = ""
+    if not config.model.padded_vocab_size:
+        rows = f"; the plan assumes {size} ids"
+    return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]
+
+
+def with_vocabulary(config: Config, size: int) -> Config:
+    """Return the configuration with the embedding's rows and the text of --per-layer-overrides.
+
+    Args:
+        size: the tokens of the tokenizer.
+    """
+    model = inline(config.model)
+    return replace(config, model=replace(model, padded_vocab_size=model.padded_vocab(size)))

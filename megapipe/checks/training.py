@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.checks.inputs import ask
+from megapipe.checks.inputs import answer
 from megapipe.config import Config
-from megapipe.optim.rules import find_rule, rounding_problem, split_problem
+from megapipe.optim.traits import rounding_problem, split_problem, traits_of
 
 
 def training_problems(config: Config) -> Iterator[str]:
@@ -32,13 +32,13 @@ def training_problems(config: Config) -> Iterator[str]:
 def _optimizer_problems(config: Config) -> Iterator[str]:
     flags = config.optimizer
     # --optimizer may name a function of the user's, which is imported here.
-    if unknown := ask(lambda: find_rule(flags)):
+    traits, unknown = answer(lambda: traits_of(flags))
+    if traits is None:
         yield from unknown
         return
-    rule = find_rule(flags)
     problems = []
     if config.parallel.splits_optimizer:
-        problems.append(split_problem(flags, rule, config.parallel.splits_by))
+        problems.append(split_problem(flags, traits.elementwise, config.parallel.splits_by))
     if flags.use_precision_aware_optimizer:
-        problems.append(rounding_problem(flags, rule))
+        problems.append(rounding_problem(flags, traits.may_round))
     yield from filter(None, problems)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapipe import plan
-from megapipe.checks.run import validate
+from megapipe.checks.run import validate, with_vocabulary
 from megapipe.config import Config
-from megapipe.config.layers import inline
 from megapipe.distributed.device import has_cuda
 from megapipe.plan import Plan
 from megapipe.training.check import report
@@ -34,16 +33,6 @@ def ready(config: Config) -> Config:
     config = with_processes(config)
     # The embedding's rows are known once the tokenizer is.
     return with_vocabulary(config, validate(config, has_cuda=has_cuda()).vocab_size)
-
-
-def with_vocabulary(config: Config, size: int) -> Config:
-    """Return the configuration with the embedding's rows and the text of --per-layer-overrides.
-
-    Args:
-        size: the tokens of the tokenizer.
-    """
-    model = inline(config.model)
-    return replace(config, model=replace(model, padded_vocab_size=model.padded_vocab(size)))
 
 
 def make_plan(config: Config) -> Plan:

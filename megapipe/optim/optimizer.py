@@ -27,10 +27,11 @@ from megapipe.optim.census import check_trained, frozen, take_census, trained
 from megapipe.optim.norm import Norm
 from megapipe.optim.reduction import Reduction
 from megapipe.optim.rule import Factors, Groups, Part, Rates, multiply, usual_groups
-from megapipe.optim.rules import find_rule, split_problem, wide_of
+from megapipe.optim.rules import find_rule, wide_of
 from megapipe.optim.sharded.gathers import Gathers
 from megapipe.optim.sharded.storage import Storage, dtype_of, in_eight_bits
 from megapipe.optim.ties import Ties
+from megapipe.optim.traits import split_problem
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Optimizer:
         self.distributed = distributed and mesh.dp_cp.size > 1
         self.gathers_later = gathers_later
         # Before anything collective: every rank has equal flags and raises the same error.
-        problem = split_problem(flags, self.rule)
+        problem = split_problem(flags, self.rule.elementwise)
         if self.distributed and problem:
             raise ConfigError(problem)
         census = take_census(stages, mesh)

@@ -15,18 +15,15 @@ from megapipe.errors import ConfigError
 from megapipe.named import find_named
 from megapipe.optim.adamw import sweep
 from megapipe.optim.rule import Part, Rule, multiply
-
-FLAG = "--optimizer"
+from megapipe.optim.traits import FLAG, KNOWN
 
 
 class Adam:
     """AdamW, see adamw.py; parameters, gradients and state may be stored in 16 bits."""
 
-    elementwise = True
-    may_round = True
+    elementwise, may_round, state = KNOWN["adam"]
     sweeps = True
     keeps_grad = True
-    state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, flags: OptimizerConfig) -> None:
         self.flags = flags
@@ -93,9 +90,8 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 class Sgd:
     """Momentum SGD as torch.optim.SGD: m = momentum m + grad + decay weight; weight -= lr m."""
 
-    elementwise = True
+    elementwise, may_round, state = KNOWN["sgd"]
     keeps_grad = True
-    state: tuple[str, ...] = ("momentum",)
 
     def __init__(self, flags: OptimizerConfig) -> None:
         self.flags = flags
@@ -120,9 +116,8 @@ class Muon:
     one matrix. Query, key and value of all heads are three matrices, and each expert is a matrix.
     """
 
-    elementwise = False
+    elementwise, may_round, state = KNOWN["muon"]
     keeps_grad = True
-    state: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, flags: OptimizerConfig) -> None:
         self.flags = flags
@@ -262,29 +257,3 @@ def find_rule(flags: OptimizerConfig) -> Rule:
             "update"
         )
     return rule
-
-
-def split_problem(
-    flags: OptimizerConfig, rule: Rule, by: str = "--use-distributed-optimizer"
-) -> str | None:
-    """Return an error text if ZeRO-1 would split parameters that a rule needs in full, else None.
-
-    Args:
-        by: the flag that asks for ZeRO-1.
-    """
-    if rule.elementwise:
-        return None
-    return (
-        f"{FLAG} {flags.optimizer} needs whole parameters, and {by} splits them over data-parallel "
-        f"ranks. Leave {by} out, or use {FLAG} adam."
-    )
-
-
-def rounding_problem(flags: OptimizerConfig, rule: Rule) -> str | None:
-    """Return an error text if a rule's state cannot be stored in 16 bits, else None."""
-    if getattr(rule, "may_round", False):
-        return None
-    return (
-        f"--use-precision-aware-optimizer is for {FLAG} adam, got {flags.optimizer}. "
-        f"Leave --use-precision-aware-optimizer out, or use {FLAG} adam."
-    )

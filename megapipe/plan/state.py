@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from megapipe.config import Config, OptimizerConfig
 from megapipe.errors import ConfigError
-from megapipe.optim.rules import find_rule
+from megapipe.optim.traits import traits_of
 from megapipe.partition.layout import FLAG as LAYOUT
 from megapipe.plan.plan import OfPlan, Plan, Stored
 
@@ -26,7 +26,7 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
     size = {"fp32": 4, "bf16": 2}
     # Adam's moments alone have flags for their types.
     kept_as = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
-    moments = sum(size[kept_as.get(name, "fp32")] for name in find_rule(optimizer).state)
+    moments = sum(size[kept_as.get(name, "fp32")] for name in traits_of(optimizer).state)
     master = 4 * (half and optimizer.main_params_dtype == "fp32")
     return size[optimizer.main_grads_dtype], moments, master
 

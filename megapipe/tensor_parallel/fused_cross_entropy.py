@@ -23,6 +23,7 @@ from megapipe.kernels.region import is_fused, region
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import add_product, linear
+from megapipe.tensor_parallel.sizes import KEPT_ELEMENTS
 from megapipe.tensor_parallel.softcap import cap_, slope_of
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
@@ -30,8 +31,6 @@ BLOCK_ELEMENTS = 1 << 20
 """Logits of a block on a CPU; more, in float32, would leave its cache."""
 BLOCK_ELEMENTS_GPU = 1 << 28
 """Logits of a block on a GPU, 1 GiB in float32: few large kernels, not thousands of small ones."""
-KEPT_ELEMENTS = 1 << 26
-"""The most logits of a microbatch that are kept for backward by default: 128 MiB in bf16."""
 
 
 class _HeadLoss(torch.autograd.Function):

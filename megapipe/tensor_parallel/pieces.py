@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-
-PIECES = 4
-"""Pieces of a product that is all-reduced; only the last piece's all-reduce is not overlapped."""
+from megapipe.tensor_parallel.sizes import PIECES
 
 
 class Multiply(Protocol):

@@ -14,12 +14,12 @@ from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_s
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
-from megapipe.checks.run import flag_problems, tokenizer_problems, validate
+from megapipe.checks.run import flag_problems, tokenizer_problems, validate, vocabulary
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts
 from megapipe.data.gpt_dataset import TokenDataset
-from megapipe.data.tokenizers.tokenizer import Tokenizer, assumed_vocab_size, build_tokenizer
+from megapipe.data.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megapipe.distributed.device import built_for_cpus, has_cuda
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.flags.idle import idle, without_idle
@@ -311,17 +311,3 @@ def _reordered(
     # Without --data-cache-path a check writes nothing.
     unstored = config.with_fields(data_cache_path=None)
     return build_part(unstored, tokenizer, train)
-
-
-def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[str]]:
-    """Return (number of token ids, lines on assumptions).
-
-    tokenizer: None if it cannot be read. The number is then assumed, and a line says so.
-    """
-    if tokenizer is not None:
-        return tokenizer.vocab_size, []
-    size = assumed_vocab_size(config.data)
-    rows = ""
-    if not config.model.padded_vocab_size:
-        rows = f"; the plan assumes {size} ids"
-    return size, [f"the vocabulary of --tokenizer-type {config.data.tokenizer} is not known{rows}"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask
-from megapipe.checks.run import flag_problems
+from megapipe.checks.run import flag_problems, vocabulary, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import asked_of
@@ -30,7 +30,6 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.flags.parse import parse_among
 from megapipe.flags.stop import say
-from megapipe.library.runs import ready, with_vocabulary
 from megapipe.plan import GIB, Plan, changes, layout_of_plan, make_plan, own_lines, table
 from megapipe.plan.seconds.device import Device, device_of
 from megapipe.plan.seconds.page import digest, in_short, page, predicted
@@ -39,7 +38,6 @@ from megapipe.plan.shapes.slices import number_of
 from megapipe.schedule import Costs
 from megapipe.schedule.costs_file import dump_costs
 from megapipe.schedule.text import to_json
-from megapipe.training.check import start_block, vocabulary
 
 _RENAMED = "is called --world-size, as in megapipe check and megapipe rehearse"
 FORMER = {
@@ -109,7 +107,12 @@ def main(argv: Sequence[str]) -> None:
     if flags.search:
         tell(*_search(config, flags, argv), flags.json)
         return
-    config, plan = _plan(config, flags)
+    # These import torch, which takes two seconds: as long as a search until its first plan.
+    from megapipe.library.runs import ready
+    from megapipe.training.check import start_block
+
+    config = ready(_costed(config, flags))
+    plan = make_plan(config)
     device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
     layout = f"--pipeline-model-parallel-layout '{layout_of_plan(plan)}'"
@@ -292,17 +295,16 @@ def _yours(own: Config, devices: int, vocab: int, device: Device) -> Yours:
         return Yours(refused=" ".join(str(error).split()))
 
 
-def _plan(config: Config, flags: Flags) -> tuple[Config, Plan]:
-    """Return the configuration with its vocabulary and number of processes, and its plan.
+def _costed(config: Config, flags: Flags) -> Config:
+    """Return the configuration with the file of --costs.
 
     Raises: ConfigError with every problem of the flags.
     """
     if problems := list(_wrong(flags)):
         raise ConfigError(problems)
-    if flags.costs is not None:
-        config = config.with_fields(pipeline_costs=flags.costs)
-    config = ready(config)
-    return config, make_plan(config)
+    if flags.costs is None:
+        return config
+    return config.with_fields(pipeline_costs=flags.costs)
 
 
 def save_costs(costs: Costs, path: str) -> None:

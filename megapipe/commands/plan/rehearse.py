@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from megapipe.checks.inputs import answer
-from megapipe.checks.run import flag_problems
+from megapipe.checks.run import flag_problems, vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.forecast import Shown, forecast, numbers, report, work_of_stage
 from megapipe.commands.plan.main import save_costs
@@ -35,7 +35,7 @@ from megapipe.library.runs import with_vocabulary
 from megapipe.plan import Plan, make_plan
 from megapipe.plan.seconds.device import NOTHING, load_device
 from megapipe.plan.shapes.slices import chosen
-from megapipe.training.check import as_here, vocabulary
+from megapipe.training.check import as_here
 
 
 @dataclass(frozen=True)
