@@ -28,7 +28,14 @@ def notes_of(cls: type, kind: type[T]) -> dict[str, tuple[T, ...]]:
         cls: the dataclass.
         kind: the class of the notes.
     """
-    found = dict[str, tuple[T, ...]]()
+    wanted: type = kind
+    return dict(_of_kind(cls, wanted))
+
+
+@cache
+def _of_kind(cls: type, kind: type) -> dict[str, tuple[Any, ...]]:
+    # A search of plans checks hundreds of configurations, and each check asks for many flags.
+    found = {}
     for name, notes in _notes(cls).items():
         wanted = tuple(note for note in notes if isinstance(note, kind))
         if wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from typing import Annotated, Literal
 
@@ -191,7 +192,7 @@ class MoEConfig:
         """
         if not self.has_experts:
             return False
-        frequency = layer_frequency(self.moe_layer_freq)
+        frequency = _frequency(self.moe_layer_freq)
         return layer % frequency == 0 if isinstance(frequency, int) else frequency[layer] == 1
 
     @property
@@ -236,6 +237,13 @@ def layer_frequency(text: str) -> int | list[int]:
 
     Raises: ValueError for anything else.
     """
+    found = _frequency(text)
+    return found if isinstance(found, int) else list(found)
+
+
+@cache
+def _frequency(text: str) -> int | tuple[int, ...]:
+    # Read once: a search of plans asks for every layer of every plan.
     # A shell's array variable can leave quotes in the value.
     bare = text.strip().strip("'\"")
     # Not parsed by `ast`: CPython 3.11 raises SystemError where threads make syntax trees at once.
@@ -250,7 +258,7 @@ def layer_frequency(text: str) -> int | list[int]:
         if found >= 1:
             return found
     elif set(found) <= {0, 1}:
-        return found
+        return tuple(found)
     raise ValueError(text)
 
 

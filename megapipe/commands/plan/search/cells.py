@@ -10,6 +10,8 @@ from typing import Literal
 
 from megapipe.checks.run import flag_problems, vocabulary_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig
+from megapipe.partition.layout import layout_string
+from megapipe.partition.spans import nearly_even
 from megapipe.plan.seconds.step import Layout
 from megapipe.schedule import SCHEDULES
 from megapipe.schedule.catalogue import PLAIN
@@ -61,6 +63,7 @@ def cell_of(
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         pipeline_schedule=PLAIN,
+        pipeline_model_parallel_layout=_split(config, PLAIN, pp, None),
         # It needs less memory and sends less, so it is never worse.
         use_distributed_optimizer=gpus > tp * pp and not shards,
         use_megatron_fsdp=shards,
@@ -164,10 +167,33 @@ def under(cell: Config, name: str, chunks: int | None) -> Config:
         name: the schedule's name.
         chunks: stages on each rank; None if the schedule leaves no choice.
     """
+    ranks = cell.parallel.pipeline_model_parallel_size
     par = replace(
-        cell.parallel, pipeline_schedule=name, num_virtual_stages_per_pipeline_rank=chunks
+        cell.parallel,
+        pipeline_schedule=name,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        pipeline_model_parallel_layout=_split(cell, name, ranks, chunks),
     )
     return replace(cell, parallel=par)
+
+
+def _split(config: Config, name: str, ranks: int, chunks: int | None) -> str | None:
+    """Return the layout string of a split that is as even as possible; None if it is even.
+
+    Without a layout a run refuses layers that do not divide, such as DeepSeek-V3's 61.
+
+    Args:
+        name: the schedule's name.
+        ranks: the number of pipeline ranks.
+        chunks: stages on each rank; None for the schedule's own number.
+    """
+    entry = SCHEDULES[name]
+    stages = ranks * (chunks or entry.chunks or 1) // entry.copies
+    layers = config.model.layers
+    if layers % stages == 0 or layers < stages:
+        return None
+    depths = [stages - 1] * (config.model.mtp_num_layers or 0)
+    return layout_string(nearly_even(layers, stages), depths)
 
 
 def short(config: Config, turns: int) -> Config:

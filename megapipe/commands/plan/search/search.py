@@ -29,6 +29,7 @@ from megapipe.commands.plan.search.cells import (
     schedules_of,
 )
 from megapipe.commands.plan.search.final import SEARCHES, any_order, as_run
+from megapipe.commands.plan.search.first import first_that_fits, usual
 from megapipe.commands.plan.search.found import OF_KIND, Search, leaner
 from megapipe.commands.plan.search.judging import Judging, Tell
 from megapipe.commands.plan.search.screen import OUT_OF_MEMORY, Candidate, Screen, Sketch
@@ -68,13 +69,21 @@ def search(
         gpus: the number of devices.
         memory: bytes of a device.
         vocab: the size of the tokenizer.
-        tell: called with (plans so far, all plans, seconds of the best step or None).
+        tell: called with (plans so far, all plans or 0 if not known yet, seconds of the best step
+            or None).
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
-    found = Search()
     counted = Counted()
     cells: list[Config] = []
+    if narrow := usual(asked):
+        few = _candidates(config, gpus, vocab, device, Search(), cells, counted, narrow)
+        first = first_that_fits(few, Screen(cells, device, memory, counted))
+        if first is not None:
+            # How many plans there are is not known yet.
+            tell(1, 0, first.step)
+    found = Search()
+    cells = []
     candidates = [*_candidates(config, gpus, vocab, device, found, cells, counted, asked)]
     screen = Screen(cells, device, memory, counted)
     with Workers(screen, jobs) as workers:
@@ -179,10 +188,12 @@ def _candidates(
                     continue
                 layout = (tp, cp, pp, micro, ep, etp)
                 cell = cell_of(config, gpus, layout, recompute, vocab, shards=shards)
+                names = [x for x in schedules_of(cell) if asked.allows_schedule(x[0])]
+                if not names:
+                    continue
                 least = counted.least(cell, device)
                 cells.append(cell)
-                for name, chunks in schedules_of(cell):
-                    if asked.allows_schedule(name):
-                        work = least.work(name)
-                        filled = work + fill(least, pp, name, chunks)
-                        yield Candidate(filled, work, len(cells) - 1, name, chunks)
+                for name, chunks in names:
+                    work = least.work(name)
+                    filled = work + fill(least, pp, name, chunks)
+                    yield Candidate(filled, work, len(cells) - 1, name, chunks)

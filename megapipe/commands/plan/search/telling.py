@@ -28,12 +28,15 @@ class Telling:
 
     def __call__(self, done: int, among: int, best: float | None) -> None:
         found = "no plan fits yet" if best is None else f"best {best:.4g} s a step"
-        if self._bar.shown:
-            self._bar(done / max(1, among), f"{done:,} of {among:,} plans, {found}")
+        if self._bar.shown and among:
+            self._bar(done / among, f"{done:,} of {among:,} plans, {found}")
             return
         now = time.monotonic()
         if best is None or (self._said and now - self._said < _EVERY):
             return
         self._said = now
         took = now - self._began
-        print(f"{took:.0f} s: {done:,} of {among:,} plans, {found}", file=sys.stderr, flush=True)
+        tried = f"{done:,} of {among:,} plans"
+        if not among:
+            tried = "a first plan"
+        print(f"{took:.0f} s: {tried}, {found}", file=sys.stderr, flush=True)

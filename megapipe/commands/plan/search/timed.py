@@ -10,12 +10,10 @@ from typing import NamedTuple
 from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import Plan, counts_of
-from megapipe.plan.draft import Draft
 from megapipe.plan.parts import own_parts
 from megapipe.plan.seconds.device import Device
 from megapipe.plan.seconds.messages import with_messages
 from megapipe.plan.seconds.step import AHEAD, Timed, in_seconds, timed
-from megapipe.plan.split import ranks_of_depths
 from megapipe.schedule import SCHEDULES, Schedule, unpaired
 from megapipe.schedule.catalogue import PLAIN
 from megapipe.schedule.families.offload.asked import Offload
@@ -70,14 +68,10 @@ def with_schedule(
     schedule = table(name, par.pipeline_model_parallel_size, batch.num_microbatches, chunks)
     there = replace(plan, schedule=schedule, counts=counts_of(config, schedule.placement))
     if depths := plan.pieces.depths:
-        bare = replace(there, pieces=plan.pieces.without_depths)
-        draft = Draft(config, bare, depths, there.counts)
-        recipe = Recipe(
-            name,
-            depths=ranks_of_depths(config, schedule.placement)[0],
-            vocabulary=plan.pieces.shares > 1,
-        )
-        there = draft.plan(recipe.with_ends(schedule, draft))
+        # Depths follow the loss, and count with its passes here. Passes of their own, as a run has
+        # them, are a search among tables for every plan.
+        bare = plan.pieces.without_depths
+        there = replace(there, pieces=replace(bare, head=sum(depths, bare.head)))
     if room is not None:
         there = _within(replace(there, own=own_parts(config, schedule)), batch, device, room)
     return replace(timed(there, batch, device), config=config)
