@@ -114,6 +114,25 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
     return forward, backward
 
 
+def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
+    """Return the seconds of collectives over ranks of equal weights, by rings.
+
+    Rings run through all ranks of a node before they leave it, each by another network card. Ranks
+    of one node so share what enters and leaves it, and each card carries a part.
+
+    Args:
+        sent: bytes that each rank sends in all of them together.
+        ranks: the number of ranks.
+        extent: devices from the first to the last rank.
+        calls: the number of collectives.
+    """
+    if extent <= device.node:
+        return device.seconds(sent, extent, calls)
+    here = max(1, ranks * device.node // extent)
+    within = device.seconds(sent, device.node, calls)
+    return max(within, device.seconds(sent / here, extent, calls))
+
+
 def _stage_extent(config: Config) -> int:
     """Return how many devices lie from a rank of a stage to its neighbour in the next stage.
 
@@ -152,7 +171,7 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
     extent = replicas(config)
 
     def seconds(size: float) -> float:
-        return device.seconds((n - 1) / n * size, extent)
+        return ring(device, (n - 1) / n * size, n, extent)
 
     # A stage that uses the first stage's embedding gathers it too.
     weights = map(add, _per_stage(costs.mem_a), _per_stage(costs.mem_lent))
@@ -276,10 +295,13 @@ def sums_of(rows: Sequence[OfRank], config: Config, device: Device) -> float:
         gradient = 0
         if par.shards_weights:
             element = 0
+    extent = replicas(config)
     # The slowest rank counts, as all ranks end the step together.
-    sent = 0.0
+    slowest = 0.0
     for row in rows:
-        numbers = row.dense * (n - 1) / n + row.experts * (same - 1) / same
-        lighter = row.lighter * bool(element) * (n - 1) / n
-        sent = max(sent, (gradient + element) * numbers - lighter)
-    return device.seconds(sent, replicas(config), 2)
+        lighter = row.lighter * bool(element)
+        dense = ((gradient + element) * row.dense - lighter) * (n - 1) / n
+        experts = (gradient + element) * row.experts * (same - 1) / same
+        seconds = ring(device, dense, n, extent, 2) + ring(device, experts, same, extent, 2)
+        slowest = max(slowest, seconds)
+    return slowest

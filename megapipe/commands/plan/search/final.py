@@ -9,7 +9,7 @@ from megapipe.config import Config
 from megapipe.errors import ScheduleError
 from megapipe.plan import GIB, pieces_of, plan_of
 from megapipe.plan.seconds.device import Device
-from megapipe.plan.seconds.messages import replicas
+from megapipe.plan.seconds.messages import replicas, ring
 from megapipe.plan.seconds.step import Timed, timed
 from megapipe.schedule import SCHEDULES
 
@@ -77,5 +77,7 @@ def _knows_links(config: Config, device: Device) -> Config:
 
     How long gathered weights live depends on memory and on this time, so a run must know both.
     """
-    link = device.flops / device.speed(replicas(config))
+    gathered = 1e12
+    seconds = ring(device, gathered, config.weight_replicas, replicas(config))
+    link = device.flops * seconds / gathered
     return config.with_fields(data_parallel_flops_per_byte=round(link))
