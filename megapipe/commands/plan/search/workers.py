@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Self, TypeVar
 
 from megapipe.errors import ConfigError
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
+_BLOCKS = 4
+"""Blocks of questions for each process."""
 
 
 class Workers:
@@ -64,21 +66,31 @@ class Workers:
         """
         if not self._ends:
             return [answer(self._state, question) for question in questions]
-        # Each process gets a block, as questions next to each other often share a cell's plan.
-        size = -(-len(questions) // len(self._ends))
+        # Questions next to each other often share a cell's plan, so they are asked in blocks. Some
+        # take a hundred times as long as others: a process that is done gets the next block.
+        size = max(1, -(-len(questions) // (_BLOCKS * len(self._ends))))
         blocks = [questions[n : n + size] for n in range(0, len(questions), size)]
-        for end, block in zip(self._ends, blocks, strict=False):
-            end.send((answer, block))
-        found: list[Answer] = []
-        for end, _ in zip(self._ends, blocks, strict=False):
-            try:
-                found += end.recv()
-            except EOFError:
-                raise ConfigError(
-                    "a process of --search was killed, perhaps for want of memory. "
-                    "Try --search-jobs 1."
-                ) from None
-        return found
+        waiting = [*enumerate(blocks)][::-1]
+        asked: dict[Connection, int] = {}
+        found: list[list[Answer]] = [[] for _ in blocks]
+        idle = [*self._ends]
+        while waiting or asked:
+            while idle and waiting:
+                number, block = waiting.pop()
+                end = idle.pop()
+                end.send((answer, block))
+                asked[end] = number
+            for ready in wait([*asked]):
+                assert isinstance(ready, Connection)
+                try:
+                    found[asked.pop(ready)] = ready.recv()
+                except EOFError:
+                    raise ConfigError(
+                        "a process of --search was killed, perhaps for want of memory. "
+                        "Try --search-jobs 1."
+                    ) from None
+                idle.append(ready)
+        return [one for block in found for one in block]
 
 
 def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
