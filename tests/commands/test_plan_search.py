@@ -161,6 +161,31 @@ def test_layouts_of_a_model_with_depths_are_found():
     assert any(x.config.parallel.pipeline_model_parallel_size == 2 for x in found.best.values())
 
 
+@pytest.mark.parametrize("depths", [0, 1])
+def test_layers_that_no_number_of_stages_divides_are_split_as_a_run_splits_them(depths):
+    """DeepSeek-V3 has 61 layers: a search saw no pipeline for it."""
+    given = MODEL.replace("--num-layers 4", f"--num-layers 5 --mtp-num-layers {depths}")
+    flags = [*given.split(), "--global-batch-size", "8"]
+    found = search(parse(Config, flags), 2, GIB, SLOW, 1000)
+    piped = [x for x in found.best.values() if x.config.parallel.pipeline_model_parallel_size == 2]
+    assert piped
+    for x in piped[:2]:
+        pasted = parse(Config, [*flags, *flags_of(x.config)])
+        model = replace(pasted.model, padded_vocab_size=pasted.model.padded_vocab(1000))
+        assert make_plan(replace(pasted, model=model, world_size=2)).counts == x.plan.counts
+
+
+def test_a_first_plan_is_known_before_the_plans_are_counted():
+    config = parse(Config, [*MODEL.split(), "--global-batch-size", "8"])
+    told: list[tuple[int, int, float | None]] = []
+    found = search(config, 4, GIB, SLOW, 1000, lambda *said: told.append(said))
+    (done, among, step), *others = told
+    assert (done, among) == (1, 0)
+    assert all(among for _, among, _ in others)
+    assert step is not None
+    assert min(x.step for x in found.best.values()) <= step
+
+
 def test_flags_of_a_plan_pasted_after_others_make_that_plan():
     """Those at their defaults were not printed, and what stood before them stayed."""
     flags = [*MODEL.split(), "--num-experts", "4", "--global-batch-size", "4"]

@@ -9,9 +9,9 @@ Rates are the defaults of `--rates a100`, `h100` and `h800`. Nothing is fitted t
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import process_time
 
 from megapipe.commands.plan.search.asked import asked_of
 from megapipe.commands.plan.search.final import of_run
@@ -99,16 +99,16 @@ def best_plan(run: Run, config: Config, most: float) -> Timed | None:
     model = replace(bare.model, padded_vocab_size=None)
     bare = replace(bare, model=model, parallel=ParallelConfig())
 
-    # A search ends with the best so far at ctrl-C.
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+    began = process_time()
 
-    signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, most)
+    # A search ends with the best so far at ctrl-C.
+    def stop(done: int, among: int, best: float | None) -> None:
+        if process_time() - began > most:
+            raise KeyboardInterrupt
+
     device = DEVICES[run.device]
     vocab = vocabulary_of(config)
-    found = search(bare, run.gpus, 80 * GIB, device, vocab, asked=asked)
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    found = search(bare, run.gpus, 80 * GIB, device, vocab, stop, asked=asked)
     return next(iter(best_of(found)), None)
 
 
@@ -187,9 +187,8 @@ def main(argv: Sequence[str]) -> None:
     if errors:
         worst = max(errors, key=lambda name: errors[name])
         mean = sum(errors.values()) / len(errors)
-        print(
-            f"{len(errors)} runs in bf16: mean error {mean:.1%}, worst {errors[worst]:.1%} ({worst})"
-        )
+        said = f"mean error {mean:.1%}, worst {errors[worst]:.1%} ({worst})"
+        print(f"{len(errors)} runs in bf16: {said}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ _LIKE_LLAMA = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--untie-embeddings-and-output-weights"
 )
-_LLAMA_2 = f"{_LIKE_LLAMA} --seq-length 4096 --max-position-embeddings 4096 --vocab-size 31999 --num-layers"
+_LLAMA_2 = (
+    f"{_LIKE_LLAMA} --seq-length 4096 --max-position-embeddings 4096 "
+    "--vocab-size 31999 --num-layers"
+)
 _LLAMA_3 = (
     f"{_LIKE_LLAMA} --seq-length 8192 --max-position-embeddings 8192 --vocab-size 128255 "
     "--group-query-attention --num-query-groups 8 --num-layers"

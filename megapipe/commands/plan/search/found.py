@@ -92,11 +92,15 @@ class Search:
             else:
                 self.lost[answer.reason] += 1
         else:
-            key = (answer.layout, answer.kind, answer.moves)
-            other = self.sketches.get(key)
-            if other is None or answer.step < other.step:
-                self.sketches[key] = answer
-            self.lost[SLOWER] += other is not None
+            self.keep(answer)
+
+    def keep(self, sketch: Sketch) -> None:
+        """Store a plan that fits if it is the best of its layout and kind."""
+        key = (sketch.layout, sketch.kind, sketch.moves)
+        other = self.sketches.get(key)
+        if other is None or sketch.step < other.step:
+            self.sketches[key] = sketch
+        self.lost[SLOWER] += other is not None
 
     def take(self, made: Timed | None, memory: float) -> None:
         """Store a finished plan if it fits in `memory` bytes and is the best of its key.

@@ -74,34 +74,53 @@ def search(
         asked: the user's restrictions of the search.
         jobs: processes that judge plans.
     """
+    found = Search()
     counted = Counted()
     cells: list[Config] = []
-    if narrow := usual(asked):
-        few = _candidates(config, gpus, vocab, device, Search(), cells, counted, narrow)
-        first = first_that_fits(few, Screen(cells, device, memory, counted))
-        if first is not None:
-            # How many plans there are is not known yet.
-            tell(1, 0, first.step)
-    found = Search()
-    cells = []
-    candidates = [*_candidates(config, gpus, vocab, device, found, cells, counted, asked)]
+    candidates: list[Candidate] = []
+    try:
+        if narrow := usual(asked):
+            few = _candidates(config, gpus, vocab, device, Search(), cells, counted, narrow)
+            first = first_that_fits(few, Screen(cells, device, memory, counted))
+            if first is not None:
+                found.keep(first)
+                # How many plans there are is not known yet.
+                tell(1, 0, first.step)
+        cells = []
+        candidates += _candidates(config, gpus, vocab, device, found, cells, counted, asked)
+    except KeyboardInterrupt:
+        found.stopped = True
+        jobs = 1
     screen = Screen(cells, device, memory, counted)
     with Workers(screen, jobs) as workers:
-        try:
-            judging = Judging(found, workers, cells, tell)
-            judging.judge(candidates)
-            if "moves" not in asked.without:
-                moved = found.tight
-                found.tight = []
-                judging.judge(moved)
-            found.lost[OUT_OF_MEMORY] += len(found.tight)
-        except KeyboardInterrupt:
-            found.stopped = True
+        if not found.stopped:
+            _judge(Judging(found, workers, cells, tell), candidates, asked)
         if found.stopped:
             # The processes may be in the middle of an answer that nobody waits for.
             workers = Workers(screen, 1)
         _finish(found, workers, screen, asked)
     return found
+
+
+def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
+    """Judge all candidates, and then those that do not fit with single activations moved.
+
+    Ctrl-C ends it, and notes that in the results.
+
+    Args:
+        judging: has the results.
+        asked: the user's restrictions of the search.
+    """
+    found = judging.found
+    try:
+        judging.judge(candidates)
+        if "moves" not in asked.without:
+            moved = found.tight
+            found.tight = []
+            judging.judge(moved)
+        found.lost[OUT_OF_MEMORY] += len(found.tight)
+    except KeyboardInterrupt:
+        found.stopped = True
 
 
 def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:

@@ -34,9 +34,9 @@ class Telling:
         now = time.monotonic()
         if best is None or (self._said and now - self._said < _EVERY):
             return
-        self._said = now
         took = now - self._began
-        tried = f"{done:,} of {among:,} plans"
-        if not among:
-            tried = "a first plan"
+        tried = "a first plan"
+        if among:
+            self._said = now
+            tried = f"{done:,} of {among:,} plans"
         print(f"{took:.0f} s: {tried}, {found}", file=sys.stderr, flush=True)
