@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from megapipe.checks.inputs import answer
-from megapipe.checks.run import flag_problems, vocabulary
+from megapipe.checks.run import flag_problems, vocabulary, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.forecast import Shown, forecast, numbers, report, work_of_stage
 from megapipe.commands.plan.main import save_costs
@@ -31,7 +31,6 @@ from megapipe.data.tokenizers.tokenizer import build_tokenizer
 from megapipe.distributed.grid import Grids
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse, place_of_dashes
-from megapipe.library.runs import with_vocabulary
 from megapipe.plan import Plan, make_plan
 from megapipe.plan.seconds.device import NOTHING, load_device
 from megapipe.plan.shapes.slices import chosen
