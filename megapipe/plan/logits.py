@@ -10,7 +10,7 @@ from dataclasses import replace
 from megapipe.config import Config
 from megapipe.plan.plan import Plan
 from megapipe.schedule import simulate
-from megapipe.tensor_parallel.sizes import KEPT_ELEMENTS
+from megapipe.tensor_parallel import KEPT_ELEMENTS
 
 FREE = 0.1
 """Part of a device's memory that stays free for communicators, kernels and fragments."""

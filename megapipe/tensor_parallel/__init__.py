@@ -1,9 +1,14 @@
 """Layers whose weights are split over tensor-parallel ranks.
 
-Each name is imported when it is first used: a plan needs sizes of this room, and no torch.
+Each layer is imported when it is first used: a plan needs the sizes here, and no torch.
 """
 
 import typing
+
+KEPT_ELEMENTS = 1 << 26
+"""The most logits of a microbatch that are kept for backward by default: 128 MiB in bf16."""
+PIECES = 4
+"""Pieces of a product that is all-reduced; only the last piece's all-reduce is not overlapped."""
 
 if typing.TYPE_CHECKING:
     # The same names as in _ROOMS: type checkers read these lines, and Python those below.

@@ -20,10 +20,10 @@ from megapipe.distributed.axis import Axis
 from megapipe.kernels import cpu as kernels
 from megapipe.kernels.cpu import has_loops
 from megapipe.kernels.region import is_fused, region
+from megapipe.tensor_parallel import KEPT_ELEMENTS
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import add_product, linear
-from megapipe.tensor_parallel.sizes import KEPT_ELEMENTS
 from megapipe.tensor_parallel.softcap import cap_, slope_of
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.tensor_parallel.sizes import PIECES
+from megapipe.tensor_parallel import PIECES
 
 
 class Multiply(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
+from megapipe.tensor_parallel import KEPT_ELEMENTS
 from megapipe.tensor_parallel.cross_entropy import without_loss
 from megapipe.tensor_parallel.fused_cross_entropy import (
     blocks_of,
@@ -26,7 +27,6 @@ from megapipe.tensor_parallel.fused_cross_entropy import (
     wide_of,
 )
 from megapipe.tensor_parallel.products import add_product, linear
-from megapipe.tensor_parallel.sizes import KEPT_ELEMENTS
 from megapipe.tensor_parallel.softcap import cap_, slope_of
 
 

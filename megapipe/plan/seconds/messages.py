@@ -19,7 +19,7 @@ from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
 from megapipe.schedule import Costs
 from megapipe.schedule.costs import PerStage
-from megapipe.tensor_parallel.sizes import PIECES
+from megapipe.tensor_parallel import PIECES
 
 
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
