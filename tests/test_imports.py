@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "models": "config distributed errors kernels named partition tensor_parallel",
     "data": "config distributed errors",
     "optim": "config distributed errors kernels named tensor_parallel.fp8",
-    "plan": "config errors notebook optim partition schedule tensor_parallel",
+    "plan": "config errors notebook optim partition schedule",
     "checks": "config data errors models.transformer_engine optim partition plan schedule",
     "checkpoint": "config distributed errors optim",
     "training": "checkpoint checks config convert data distributed errors flags kernels models optim "

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megapipe.config import Config
 from megapipe.plan.plan import Plan
+from megapipe.plan.sizes import KEPT_ELEMENTS
 from megapipe.schedule import simulate
-from megapipe.tensor_parallel import KEPT_ELEMENTS
 
 FREE = 0.1
 """Part of a device's memory that stays free for communicators, kernels and fragments."""

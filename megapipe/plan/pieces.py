@@ -17,8 +17,8 @@ from megapipe.config import ModelConfig
 from megapipe.config.layers import layer_config
 from megapipe.partition.spans import LayerSpan
 from megapipe.plan.layers import NOT_GATHERED, Gathers, Load, Work, layer_work, norm_size
+from megapipe.plan.sizes import KEPT_ELEMENTS
 from megapipe.schedule import Costs
-from megapipe.tensor_parallel import KEPT_ELEMENTS
 
 OVERHEAD = 0.02
 """The cost of a pass in addition to its work, in forwards of 1/P of the model.

@@ -20,7 +20,6 @@ from megapipe.distributed.axis import Axis
 from megapipe.kernels import cpu as kernels
 from megapipe.kernels.cpu import has_loops
 from megapipe.kernels.region import is_fused, region
-from megapipe.tensor_parallel import KEPT_ELEMENTS
 from megapipe.tensor_parallel.collectives import opening
 from megapipe.tensor_parallel.cross_entropy import exp_, without_loss
 from megapipe.tensor_parallel.products import add_product, linear
@@ -31,6 +30,8 @@ BLOCK_ELEMENTS = 1 << 20
 """Logits of a block on a CPU; more, in float32, would leave its cache."""
 BLOCK_ELEMENTS_GPU = 1 << 28
 """Logits of a block on a GPU, 1 GiB in float32: few large kernels, not thousands of small ones."""
+KEPT_ELEMENTS = 1 << 26
+"""The most logits of a microbatch that are kept for backward by default: 128 MiB in bf16."""
 
 
 class _HeadLoss(torch.autograd.Function):

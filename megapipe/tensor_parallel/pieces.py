@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from megapipe.distributed.axis import Axis
-from megapipe.tensor_parallel import PIECES
+
+PIECES = 4
+"""Pieces of a product that is all-reduced; only the last piece's all-reduce is not overlapped."""
 
 
 class Multiply(Protocol):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.layout import Layout, set_layout
-from megapipe.tensor_parallel import KEPT_ELEMENTS
 from megapipe.tensor_parallel.cross_entropy import without_loss
 from megapipe.tensor_parallel.fused_cross_entropy import (
+    KEPT_ELEMENTS,
     blocks_of,
     columns_of,
     exp_of,

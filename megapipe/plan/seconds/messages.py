@@ -17,9 +17,9 @@ from megapipe.config import Config, ModelConfig
 from megapipe.plan.context import context_bytes, expert_bytes, tensor_bytes
 from megapipe.plan.plan import Plan
 from megapipe.plan.seconds.device import Device
+from megapipe.plan.sizes import PIECES
 from megapipe.schedule import Costs
 from megapipe.schedule.costs import PerStage
-from megapipe.tensor_parallel import PIECES
 
 
 def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
