@@ -13,7 +13,7 @@ Each drawn model trains on processes over gloo with one thread each, twice judge
 
 Another program on the cores spoils the second comparison: passes of later steps take other times.
 Linux counts the time that a thread was ready to run and had no core (/proc/self/schedstat). A model
-of which a rank waited so for more than 2% of its time is measured again, up to --tries times, and
+of which a rank waited so for more than --waited of its time is measured again, up to --tries times, and
 then not judged. If nothing else can be stopped, priority takes most of the cores:
 
     sudo sysctl kernel.sched_autogroup_enabled=0    # else a priority counts within a session alone
@@ -60,8 +60,6 @@ STEP = 0.05
 """Most difference of a predicted step, as a share of the measured one."""
 BUBBLE = 0.03
 """Most difference of a predicted bubble, in shares of the passes' time."""
-LOADED = 0.02
-"""A rank that waits for a core for a larger share of its time shares the cores with others."""
 LATER = 4
 """The first measured step. Steps 2 and 3 give the prediction."""
 
@@ -80,6 +78,8 @@ class Flags:
     """Steps of each model."""
     tries: int = 3
     """Most measurements of a model, if other programs take the cores."""
+    waited: float = 0.02
+    """A rank that waits for a core for a larger share of its time shares the cores with others."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def main(argv: Sequence[str]) -> None:
         verdicts = [replayed(ran, plan).verdict, ahead(ran).verdict]
         if len(plan.schedule.ranks) > cores:
             verdicts[1] = "ranks share cores"
-        elif ran.waited > LOADED:
+        elif ran.waited > flags.waited:
             verdicts[1] = "other programs ran"
         count.update(zip(("replayed", "ahead"), verdicts, strict=True))
         print(text(config, plan, ran, verdicts))
@@ -283,7 +283,9 @@ def measure(runs: Sequence[tuple[Config, Plan]], flags: Flags, cores: int) -> di
                 if n not in best or ran.waited < best[n].waited:
                     best[n] = ran
         left = [
-            n for n in left if best[n].waited > LOADED and len(runs[n][1].schedule.ranks) <= cores
+            n
+            for n in left
+            if best[n].waited > flags.waited and len(runs[n][1].schedule.ranks) <= cores
         ]
     return best
 
