@@ -13,8 +13,8 @@ Each drawn model trains on processes over gloo with one thread each, twice judge
 
 Another program on the cores spoils the second comparison: passes of later steps take other times.
 Linux counts the time that a thread was ready to run and had no core (/proc/self/schedstat). A model
-of which a rank waited so for more than --waited of its time is measured again, up to --tries times, and
-then not judged. If nothing else can be stopped, priority takes most of the cores:
+of which a rank waited so for more than --waited of its time is measured again, up to --tries times,
+and then not judged. If nothing else can be stopped, priority takes most of the cores:
 
     sudo sysctl kernel.sched_autogroup_enabled=0    # else a priority counts within a session alone
     sudo nice -n -20 python -m tools.proofs.steps.predicted
