@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, run
 
 from tools.proofs.cover.array import Array
 from tools.proofs.cover.choices import CHOICES, PLAIN, num_layers, one_process, problems, world_size
@@ -18,7 +16,6 @@ from tools.proofs.cover.judge import Runs, differences
 from tools.proofs.cover.planted import DEFECTS, nearest_first
 from tools.proofs.cover.rank import BIASES, HISTORIES, Numbers, Part
 
-ROOT = Path(__file__).parents[1]
 SMALL = {"a": ["0", "1", "2"], "b": ["0", "1"], "c": ["0", "1", "2"], "d": ["0", "1"], "e": ["0", "1"]}
 
 
@@ -95,8 +92,7 @@ def test_each_value_of_a_choice_has_flags_that_parse(name):
 def test_a_case_of_two_ranks_that_is_saved_and_goes_on_on_one_has_the_numbers_of_one_process():
     """In a process of its own: it forks, and a process that has run tests has threads."""
     case = {"pp": "2", "schedule": "zb-h1", "resumed": "into-one", "evaluation": "every-2"}
-    command = [sys.executable, "-m", "tools.proofs.cover", "--case", json.dumps(case)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = run(["-m", "tools.proofs.cover", "--case", json.dumps(case)])
     assert ran.stdout.splitlines()[0] == "same", ran.stdout + ran.stderr
 
 
