@@ -3,6 +3,7 @@
 import gc
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("any machine", deadline=None)  # 0.2 s an example is what a busy one misses
@@ -40,3 +41,24 @@ def pytest_collection_finish():
     """What is imported stays: half a million objects that Python would look through again and again for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """Return gloo processes that a test file shares."""
+    from rank_pool import Pool  # imports torch, which few files need
+
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Compute with one thread, as ranks that are processes do: sums of other lengths would have other bits."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

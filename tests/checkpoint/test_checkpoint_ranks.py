@@ -6,17 +6,10 @@ import struct
 import pytest
 import torch
 import toy_run
-from rank_pool import WORLD, Pool
+from rank_pool import WORLD
 from toy_run import SINGLE, Run
 
 from megapipe.config import CheckpointConfig
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = Pool(tmp_path_factory.mktemp("pool"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

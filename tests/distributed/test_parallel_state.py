@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import WORLD, Pool
+from rank_pool import WORLD
 
 from megapipe.config import ParallelConfig
 from megapipe.distributed import parallel_state as ps
@@ -16,13 +16,6 @@ from megapipe.distributed.mesh import ProcessMesh
 from megapipe.errors import ConfigError
 
 from .megatron_order import answers, expert_answers, refusal
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = Pool(tmp_path_factory.mktemp("pool"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

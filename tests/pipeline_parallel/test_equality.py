@@ -11,9 +11,7 @@ from itertools import cycle, product
 from random import Random
 
 import pytest
-import torch
 from continued import go_on
-from rank_pool import Pool
 
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES
@@ -23,14 +21,7 @@ from tools.proofs.equivalence_case import Case, table
 from tools.proofs.fuzz_equivalence import command, draw, read, run
 from tools.proofs.shrink import Fuzzer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_each():
-    """As in the processes: sums of other lengths would have other bits. And ranks are threads enough."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 CHUNKS = {"zb-auto": 1, "hanayo": 2} | dict.fromkeys(
@@ -87,13 +78,6 @@ def test_dualpipe_rounds_otherwise_in_float32():
     case = case_of("dualpipe", 2, 4, dtype="float32", steps=20 if NIGHTLY else 5)
     mine, whole = run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60)[0], alone(case.whole)
     assert mine.losses == pytest.approx(whole.losses, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = Pool(tmp_path_factory.mktemp("pool"))
-    yield pool
-    pool.close()
 
 
 LAYOUTS = [(4, 1, 1), (2, 1, 2), (2, 2, 1)]  # pp, dp, tp

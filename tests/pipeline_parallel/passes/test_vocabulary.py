@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from continued import go_on
-from rank_pool import Pool
 
 from megapipe.distributed.axis import Axis
 from megapipe.pipeline_parallel.threads import run_threads
@@ -96,13 +95,6 @@ def test_depths_have_the_same_losses_to_the_bit_wherever_they_are_and_under_ever
     known = [{x for rank in trained(case) for x in rank.losses if x == x} for case in cases]
     assert known[0] == known[1] == known[2]
     assert len(known[0]) == 3 + 2 * 2
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory):
-    pool = Pool(tmp_path_factory.mktemp("pool"))
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

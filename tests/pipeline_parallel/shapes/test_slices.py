@@ -21,13 +21,7 @@ from megapipe.training.steps import batches
 from tools.proofs.equivalence import alone, differences, train
 from tools.proofs.equivalence_case import Case, table
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread_each():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def case_of(schedule="1f1b", pp=1, **settings):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from refusals import refusal
 
 from megapipe.schedule import (
     Costs,
@@ -38,12 +39,6 @@ def one_rank(*steps: str) -> Schedule:
     """One rank, one stage, two microbatches: kinds and numbers, as `F0 O0 L0 BW0`."""
     row = tuple((Pass(Kind[text[:-1]], 0, int(text[-1])),) for text in steps)
     return replace(build("1f1b", 1, 2), name="mine", ranks=(row,))
-
-
-def refusal(schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        verify(schedule)
-    return str(caught.value)
 
 
 def test_a_copy_frees_when_it_ends_and_takes_when_it_starts_to_come_back() -> None:

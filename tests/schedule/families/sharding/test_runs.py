@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from refusals import refusal
 
 from megapipe.schedule import (
     Costs,
     Kind,
     Pass,
     Schedule,
-    ScheduleError,
     build,
     from_csv,
     from_json,
@@ -36,12 +36,6 @@ def one_rank(steps: str, m: int = 2) -> Schedule:
         kind = next(k for k in kinds if text[1:].startswith(k))
         row.append((Pass(Kind(kind), int(text[0]), int(text[1 + len(kind) :])),))
     return Schedule("mine", Placement((0, 0), 2), m, (tuple(row),))
-
-
-def refusal(schedule: Schedule) -> str:
-    with pytest.raises(ScheduleError) as caught:
-        verify(schedule)
-    return str(caught.value)
 
 
 def test_weights_are_whole_from_their_gather_to_the_last_use_and_gradients_until_someone_waits_for_their_sum() -> None:
