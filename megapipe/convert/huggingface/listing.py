@@ -12,13 +12,8 @@ from megapipe.convert.huggingface.tables import FAMILIES
 # (model_types, the nearest family, what the model here lacks). Read in transformers 5.23; an entry
 # goes when its feature comes. A family that is in no list is answered by its keys.
 _REFUSED = [
-    ("gemma", "llama", "a scaled embedding, and GELU in a gated MLP"),
-    (
-        "gemma2 gemma3 gemma3_text",
-        "llama",
-        "norms after attention and MLP, a scaled embedding, a scale of scores, capped logits",
-    ),
-    ("gemma3n gemma4 gemma4_text", "llama", "inputs and keys that layers share, and other norms"),
+    ("gemma3", "gemma3_text", "a model that sees pictures, around the text model"),
+    ("gemma3n gemma4 gemma4_text", "gemma3_text", "inputs and keys that layers share"),
     ("olmo", "llama", "LayerNorm without a weight"),
     ("gpt_oss", "qwen3_moe", "attention sinks, and a clamped activation"),
     ("llama4 llama4_text", "mixtral", "attention in chunks, and weights before the experts"),

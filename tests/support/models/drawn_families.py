@@ -31,6 +31,17 @@ def stretched(draw: random.Random) -> dict[str, Any]:
     return draw.choice([BASE, BASE | {"rope_type": "linear", "factor": 4.0}, NEAR_YARN])
 
 
+def gemma(draw: random.Random) -> dict[str, Any]:
+    """Heads that do not divide the hidden size, a low cap of logits, and windows in some layers."""
+    more = {
+        "final_logit_softcapping": draw.choice([None, 6.0]),
+        "query_pre_attn_scalar": draw.choice([4, 9]),
+        "sliding_window": 3,
+        "num_hidden_layers": 4,
+    }
+    return more | {"head_dim": draw.choice([8, 12])} | draw.choice([{}, MIXED])
+
+
 def few_experts(draw: random.Random) -> dict[str, Any]:
     """Experts chosen by a softmax over all of them."""
     chosen = {"num_experts": 6, "num_experts_per_tok": draw.choice([2, 3])}
@@ -171,6 +182,23 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         num_hidden_layers=4,
         head_dim=draw.choice([6, 12]),
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
+    ),
+    "gemma": lambda draw: made("gemma", draw, head_dim=draw.choice([8, 12])),
+    "gemma2": lambda draw: made(
+        "gemma2",
+        draw,
+        **gemma(draw),
+        attn_logit_softcapping=draw.choice([None, 2.0]),
+        rope_parameters=stretched(draw),
+    ),
+    "gemma3_text": lambda draw: made(
+        "gemma3_text",
+        draw,
+        **gemma(draw),
+        rope_parameters={
+            "sliding_attention": BASE | {"rope_theta": 100.0},
+            "full_attention": draw.choice([BASE, BASE | {"rope_type": "linear", "factor": 8.0}]),
+        },
     ),
     "olmo2": lambda draw: made("olmo2", draw, **whole_heads(draw), rope_parameters=stretched(draw)),
     "olmo3": lambda draw: made(

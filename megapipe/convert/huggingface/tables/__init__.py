@@ -6,6 +6,7 @@ from megapipe.convert.huggingface.family import Family
 from megapipe.convert.huggingface.tables import (
     deepseek,
     dense,
+    gemma,
     gpt,
     layernorm,
     llama,
@@ -46,6 +47,9 @@ FAMILIES: dict[str, Family] = {
     "olmoe": placed.OLMOE,
     "flex_olmo": placed.FLEX_OLMO,
     "ministral3": dense.MINISTRAL3,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA2,
+    "gemma3_text": gemma.GEMMA3,
     "starcoder2": layernorm.STARCODER2,
     "nemotron": layernorm.NEMOTRON,
     "stablelm": layernorm.STABLELM,
