@@ -194,7 +194,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "gemma3_text": lambda draw: made(
         "gemma3_text",
         draw,
-        **gemma(draw),
+        **gemma(draw) | MIXED,
         rope_parameters={
             "sliding_attention": BASE | {"rope_theta": 100.0},
             "full_attention": draw.choice([BASE, BASE | {"rope_type": "linear", "factor": 8.0}]),
