@@ -31,8 +31,8 @@ spec: use --model-provider; see docs/model_provider.md
 use-mp-args-from-checkpoint-args: any layout loads any checkpoint; give the layout's flags
 tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer's files decide
     everything about it
-rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain or
-    scaled as in Llama 3.1 (--use-rope-scaling)
+rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain,
+    interpolated, or scaled by --use-rope-scaling or yarn
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
 moe-router-force-biased: use --moe-router-force-load-balancing

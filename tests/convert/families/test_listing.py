@@ -17,7 +17,7 @@ def test_the_list_has_every_family_with_what_of_it_goes(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, family in FAMILIES.items():
         assert any(line.split()[:1] == [name] and line.endswith(f"  {family.what}") for line in lines)
-    assert "  gpt_oss: attention sinks, and a clamped activation (qwen3_moe)" in lines
+    assert "  gpt_oss: experts whose gate and up alternate, in four bits (qwen3_moe)" in lines
     assert max(map(len, lines)) <= 130
 
 
@@ -35,8 +35,8 @@ def test_a_family_is_refused_or_goes_and_the_near_one_goes():
 
 
 def test_a_refused_family_is_answered_with_what_is_lacking():
-    assert lacking("gpt_oss") == ("qwen3_moe", "attention sinks, and a clamped activation")
-    with pytest.raises(CheckpointError, match=r"nothing here for attention sinks.*The nearest family is qwen3_moe"):
+    assert lacking("gpt_oss") == ("qwen3_moe", "experts whose gate and up alternate, in four bits")
+    with pytest.raises(CheckpointError, match=r"nothing here for experts whose gate.*The nearest family is qwen3_moe"):
         from_huggingface({"model_type": "gpt_oss"})
 
 
