@@ -152,3 +152,28 @@ class Experts(Layout):
         if len(self.names) > 1:
             tensor = tensor.flatten(0, 1)
         return tensor.unbind(0)
+
+
+class Alternating(Layout):
+    """Gate and up of all experts in one tensor, whose columns are gate and up in turns.
+
+    A weight [E, h, 2f] -> [E, 2, f, h], and a bias [E, 2f] -> [E, 2, f].
+    """
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        rows = parts[0].transpose(1, -1)
+        return rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        rows = tensor.transpose(1, 2).flatten(1, 2)
+        return (rows.transpose(1, -1),)
+
+
+class TurnedExperts(Layout):
+    """A matrix of all experts that Hugging Face keeps transposed: [E, f, h] -> [E, h, f]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return parts[0].transpose(1, 2)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (tensor.transpose(1, 2),)

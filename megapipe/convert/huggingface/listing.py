@@ -15,7 +15,6 @@ _REFUSED = [
     ("gemma3", "gemma3_text", "a model that sees pictures, around the text model"),
     ("gemma3n gemma4 gemma4_text", "gemma3_text", "inputs and keys that layers share"),
     ("olmo", "llama", "LayerNorm without a weight"),
-    ("gpt_oss", "qwen3_moe", "experts whose gate and up alternate, in four bits"),
     ("llama4 llama4_text", "mixtral", "attention in chunks, and weights before the experts"),
     (
         "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",

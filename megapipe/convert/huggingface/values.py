@@ -25,6 +25,7 @@ _KINDS: dict[Any, str] = {
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
         resid_pdrop embd_pdrop attention_dropout residual_dropout embedding_dropout
         hidden_dropout factor router_jitter_noise routed_scaling_factor router_scaling_factor
+        swiglu_limit
         embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
     """,
     bool: """

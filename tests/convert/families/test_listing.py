@@ -17,7 +17,7 @@ def test_the_list_has_every_family_with_what_of_it_goes(capsys):
     lines = capsys.readouterr().out.splitlines()
     for name, family in FAMILIES.items():
         assert any(line.split()[:1] == [name] and line.endswith(f"  {family.what}") for line in lines)
-    assert "  gpt_oss: experts whose gate and up alternate, in four bits (qwen3_moe)" in lines
+    assert "  olmo: LayerNorm without a weight (llama)" in lines
     assert max(map(len, lines)) <= 130
 
 
@@ -35,9 +35,11 @@ def test_a_family_is_refused_or_goes_and_the_near_one_goes():
 
 
 def test_a_refused_family_is_answered_with_what_is_lacking():
-    assert lacking("gpt_oss") == ("qwen3_moe", "experts whose gate and up alternate, in four bits")
-    with pytest.raises(CheckpointError, match=r"nothing here for experts whose gate.*The nearest family is qwen3_moe"):
-        from_huggingface({"model_type": "gpt_oss"})
+    assert lacking("olmo") == ("llama", "LayerNorm without a weight")
+    with pytest.raises(
+        CheckpointError, match=r"nothing here for LayerNorm without a weight.*The nearest family is llama"
+    ):
+        from_huggingface({"model_type": "olmo"})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

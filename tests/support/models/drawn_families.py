@@ -183,6 +183,18 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         head_dim=draw.choice([6, 12]),
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
     ),
+    "gpt_oss": lambda draw: made(
+        "gpt_oss",
+        draw,
+        num_hidden_layers=4,
+        head_dim=draw.choice([8, 12]),
+        intermediate_size=12,
+        num_local_experts=6,
+        num_experts_per_tok=draw.choice([2, 3]),
+        swiglu_limit=draw.choice([0.5, 7.0]),
+        **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 4}]),
+        rope_parameters=NEAR_YARN | {"truncate": False},
+    ),
     "gemma": lambda draw: made("gemma", draw, head_dim=draw.choice([8, 12])),
     "gemma2": lambda draw: made(
         "gemma2",
