@@ -18,6 +18,8 @@ from megapipe.partition.spans import LayerSpan
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import initialize
+from tools.proofs.equivalence_case import Case
+from tools.proofs.fuzz_equivalence import run
 
 PLAIN = replace(LLAMA, position_embedding_type="none", norm_epsilon=1e-5)
 YARN = replace(LLAMA, position_embedding_type="yarn", rotary_base=20.0, rotary_scaling_factor=4.0, mscale=2.0)
@@ -187,3 +189,12 @@ def assert_same(one, ranks) -> None:
         tensors = [part.view([-1 if i == dim else n for i, n in enumerate(full)]) for part, _, _ in parts]
         whole = torch.cat(tensors, dim) if dim is not None else tensors[0]
         torch.testing.assert_close(whole.view_as(want), want, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("style, way", [("sinks", "p2p"), ("sinks", "a2a"), ("gemma2", "p2p"), ("olmo3", "all_gather")])
+def test_context_parallel_ranks_train_as_one_process(style, way):
+    """Also with heads that are dealt to ranks, whose sinks are parts, and with attention that is computed again."""
+    tp = 2 if way == "p2p" else 1
+    recompute = "selective" if way == "a2a" else "none"
+    case = Case("1f1b", 1, 2, (2,), cp=2, tp=tp, way=way, style=style, recompute=recompute, steps=2)
+    assert run(replace(case, sequence_parallel=tp > 1, documents="both" if tp > 1 else "none")) == []
