@@ -3,7 +3,7 @@
 `lr: Annotated[float | None, Required("3e-4"), ABOVE_0, CURVE] = None`. Readers ask for the notes of
 one kind: `checks` for ranges and refusals, `checkpoint` for what may differ on --load, `flags` for
 runs in which a flag has no effect. Such a note, an Idle, is named after what the flag needs:
-a field with SAVES acts with --save alone.
+a field with SAVES has an effect only if --save is given.
 """
 
 from __future__ import annotations

@@ -195,7 +195,8 @@ def save(
         file: a path that ends in .json, which has everything, or in .csv.
         costs: a .json also has these costs, the makespan and the start of each step.
         recipe: a .json also says how the table was made.
-    Raises: ScheduleError for another ending, or a table that CSV cannot say. DataError if the file
+    Raises: ScheduleError for another ending, and for a .csv with costs, with a recipe, or with a
+        table that CSV cannot say. DataError if the file
         cannot be written.
     """
     ending = Path(file).suffix.lower()

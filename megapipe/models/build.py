@@ -63,7 +63,7 @@ def build_stage(
                 _copy_values(wanted, provider(model, piece, tp))
             _check_copied(plain & wanted.keys(), span)
     module = module.to(tp.device)
-    # Last: parameters with a Layout are drawn by their names alone.
+    # Last: a parameter with a Layout is drawn by its name only.
     initialize(module, seed, tp)
     return module
 
@@ -96,7 +96,7 @@ def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
     """Yield the spans that are built alone for initial values: each layer, the embedding, the loss.
 
     The last two contain a layer too. Its values are ignored, because a layer's values come from
-    the piece with that layer alone.
+    the piece with only that layer.
     """
     for layer in span.layers:
         yield LayerSpan(layer, 1, False, False, depth=span.depth)

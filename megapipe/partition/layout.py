@@ -77,7 +77,7 @@ def layout_string(counts: Sequence[int], depths: Sequence[int] = ()) -> str:
 
 
 def _expand(text: str) -> str:
-    """Return a layout string without repetitions, commas and spaces.
+    """Write out the repetitions of a layout string: `t*3` becomes `ttt`. Drop commas and spaces.
 
     Raises: ConfigError for a repetition of more than _LONGEST letters.
     """
@@ -102,7 +102,7 @@ def _expand(text: str) -> str:
 
 
 def _strangers(plain: str) -> str:
-    """Return an error text for letters that have no meaning in a layout string; "" without such.
+    """Return an error text for letters that have no meaning in a layout string; "" if all have one.
 
     plain: the string as `_expand` returns it.
     """

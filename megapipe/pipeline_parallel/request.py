@@ -48,8 +48,8 @@ class Request:
         around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
         read: called with each pass before its time is taken. It waits for the samples of the pass.
-        weights: for each chunk, the functions that passes on its weights call; None for a table
-            without such passes.
+        weights: for each chunk, the functions that passes on its weights call; None if the
+            table has no such pass.
         on_loss: called with the loss of every microbatch in order, on ranks with a loss.
         stopwatch: takes the time of every pass.
     """

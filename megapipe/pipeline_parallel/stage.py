@@ -49,8 +49,9 @@ class _Saved(NamedTuple):
 class PipelineStage:
     """One stage in one step: it runs Megatron's forward_step_func and differentiates it.
 
-    The executor calls its methods for the passes F, B and W of a microbatch. A number is a
-    microbatch's, or a slice's among all slices where microbatches are cut.
+    The executor calls its methods for the passes F, B and W of a microbatch. Methods get the
+    number of a microbatch. If microbatches are cut in slices, it is the number of a slice, counted
+    over the slices of all microbatches.
 
     Args:
         request: the step. Losses are reported without the factors by which they count in the step.
@@ -62,10 +63,11 @@ class PipelineStage:
         last: numbers of the last microbatch (or slice) by kind of pass; None without a table.
         kept: the microbatches that keep all activations, so that nothing is recomputed.
         microbatches: whole microbatches, or their parts.
-        weights: functions that work on all weights of the stage; None without such passes.
+        weights: functions for the passes on all weights of the stage, such as the update; None if
+            the table has no such pass.
         own: the actions of families around the passes of the stage, by name of the family.
     Attributes:
-        losses: the loss of each number, as loss_func returned it, without graph.
+        losses: the loss of each microbatch or slice, as loss_func returned it, without graph.
         results: other data that loss_func returned, or outputs of an evaluation without loss_func.
     """
 
@@ -105,7 +107,7 @@ class PipelineStage:
         return self.request.around_last_backward is not None
 
     def stream(self, number: int) -> Stream:
-        """Return the stream of a number, which layers read while they run its forward.
+        """Return the random stream of a microbatch or slice, which layers read in its forward.
 
         It has the random numbers, the range of tokens, and the factor on the layers' own losses.
         """

@@ -4,7 +4,7 @@ All ranks make the same plan before any process group exists. In this order:
 
     pieces   the cost of each layer, of the embedding and of the head.
 
-    chain    the order of passes of the model's own stages. A search also chooses the stages.
+    chain    the order of passes, before pairs and depths. A search also chooses the stages.
 
     split    layers of each stage, and ranks of the depths of multi-token prediction.
 
@@ -142,7 +142,7 @@ def _without_passes(place: Placement) -> Schedule:
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the table of the model's own stages: without depths, and without passes in pairs.
+    """Return the table before depths and pairs are added.
 
     Args:
         recipe: says which order of passes to make.
@@ -171,7 +171,7 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
     recipes have no such table. The last table then keeps its own counts.
 
     Args:
-        chain: the table of the model's own stages.
+        chain: the table before depths and pairs are added.
         make: returns the plan of a draft.
     """
     draft = _keeping(draft, chain)
@@ -212,7 +212,7 @@ def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     """Return the finished plan of the best ranks for depths of multi-token prediction.
 
     Args:
-        chain: the table of the model's own stages.
+        chain: the table before depths and pairs are added.
     """
     # Each choice of ranks has a split of its own; the best is finished.
     choices = ranks_of_depths(draft.config, chain.placement)
@@ -227,7 +227,7 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
     """Add pairs, depths and vocabulary to a table, and choose the split if the layout is `auto`.
 
     Args:
-        chain: the table of the model's own stages.
+        chain: the table before depths and pairs are added.
     Returns: (the draft with the split of least time, the recipe as it was given, the plan).
     """
     plan = draft.plan(_with_ends(recipe, chain, draft))
@@ -272,7 +272,7 @@ def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
     """Return a table with passes in pairs, and passes of depths and vocabulary, as the recipe asks.
 
     Args:
-        chain: the table of the model's own stages.
+        chain: the table before depths and pairs are added.
         draft: answers what the stages of a table cost.
     """
     with _flags_named(draft.config):
@@ -357,7 +357,7 @@ def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     The plan then lacks that part.
 
     Args:
-        chain: the table of the model's own stages.
+        chain: the table before depths and pairs are added.
     """
     try:
         return _finished(draft, recipe, _with_ends(recipe, chain, draft))

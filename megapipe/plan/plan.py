@@ -91,7 +91,7 @@ class Plan:
         tp: ranks that split each parameter; expert_ranks: ranks that split the experts.
         own: additions of optional parts, by name, such as sharding, slices or CUDA graphs.
         before: the plan that was replaced by an automatic choice: the even split, or the other
-            placement of the vocabulary. None without such a choice.
+            placement of the vocabulary. None if nothing was chosen.
         given: times of passes and messages, from --pipeline-costs; None without the flag.
         recipe: how the table was made; None for a table without passes.
     """

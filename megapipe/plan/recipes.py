@@ -68,11 +68,12 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
 
 def order_of(config: Config, microbatches: int) -> Recipe:
-    """Return the recipe of the model's own stages: the order of passes, the stages, the slices.
+    """Return the recipe without pairs and depths: the order of passes, the stages, the slices.
 
     Args:
         microbatches: the number of microbatches of a step.
-    Raises: ConfigError if the order has other stages than the flags or --pipeline-costs.
+    Raises: ConfigError if --pipeline-schedule has another number of stages than the flags or
+        --pipeline-costs.
     """
     par = config.parallel
     name = schedule_name(config)
@@ -132,14 +133,14 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
 
 
 def schedule_of(config: Config, microbatches: int) -> Schedule:
-    """Return the table of the model's own stages, as many as the flags ask for.
+    """Return the table of the stages that the flags ask for, without depths of prediction.
 
     A searched order gets hardly any search here: only a plan knows what its stages cost.
 
     Args:
         microbatches: the number of microbatches of a step.
-    Raises: ScheduleError if no table has these numbers. ConfigError if the order has other stages
-        than the flags or --pipeline-costs.
+    Raises: ScheduleError if no table has these numbers. ConfigError if --pipeline-schedule
+        has another number of stages than the flags or --pipeline-costs.
     """
     recipe = order_of(config, microbatches)
     # Hardly any effort, on the last placement: the one with the most stages.

@@ -252,7 +252,7 @@ def given_costs(config: Config) -> Costs | None:
 
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
-    """Return the costs of the model's own stages, from the costs of --pipeline-costs.
+    """Return the costs of the stages without depths, from the costs of --pipeline-costs.
 
     Args:
         costs: may have values for depths of prediction after the stages, which are left out.
@@ -277,7 +277,7 @@ def ranks_of_depths(config: Config, place: Placement) -> tuple[tuple[int, ...], 
     Each choice has a rank for each depth. There are several only for the layout `auto`.
 
     Args:
-        place: the placement of the model's own stages.
+        place: the placement of the stages without depths.
     Raises: ConfigError if a layout lists another number of depths than --mtp-num-layers.
     """
     number = config.model.depths

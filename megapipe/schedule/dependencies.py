@@ -61,7 +61,7 @@ class Dependencies:
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
         """Return {pass: passes that it waits for beyond its own microbatch}, see `is_beyond`.
 
-        Passes without such dependencies are left out.
+        Passes that wait for nothing beyond it are left out.
         """
         found = {}
         for item in self._there:

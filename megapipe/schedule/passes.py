@@ -218,7 +218,7 @@ class Schedule:
     def streams(self) -> list[tuple[int, Lane]]:
         """Return (rank, stream) of the streams in use, rank by rank, the compute stream first.
 
-        A rank has its compute stream even if it computes nothing.
+        A stream that any rank uses is listed for all ranks. The compute stream is always listed.
         """
         there = {Lane.COMPUTE, *(kind.traits.lane for kind in self.kinds)}
         used = [lane for lane in Lane if lane in there]

@@ -390,7 +390,7 @@ def _refuse(source: str, problems: Iterable[str]) -> None:
 
 
 def _is_lane(lane: object) -> bool:
-    """Return whether JSON is a shared stream with its ranks and order, as in `to_json`."""
+    """Return whether a value of parsed JSON is a shared stream, in the form of `to_json`."""
     return (
         isinstance(lane, dict)
         and {_LANE, "ranks", "order"} <= lane.keys()

@@ -238,10 +238,10 @@ def _to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor
 
 
 def space_of(rows: Tensor, width: int) -> Tensor:
-    """Return memory for any block's logits in float32; empty on a GPU, whose kernels need none.
+    """Return memory for the float32 logits of any one block; empty on a GPU.
 
-    Allocated once for all blocks: the operating system clears the memory that it hands out, which
-    takes time.
+    A block has the logits of all rows for a part of the vocabulary. The memory is allocated once
+    for all blocks: the operating system clears what it hands out, which takes time.
 
     Args:
         rows: hidden states [n, h].

@@ -156,7 +156,7 @@ def dropout(x: Tensor, p: float, *site: object, tp: Axis | None = None, dim: int
     """
     if p == 0.0:
         return x
-    # GPUs draw other numbers than CPUs do: masks are equal in every layout, not on both devices.
+    # GPUs and CPUs draw different numbers: masks are equal in every layout, not on both devices.
     mask = draws(x.shape, *site, device=x.device, tp=tp, dim=dim, cut=current_stream().cut) < p
     # Backward keeps the mask, one byte for each element.
     return x.masked_fill(mask, 0.0).mul_(1.0 / (1.0 - p))
@@ -170,12 +170,14 @@ def draws(
     dim: int = 1,
     cut: Cut = WHOLE,
 ) -> Tensor:
-    """Draw a uniform number in [0, 1) for each element of a tensor, seeded by stream and site.
+    """Draw a uniform number in [0, 1) for each element of a tensor.
+
+    The seed is made from the current stream (see `current_stream`) and the site.
 
     Args:
         shape: of this rank's tensor.
         site: the layer and the place in it.
-        device: of the result; GPUs and CPUs draw other numbers.
+        device: of the result; a GPU and a CPU draw different numbers.
         tp: if given, the ranks that split dimension `dim`. The numbers are then a slice of the
             whole tensor's.
         cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.

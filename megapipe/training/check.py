@@ -239,7 +239,8 @@ def _refuse(
         start: the checkpoint to load, or None.
         datasets: returns the datasets of a launch.
         tokenizer: the tokenizer.
-    Returns: problems that only this machine has, such as a full disk, with --check-paths no.
+    Returns: with --check-paths no, the problems of this machine's disk, such as too little room.
+        Otherwise [], because these problems raise too.
     """
     flags = config.checkpoint
     # A full disk here says nothing about the disk of the run.

@@ -36,7 +36,7 @@ def evaluate(
         consumed: number of samples evaluated before.
         iters: number of global batches.
         weights: for each stage of this rank, the functions that passes on its weights call; None
-            for a table without such passes.
+            if the table has no such pass.
     """
     size = stages.config.global_batch_size
     totals = []

@@ -220,7 +220,10 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 
 
 def _answer(question: Callable[[], object]) -> Any:
-    """Run a function up to its first gather over the pipeline. Return the value to be gathered."""
+    """Run a function up to its first gather over the pipeline. Return the value to be gathered.
+
+    Raises: AssertionError if the function returns without a gather.
+    """
     try:
         question()
     except _Asked as asked:

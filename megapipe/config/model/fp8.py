@@ -20,7 +20,10 @@ MARGIN = Range("at least 0 and at most 16", lambda v: 0 <= v <= 16)
 
 @dataclass(frozen=True)
 class FP8Config:
-    """Linear layers that quantise their operands to eight bits. Acts with --fp8-format alone."""
+    """Linear layers that quantise their operands to eight bits.
+
+    Without --fp8-format these flags do nothing.
+    """
 
     # FREE on --load: the weights of a checkpoint are not quantised.
     fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, FREE] = None

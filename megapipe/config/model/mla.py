@@ -42,7 +42,10 @@ YARN = of_no_layer(
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Attention from latents that all heads share. Acts with --multi-latent-attention alone."""
+    """Attention from latents that all heads share.
+
+    Without --multi-latent-attention these flags do nothing.
+    """
 
     multi_latent_attention: Annotated[
         bool,

@@ -38,7 +38,7 @@ Balancing = Literal[
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Experts in place of the MLP. Acts with --num-experts alone."""
+    """Experts in place of the MLP. Without --num-experts these flags do nothing."""
 
     # Which layers have experts, and their width.
     num_experts: Annotated[int | None, at_least(0), MUST] = None

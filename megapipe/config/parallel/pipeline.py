@@ -174,7 +174,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> int | None:
-        """The value of the flag that gives a rank several stages; None without such a flag.
+        """The value of the flag that gives a rank several stages; None if neither flag is given.
 
         It counts layers of a stage, or stages of a rank.
         """

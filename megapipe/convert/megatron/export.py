@@ -166,7 +166,7 @@ def open_export(folder: Path, target: Path, optimizer: bool, fused: bool | None)
     return Export(config, saved, content, steps, fused)
 
 
-# The two factors act there with --use-mup alone, which changes learning rates too.
+# The two factors act there only with --use-mup, which changes learning rates too.
 _OWN = """
 geglu xielu parallel_attention_mlp no_norm_bias add_bias_to latent_norm_epsilon
 mup_embedding_mult residual_multiplier mup_output_mult

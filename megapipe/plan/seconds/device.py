@@ -88,7 +88,7 @@ class Device:
         """Return the FLOP/s of passes whose matrix products have a size.
 
         Args:
-            product: FLOP of one product, in the mean.
+            product: FLOP of one product, as a mean over the products.
         """
         if not self.by_product:
             return self.flops

@@ -2,8 +2,8 @@
 
 Collectives are taken as rings: over n ranks each rank sends (n-1)/n of the bytes, and twice as much
 for an all-reduce. Communication of context parallelism and experts is never hidden by computation,
-unless the table runs two passes together. Communication of tensor parallelism is hidden with
---tp-comm-overlap alone.
+unless the table runs two passes together. Communication of tensor parallelism is hidden only
+with --tp-comm-overlap.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
 
 
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
-    """Return the seconds of collectives over ranks of equal weights, by rings.
+    """Return the seconds of collectives over ranks that hold copies of the same weights, by rings.
 
-    Rings run through all ranks of a node before they leave it, each by another network card. Ranks
-    of one node so share what enters and leaves it, and each card carries a part.
+    A ring runs through all ranks of a node before it leaves the node, each ring by another network
+    card. So the bytes between nodes are divided by the number of these ranks on a node.
 
     Args:
         sent: bytes that each rank sends in all of them together.

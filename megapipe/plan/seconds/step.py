@@ -115,7 +115,7 @@ def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> 
         at_end += _end(clock) - makespan
     ranks = len(schedule.ranks)
     held = [max(x for _, x, _ in curve) for curve in memory_steps(schedule, costs, clock)]
-    # Microbatches of a rank, in the mean: with two copies of the model each has half of them.
+    # The mean number of microbatches of a rank: with two copies of the model each has half of them.
     share = config.num_microbatches / ranks
     passes = sum(map(len, plain.ranks)) / ranks * costs.overhead
     # Passes that run together take less than their sum: what a pair hides of its communication.
@@ -168,7 +168,10 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 
 
 def mean_product(plan: Plan) -> float:
-    """Return the FLOP of a matrix product in a pass, in the mean, before tensor parallelism."""
+    """Return the FLOP of one matrix product of a layer's forward, as a mean over the layers.
+
+    Tensor parallelism is not counted: the product is the whole one.
+    """
     layers = plan.pieces.layers
     # Four products of a layer stand for all: of queries, keys and values; of their output; and the
     # two of an MLP. A slice has its part of the rows.

@@ -137,7 +137,7 @@ def lengths(config: Config) -> tuple[int, ...]:
         multiple *= 2
     if config.model.sequence_parallel:
         multiple *= par.tensor_model_parallel_size
-    # Where documents begin is known with the batch alone. Until then work decides.
+    # Only a batch shows where documents begin. Until then work decides.
     how = par.pipeline_slice_cuts
     if par.cuts_at_documents:
         how = "work"

@@ -69,7 +69,12 @@ Slots = list[dict[int, Pass]]
 
 
 def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
-    """Return F and B of all microbatches in the slots of the building blocks, without W."""
+    """Repeat the building blocks for all microbatches, with F and B only.
+
+    Args:
+        blocks: the building block of each rank.
+    Returns: for each rank its F and B by slot. Microbatch i is 6 i slots after the block.
+    """
     slots: Slots = []
     for down, block in enumerate(blocks):
         up = 2 * len(blocks) - 1 - down

@@ -142,7 +142,7 @@ class Stages:
             evaluate: run forwards alone, without dropout.
             loss_scale: returns the factor on the loss when a backward needs it.
             weights: for each stage of this rank, the functions that passes on its weights call.
-                None for a table without such passes.
+                None if the table has no such pass.
             iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
         """
         config = self.config

@@ -32,7 +32,7 @@ def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Sched
         chunks: stages on each rank; None for the schedule's own number.
     """
     given = {} if chunks is None else {"chunks": chunks}
-    # A run pairs passes with --overlap-moe-expert-parallel-comm alone, which no plan here has.
+    # A run pairs passes only with --overlap-moe-expert-parallel-comm, which no plan here has.
     return unpaired(SCHEDULES[name].generate(ranks, microbatches, **given))
 
 

@@ -121,11 +121,15 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
 
 
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
-    """Return a function from choices to the time and memory of the table with them.
+    """Return a function that takes choices and returns time and memory of the table under them.
+
+    A choice says of one microbatch on one stage: offload its activations, or recompute them.
 
     Args:
         plain: the table without offload and recomputation.
-        memory: most activation of the ranks, in the unit of the costs.
+        costs: times and activation memory of the passes.
+        memory: limit on the activation of a rank, in the unit of `costs`: one number for all ranks,
+            or one for each.
     """
     code = library()
     limits = by_rank(memory, len(plain.ranks))

@@ -17,15 +17,16 @@ from megapipe.schedule.families.sharding.whole import whole
 class ShardingCosts:
     """Memory of gathered weights and of gradients before reduction, in the unit of the costs.
 
-    A value is one number for all stages, or one for each. Gathers (AF, AB) take as long as A,
-    reductions (RS) as G. The shards that a rank always has are not counted.
+    A value is one number for all stages, or one for each. The shards that a rank always has are
+    not counted. Times have no field here: a gather before F or B (AF, AB) takes the time of pass A,
+    a reduction (RS) the time of pass G.
 
     Attributes:
         mem_a: weights of a stage, from the start of their gather to their last use.
         mem_g: gradients of a stage, from the first pass that adds to them to the end of their
             reduction.
-        mem_lent: weights of the first stage that a stage uses too. They are gathered while either
-            stage is.
+        mem_lent: weights of the first stage that a later stage uses too, such as a tied head. They
+            are in memory while the first stage or the later one is gathered.
     """
 
     mem_a: PerStage = 0.0
