@@ -141,6 +141,10 @@ def expert_line(plan: Plan, config: Config) -> str:
         f"experts: {model.experts // par.expert_model_parallel_size} of {model.experts} on a rank, "
         f"each split over {par.etp}, on {replicas} rank{'s' * (replicas > 1)} the same"
     )
+    factor = model.capacity_factor
+    if factor is not None and factor < 1:
+        # Even with an even load; a slip such as 0.01 would train almost nothing of the experts.
+        said += f"; --moe-expert-capacity-factor {factor:g} drops {1 - factor:.1%} of the choices"
     if not once:
         return f"{said}; no token leaves its rank"
     name = "a gather" if model.moe_token_dispatcher_type == "allgather" else "an all-to-all"

@@ -119,7 +119,9 @@ def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) ->
     if x.peak > memory:
         lines.append(f"      needs more than {memory / GIB:g} GiB")
     place = sum(other.step < x.step for other in best) + 1
-    if place > 1:
+    if place > len(best):
+        lines.append(f"      slower than all of these {len(best)}: {_slower(x, best[0])}")
+    elif place > 1:
         lines.append(f"      number {place} of these {len(best)}: {_slower(x, best[0])}")
     else:
         lines.append("      faster than all of these")
