@@ -7,11 +7,11 @@ import random
 
 from drawn_families import DRAWN
 
-from tools.proofs.drawn_configs import drawn, outcome, proof
+from tools.proofs.inputs.configs import drawn, outcome, proof
 
 
 def test_twenty_drawn_changes_come_in_exactly_or_are_refused():
-    """`python -m tools.proofs.drawn_configs --cases 200` draws ten times as many."""
+    """`python -m tools.proofs.inputs.configs --cases 200` draws ten times as many."""
     counts, wrong = proof(20, 0)
     assert wrong == []
     assert counts["exact"] > 0 < counts["refused"]

@@ -1,6 +1,6 @@
 """Draw a config.json with something changed, and compare what comes in with transformers.
 
-    python -m tools.proofs.drawn_configs --cases 200 --seed 0
+    python -m tools.proofs.inputs.configs --cases 200 --seed 0
 
 A case takes a small model of a drawn family and changes one key of its config.json: to another
 value, to a value of another type, to no value; or it adds a key, of a newer version or of another
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support" / "models")]
 # Before transformers is imported: nothing is asked of the network, and nothing is drawn on stderr.
 os.environ |= {
