@@ -118,6 +118,13 @@ class Case:
     devices: tuple[str, ...] = ("cpu", "cuda")
     seconds: float = 90.0
 
+    @property
+    def emulates(self) -> bool:
+        """Whether an emulated GPU can run it: a small training on a GPU, without a compiler."""
+        if "cuda" not in self.devices or self.script is not None or self.needs is not None:
+            return False
+        return self.memory is None and not {"--hidden-size", "--compile"} & {*self.flags.split()}
+
 
 GPU = ("cuda",)
 # The tolerances of 1e-4 and of memory are expectations, not yet confirmed on a GPU.

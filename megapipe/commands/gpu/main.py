@@ -35,6 +35,8 @@ from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 
 GIB = 2**30
+_EMULATED = 8
+"""The number of emulated GPUs."""
 Steps = dict[int, dict[str, Any]]
 """The numbers of each iteration. A GPU adds the peak memory of rank 0, in bytes."""
 
@@ -49,6 +51,9 @@ class Flags:
 
     device: Literal["cuda", "cpu"] = "cuda"
     """cuda, or cpu to try the command itself with tiny sizes."""
+    emulated: bool = False
+    """Run the trainings with tiny sizes on GPUs that a CPU emulates, whose streams and NCCL are
+    checked. It needs a clone and a C++ compiler, and shows nothing of speed or memory."""
     minutes: float = 20.0
     """Time for all cases. A case that does not start in time counts as failed."""
     ranks: int | None = None
@@ -84,10 +89,15 @@ class Outcome:
 def main(argv: Sequence[str]) -> None:
     """Run the cases and write the table. Exit with status 0 if all pass."""
     flags = parse(Flags, argv)
-    if flags.device == "cuda" and not torch.cuda.is_available():
+    if flags.emulated and not in_clone():
+        raise ConfigError(
+            "--emulated needs a clone of megapipe, whose tools/proofs/gpu has the devices. "
+            "Run the command in a clone, or leave out --emulated."
+        )
+    if flags.device == "cuda" and not (flags.emulated or torch.cuda.is_available()):
         raise UserError(
             f"--device cuda: torch {torch.__version__} finds no GPU. "
-            "Add --device cpu to try the command without one."
+            "Add --device cpu to try the command without one, or --emulated."
         )
     if flags.nanogpt is not None and not in_clone():
         raise ConfigError(
@@ -118,6 +128,9 @@ def main(argv: Sequence[str]) -> None:
     shutil.rmtree(folder / "saved", ignore_errors=True)
     machine = _machine(flags.device)
     print(machine, flush=True)
+    if flags.emulated:
+        left = [case.name for case in CASES if "cuda" in case.devices and not case.emulates]
+        print(f"emulated GPUs: {len(left)} cases need a real one: {', '.join(left)}", flush=True)
     outcomes = _run_all(cases, flags, folder)
     rows = [asdict(o) for o in outcomes]
     (folder / "report.json").write_text(json.dumps({"machine": machine, "cases": rows}, indent=1))
@@ -147,7 +160,11 @@ def chosen(flags: Flags) -> list[Case]:
 def _can_run(case: Case, flags: Flags) -> bool:
     """Return whether this machine, its packages and the flags allow the case."""
     ranks = flags.ranks
-    if ranks is None and flags.device == "cuda":
+    if flags.emulated and not case.emulates:
+        return False
+    if ranks is None and flags.emulated:
+        ranks = _EMULATED
+    elif ranks is None and flags.device == "cuda":
         ranks = torch.cuda.device_count()
     elif ranks is None:
         ranks = 2
@@ -175,7 +192,8 @@ def _run_all(cases: Sequence[Case], flags: Flags, folder: Path) -> list[Outcome]
         figure = f"--minutes {flags.minutes:g} were over"
         steps = Steps()
         if (left := until - began) > 0:
-            result, figure, steps = _run(case, flags, folder, min(left, case.seconds), outcomes)
+            limit = case.seconds * (4 if flags.emulated else 1)
+            result, figure, steps = _run(case, flags, folder, min(left, limit), outcomes)
         took = time.monotonic() - began
         outcomes[case.name] = Outcome(case.name, result, figure, took, steps)
         print(f"{case.name:{width}}  {result:5}  {took:5.1f} s  {figure}", flush=True)
@@ -201,7 +219,7 @@ def _run(
     file = place / "steps.jsonl"
     # Two threads of torch wait for each other in every product. While two other programs used the
     # two cores, the case of every schedule took 180 s instead of 3.
-    threads = {"OMP_NUM_THREADS": "1"} if flags.device == "cpu" else {}
+    threads = {"OMP_NUM_THREADS": "1"} if flags.device == "cpu" or flags.emulated else {}
     problem = _process(_command(case, flags, folder, file), log, limit, threads)
     # A script judges itself, and its last line is its figure.
     if case.script:
@@ -251,14 +269,18 @@ def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
             "folder": str(folder),
         }
         return [sys.executable, *(part.format_map(known) for part in case.script.split())]
-    run = f"{SHAPE} {SIZES[flags.device]} {case.flags}".split()
+    size = "cpu" if flags.emulated else flags.device
+    run = f"{SHAPE} {SIZES[size]} {case.flags}".split()
     if flags.device == "cpu":
         run += ["--distributed-backend", "gloo"]
     command = [sys.executable]
     if case.ranks > 1:
         ranks = str(case.ranks)
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    command += ["-m", "megapipe", "pretrain", "--metrics-file", str(file)]
+    module = ["-m", "megapipe"]
+    if flags.emulated:
+        module = ["-m", "tools.proofs.gpu.emulated.program", "megapipe"]
+    command += [*module, "pretrain", "--metrics-file", str(file)]
     return [*command, *(part.format(folder=folder) for part in run)]
 
 
