@@ -32,6 +32,11 @@ done
 python tools/gpu_check.py --device cpu
 python -m tools.proofs.gpu orders
 python -m tools.proofs.gpu.graphs
+python -m tools.proofs.gpu.emulated.features
+python -m tools.proofs.gpu.emulated.features --early
+python -m tools.proofs.gpu.emulated.check --cases "${CASES:-300}" --seed "${SEED:-$(date +%j)}"
+python -m tools.proofs.gpu.emulated.resumed
+python -m megapipe gpu-check --emulated --minutes 60 --output "$(mktemp -d)"
 python -m tools.proofs.inputs.commands --cases "${COMMAND_LINES:-5000}" --seed "${SEED:-$(date +%j)}"
 python tools/proofs/inputs/fuzz.py --cases "${DRAWS:-20000}" --seed "${SEED:-$(date +%j)}"
 python -m tools.proofs.mutants --draw "${MUTANTS:-100}" --seed "${SEED:-$(date +%j)}" --results "$(mktemp)"

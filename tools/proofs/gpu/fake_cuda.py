@@ -48,7 +48,6 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
         command = [
             "g++",
             "-std=c++20",
-            "-O2",
             "-w",
             "-shared",
             "-fPIC",
