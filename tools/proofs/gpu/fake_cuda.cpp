@@ -225,24 +225,13 @@ struct Block {
 
 std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> lending;  // by the host's, the device's
 
-// Bytes as torch's allocator counts them.
-struct Bytes {
-  int64_t now = 0, peak = 0, limit = 0;  // 0: no limit
+struct Allocation {
+  int device, lane;
+  int64_t bytes;  // less than 0 where it is freed
+  const void* at;
 };
-std::vector<Bytes> allocated(kDevices);
-
-int64_t rounded(size_t bytes) { return static_cast<int64_t>((bytes + 511) / 512 * 512); }
-
-void count(int device, int64_t bytes) {
-  auto& own = allocated[device];
-  if (own.limit && bytes > 0 && own.now + bytes > own.limit)
-    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes. GPU " +
-                                          std::to_string(device) + " has a total capacity of " +
-                                          std::to_string(own.limit) + " bytes of which " +
-                                          std::to_string(own.limit - own.now) + " are free.");
-  own.now += bytes;
-  own.peak = std::max(own.peak, own.now);
-}
+std::vector<Allocation> allocations;
+bool noting = false;
 
 bool before(const Access& access, const Clock& clock) {
   return clock.size() > static_cast<size_t>(access.lane) && clock[access.lane] >= access.at;
@@ -253,7 +242,8 @@ void forget(void* kept) {
   {
     Lock lock(mutex);
     lending.erase(block->bytes.unsafeGetStorageImpl());
-    count(block->device, -rounded(block->bytes.nbytes()));
+    if (noting) allocations.push_back({block->device, block->lane, -static_cast<int64_t>(block->bytes.nbytes()),
+                                       block->bytes.data()});
     if (judging && block->lane >= 0) {
       const auto& clock = lanes[block->lane].clock;
       for (const auto& access : block->accesses)
@@ -280,8 +270,8 @@ Storage lent(const Storage& from, int device) {
   auto* impl = from.unsafeGetStorageImpl();
   if (auto it = lending.find(impl); it != lending.end())
     if (auto there = it->second.lock()) return Storage(there);
-  count(device, rounded(from.nbytes()));
   auto* block = new Block{from, device, judging ? lane_now(device) : -1, {}, {}};
+  if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(from.nbytes()), from.data()});
   c10::DataPtr bytes(const_cast<void*>(from.data()), block, &forget, gpu(device));
   Storage made(Storage::use_byte_size_t(), from.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true);
   lending.insert_or_assign(impl, c10::weak_intrusive_ptr<c10::StorageImpl>(
@@ -605,8 +595,8 @@ void resize_storage(void* storage, size_t bytes) {
   start();
   const int device = own->device().index();
   std::memcpy(there.mutable_data(), own->data(), std::min(bytes, own->nbytes()));
-  count(device, rounded(bytes));
   auto* block = new Block{there, device, judging ? lane_now(device) : -1, {}, {}};
+  if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(bytes), there.data()});
   // What was there goes, with the checks of memory that is freed.
   own->set_data_ptr_noswap({there.mutable_data(), block, &forget, gpu(device)});
   own->set_nbytes(bytes);
@@ -616,12 +606,17 @@ void resize_storage(void* storage, size_t bytes) {
 double event_ms(void* event) { return static_cast<Event*>(event)->at; }
 void synchronize_device(int device) { synchronize(device); }
 
-// Bytes that a device's tensors have, and the most of them; those that it has at most, 0 for no limit.
-int64_t bytes_now(int device) { return allocated[device].now; }
-int64_t bytes_peak(int device) { return allocated[device].peak; }
-void reset_peak(int device) { allocated[device].peak = allocated[device].now; }
-void limit_bytes(int64_t bytes) {
-  for (auto& device : allocated) device.limit = bytes;
+void note_allocations(int on) {
+  Lock lock(mutex);
+  noting = on;
+  allocations.clear();
+}
+int number_of_allocations() { return static_cast<int>(allocations.size()); }
+int64_t allocation_at(int i, int* device, int* lane, const void** at) {
+  *device = allocations[i].device;
+  *lane = allocations[i].lane;
+  *at = allocations[i].at;
+  return allocations[i].bytes;
 }
 }
 

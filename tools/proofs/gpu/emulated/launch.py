@@ -88,13 +88,13 @@ class Group(nccl.Communicator, dist.ProcessGroup):
 
 
 @contextmanager
-def world(memory: int = 0) -> Iterator[Any]:
-    """Inside, torch.distributed has NCCL, and torch.cuda devices. memory: bytes of each, or 0."""
+def world() -> Iterator[Any]:
+    """Inside, torch.distributed has NCCL, and torch.cuda devices."""
     from tools.proofs.gpu.emulated.ranks import devices
 
     c10d = dist.distributed_c10d
     with ExitStack() as stack:
-        lib = stack.enter_context(devices(memory=memory))
+        lib = stack.enter_context(devices())
         stack.enter_context(mock.patch.object(c10d, "_NCCL_AVAILABLE", True))
         stack.enter_context(mock.patch.object(c10d, "ProcessGroupNCCL", Group, create=True))
         yield lib
@@ -106,13 +106,10 @@ def _port() -> int:
         return int(one.getsockname()[1])
 
 
-def start(ranks: int, argv: Sequence[str], folder: Path, memory: int = 0) -> list[str]:
+def start(ranks: int, argv: Sequence[str], folder: Path) -> list[str]:
     """Run pretrain_gpt.py with these flags, a process and a device for each rank.
 
-    Args:
-        folder: for the ranks' output.
-        memory: bytes of each device; 0 for no limit.
-    Returns: the output, in the order of ranks.
+    folder: for the ranks' output. Returns: it, in the order of ranks.
     Raises: RuntimeError if a rank fails, or a GPU would have refused something.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +118,7 @@ def start(ranks: int, argv: Sequence[str], folder: Path, memory: int = 0) -> lis
         sys.stdout.flush()
         child = os.fork()
         if not child:
-            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt", memory)
+            _rank(rank, ranks, port, argv, folder / f"rank{rank}.txt")
         children[child] = rank
     codes = {}
     while children:
@@ -134,7 +131,7 @@ def start(ranks: int, argv: Sequence[str], folder: Path, memory: int = 0) -> lis
     return texts
 
 
-def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path, memory: int) -> None:
+def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path) -> None:
     """Be a rank; it does not return."""
     status = 1
     try:
@@ -145,7 +142,7 @@ def _rank(rank: int, ranks: int, port: int, argv: Sequence[str], log: Path, memo
             places = {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {name: str(x) for name, x in (numbers | places).items()}
             torch.set_num_threads(1)
-            with world(memory) as lib:
+            with world() as lib:
                 import pretrain_gpt
 
                 pretrain_gpt.main([*argv])
