@@ -27,7 +27,7 @@ def test_a_tenth_of_the_trainings_have_the_numbers_of_one_device_and_of_a_cpu() 
 
 
 def test_a_whole_program_goes_on_with_the_same_digits_in_its_layout_and_in_another() -> None:
-    """Two processes with a device each; at 8ae7392 the second step after the resume had another loss."""
+    """Two processes with a device each. On GPUs alone, an earlier version went on from random main weights."""
     said = run("-m", "tools.proofs.gpu.emulated.resumed", "--quick")
     assert said.splitlines()[-1] == "1 programs, 0 fail", said
 
