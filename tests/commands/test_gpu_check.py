@@ -134,3 +134,15 @@ def test_without_a_gpu_it_says_so_before_it_runs_anything(tmp_path):
 def test_an_operation_has_the_numbers_of_float64(device, name):
     found = kernels.KERNELS[name](torch.device(device))
     assert found.passed, found
+
+
+def test_emulated_gpus_run_small_trainings_alone():
+    """What needs a compiler, a measure or much memory is left to a real one."""
+    flags = gpu_check.Flags(emulated=True, ranks=8)
+    chosen = gpu_check.chosen(flags)
+    assert {"CUDA graphs", "FP8, tensorwise", "pp 8: dualpipe", "dualpipe-v, resumed at step 3"} <= {
+        x.name for x in chosen
+    }
+    assert not [
+        x for x in chosen if x.script or x.memory or x.needs or "--compile" in x.flags or "cuda" not in x.devices
+    ]

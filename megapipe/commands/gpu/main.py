@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.device == "cuda" and not (flags.emulated or torch.cuda.is_available()):
         raise UserError(
             f"--device cuda: torch {torch.__version__} finds no GPU. "
-            "Add --device cpu to try the command without one, or --emulated."
+            "Add --device cpu to try the command without one."
         )
     if flags.nanogpt is not None and not in_clone():
         raise ConfigError(
