@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -24,21 +23,19 @@ from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from megapipe.commands.gpu.cases import CASES, SHAPE, SIZES, Case
+from megapipe.commands.gpu.steps import Steps, median, speed, step_of
 from megapipe.data.files import folder_problems, write_complete
 from megapipe.doors import ROOT, in_clone
 from megapipe.errors import ConfigError, UserError
 from megapipe.flags.parse import parse
 
-GIB = 2**30
 _EMULATED = 8
 """The number of emulated GPUs."""
-Steps = dict[int, dict[str, Any]]
-"""The numbers of each iteration. A GPU adds the peak memory of rank 0, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -231,28 +228,11 @@ def _run(
     # A training that fails at its start writes no file.
     if file.exists():
         lines = file.read_text().splitlines()
-    steps = {step["iteration"]: step for step in map(_step, lines)}
+    steps = {step["iteration"]: step for step in map(step_of, lines)}
     if problem or not steps:
         return "FAIL", problem or "no steps", steps
     result, figure = judge(case, steps, before)
     return result, f"{figure}; {speed(steps)}", steps
-
-
-def _step(line: str) -> dict[str, Any]:
-    """Return the numbers of a line of --metrics-file; MFU and memory only if they are known."""
-    logged = json.loads(line)
-    loss = logged["losses"]["lm loss"]
-    step = {name: logged[name] for name in ("iteration", "skipped", "tokens_per_second")}
-    # JSON has no NaN; the file has null in its place.
-    step["loss"] = math.nan if loss is None else loss
-    step["norm"] = logged["grad_norm"]
-    step["tflops"] = logged["tflops_per_device"]
-    if logged["mfu"] is not None:
-        step["mfu"] = logged["mfu"]
-    if "peak_gib" in logged:
-        step["peak"] = logged["peak_gib"][0] * GIB
-        step["predicted_peak"] = logged["predicted_peak_gib"][0] * GIB
-    return step
 
 
 def _command(case: Case, flags: Flags, folder: Path, file: Path) -> list[str]:
@@ -342,7 +322,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
         return "FAIL", "a loss is not finite"
     if any(step["skipped"] for step in steps.values()):
         return "FAIL", "a step was skipped"
-    if (mfu := _median(steps, "mfu")) is not None and mfu < case.mfu:
+    if (mfu := median(steps, "mfu")) is not None and mfu < case.mfu:
         return "FAIL", f"{mfu:.1%} of the device's peak, at least {case.mfu:.0%}"
     # Then each case has one criterion: memory, a falling loss, or a reference.
     if case.memory is not None:
@@ -370,31 +350,6 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
 def _result(passed: bool) -> str:
     """Return the word of the table: pass or FAIL."""
     return "pass" if passed else "FAIL"
-
-
-def _median(steps: Steps, name: str) -> float | None:
-    """Return the median of a number over the steps that have it; None if no step has.
-
-    Args:
-        name: the name of the number in --metrics-file.
-    """
-    found = [step[name] for step in steps.values() if name in step]
-    return statistics.median(found) if found else None
-
-
-def speed(steps: Steps) -> str:
-    """Return the medians of tokens per second, TFLOP/s and MFU, and the memory, in words.
-
-    MFU and memory are left out if they are unknown.
-    """
-    text = f"{_median(steps, 'tokens_per_second'):,.0f} tokens/s"
-    text += f", {_median(steps, 'tflops'):.3g} TFLOP/s"
-    if (mfu := _median(steps, "mfu")) is not None:
-        text += f", MFU {mfu:.1%}"
-    last = [*steps.values()][-1]
-    if "peak" in last:
-        text += f"; peak {last['peak'] / GIB:.2f} GiB, predicted {last['predicted_peak'] / GIB:.2f}"
-    return text
 
 
 def markdown(outcomes: Sequence[Outcome]) -> str:
