@@ -73,7 +73,7 @@ def validate(config: Config, *, has_cuda: bool, own_data: bool = False) -> Token
 
 
 def flag_problems(config: Config, *, own_data: bool = False) -> list[str]:
-    """Return the problems of the flags alone, on any machine.
+    """Return the problems that the flags have on any machine.
 
     Args:
         own_data: whether the program gives its own data sets.

@@ -262,7 +262,7 @@ def _named(names: Iterable[str], between: str = ", ") -> str:
 
 
 def _order(args: Namespace) -> Recipe:
-    """Return the recipe of the order alone: a file, or an entry of the catalogue.
+    """Return the recipe with only its order: a file, or an entry of the catalogue.
 
     Raises: ScheduleError for flags that the order does not take, and for flags that it lacks.
     """

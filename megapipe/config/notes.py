@@ -148,7 +148,7 @@ class Resume(StrEnum):
     MICROBATCH = "microbatch"
     """Treat it as NAMED where a result depends on which sequences are computed together."""
     FREE = "free"
-    """Accept it: results stay equal, or differ in rounding alone."""
+    """Accept it: results stay equal, or differ only in rounding."""
 
 
 MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume

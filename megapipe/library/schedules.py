@@ -68,7 +68,7 @@ def build(
         costs: times of passes and messages. A searched schedule, and the parts of a recipe, are
             chosen by them; None for a unit of time for each of F, B and W. In other schedules W may
             fill the waits under these costs; None for the tables of the papers.
-        memory: most activation of a rank, in the unit of `costs.mem_b`; None for no limit.
+        memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         options: further arguments of the schedule's function.
     Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if parts
         exclude each other, or a rank holds more than the limit.
@@ -110,7 +110,7 @@ def compare(
         among: names as in `build`, tables, and recipes. 1f1b is always added, because others are
             compared with it.
         costs: times of passes and messages.
-        memory: most activation of a rank, in the unit of `costs.mem_b`; None for no limit.
+        memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         effort: about the seconds to spend on each of the two searches of zb-auto.
     Raises: ScheduleError for an unknown name. A schedule that does not exist for this size is a
         row with the reason.

@@ -195,5 +195,5 @@ def _ran(item: Pass, marks: Sequence[float]) -> Ran:
 
 
 def _timed(schedule: Schedule, rank: int, lanes: Collection[Lane] = (Lane.COMPUTE,)) -> list[Pass]:
-    """Return the passes of a rank's row that run on the given streams; by default compute alone."""
+    """Return the passes of a rank's row that run on the given streams; by default only compute."""
     return [p for step in schedule.ranks[rank] for p in step if p.kind.traits.lane in lanes]

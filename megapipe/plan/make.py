@@ -1,4 +1,4 @@
-"""Make a plan from the configuration alone.
+"""Make a plan from nothing but the configuration.
 
 All ranks make the same plan before any process group exists. In this order:
 

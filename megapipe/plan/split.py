@@ -110,9 +110,9 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
 def chunks_of(config: Config) -> int | None:
     """Return the stages on a rank that flags ask for; None if they leave the number open.
 
-    Each of DualPipe's two copies of the model has as many.
+    With DualPipe it is the number for each of the two copies of the model.
 
-    Raises: ConfigError if the layers, or the stages of a layout, do not divide so.
+    Raises: ConfigError if the layers, or the stages of a layout, do not divide by that number.
     """
     par = config.parallel
     layout = par.pipeline_model_parallel_layout

@@ -143,8 +143,8 @@ def build(
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
         costs: a search minimises the time under these costs. Other schedules put W (weight
             gradient) into waits under these costs. None keeps the papers' orders of passes.
-        memory: most activation of a rank. A search respects it; any other schedule is refused if it
-            holds more. None for no limit.
+        memory: limit on a rank's activation; None for no limit. A search respects it. Any other
+            schedule is refused if it holds more.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
     Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or

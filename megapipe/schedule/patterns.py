@@ -297,7 +297,7 @@ def make(
         name: the table's name, also in errors.
         chunks: stages on each rank; None for the entry's default.
         costs: a search, or the placing of W, is for these costs; None for the paper's table.
-        memory: most activation of a rank; None for no limit.
+        memory: limit on a rank's activation; None for no limit.
         options: further arguments of the generator.
     Raises: ScheduleError if there is no table for these numbers, or if it cannot run.
     """

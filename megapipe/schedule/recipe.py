@@ -84,7 +84,7 @@ class Recipe:
         search: settings of the search, for an order that is searched.
         cuts: lengths of the slices of a microbatch.
         documents: slices that begin a document.
-        room_of_slices: most activation of a rank. Up to this limit forwards of slices may come
+        room_of_slices: limit on a rank's activation. Up to it forwards of slices may come
             earlier than necessary.
         pairs: True keeps the pairs of the order, False separates them, a Pairing forms the best
             pairs.
@@ -161,7 +161,7 @@ class Recipe:
         return with_replicas(table) if self.replicas else table
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the table of the order alone, before a Pairing forms pairs and before depths.
+        """Return the table of the order, before a Pairing forms pairs and before depths.
 
         A plan splits the layers by this table. Pairs are chosen under the costs of that split.
         """
@@ -204,7 +204,7 @@ class Recipe:
         return Built(self, made, plain, chain or table)
 
     def _ordered(self, terms: Terms) -> Schedule:
-        """Return the table of the order alone, with microbatches cut if `cuts` are given."""
+        """Return the table of the order, with microbatches cut if `cuts` are given."""
         if self.table is not None:
             return self.table
         if self.search is not None:

@@ -240,7 +240,7 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Yield a sentence for two ranks that run collectives of common replicas in different orders.
 
-    Collectives match by their order alone, so ranks that share several must agree on it.
+    Collectives match only by their order, so ranks that share several must agree on it.
     """
     place = schedule.placement
     for kind, number in _of_stages(seen):

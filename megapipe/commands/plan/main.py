@@ -168,7 +168,7 @@ def _wrong(flags: Flags) -> Iterator[str]:
 def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     """Return the plan as JSON: its stages, the peak of each rank, and the step.
 
-    The step has `time` and `bubble` by FLOPs alone, and under `predicted` seconds by the rates of
+    The step has `time` and `bubble` only by FLOPs, and under `predicted` seconds by the rates of
     the device, with communication; None with --costs.
     """
     place = plan.schedule.placement

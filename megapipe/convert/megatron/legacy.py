@@ -1,7 +1,7 @@
 """Read Megatron-LM's `torch` checkpoints: a file for each rank of the model.
 
 Each tensor-, pipeline- and expert-parallel rank has saved its slices of tensors, with layers
-numbered from 0 in each model chunk. The plain optimizer knows parameters by number alone: the
+numbered from 0 in each model chunk. The plain optimizer knows parameters only by number: the
 numbers of a group count its parameters in the order of the model.
 """
 

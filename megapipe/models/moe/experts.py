@@ -103,6 +103,7 @@ def add_products(
     Args:
         main_grad: [e, out, in]. dy: [R, out]. x: [R, in].
         ends: [e], one past the last row of each expert.
+        how: computes each expert's product, unless all are one grouped product.
     """
     if _grouped(dy, x.shape[1], how):
         # The product is bf16: rounded once for each microbatch, as add_product does on a CPU.

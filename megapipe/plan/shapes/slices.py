@@ -76,7 +76,7 @@ def _best(config: Config, planned: Planner) -> Plan | None:
 def cuts_of(config: Config) -> tuple[int, ...]:
     """Return the lengths of a microbatch's slices in tokens; empty where it is not cut.
 
-    Raises: ConfigError if the sequence cannot be cut so.
+    Raises: ConfigError if the sequence cannot be cut into these slices.
     """
     count = number_of(config)
     if entry := _of_slices(config):
@@ -124,7 +124,7 @@ def in_words(schedule: Schedule) -> str:
 def lengths(config: Config) -> tuple[int, ...]:
     """Return the tokens of each slice, by --pipeline-slices and --pipeline-slice-cuts.
 
-    Raises: ConfigError if the sequence cannot be cut so.
+    Raises: ConfigError if the sequence cannot be cut into these slices.
     """
     par = config.parallel
     length = config.batch.seq_length or 0

@@ -196,7 +196,7 @@ def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | Non
     """Return a lower bound on the makespan of any table of this placement, with or without pairs.
 
     Args:
-        memory: most activation of a rank, in the unit of the costs.
+        memory: limit on a rank's activation, in the unit of the costs.
     Returns: None for two copies of the model, and for costs that name the time of a pair, fb.
     """
     place = schedule.placement

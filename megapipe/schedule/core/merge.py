@@ -43,7 +43,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
 
     Args:
         added: the passes to add, of a shared vocabulary or of multi-token prediction.
-        room: most activation of each rank, in the unit of the costs, without the memory of the
+        room: limit on each rank's activation, in the unit of the costs, without the memory of the
             vocabulary's shares. It may be exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None

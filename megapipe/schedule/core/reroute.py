@@ -130,7 +130,7 @@ def reroute(
         replicas: number of replicas.
         lost: (replica, pipeline rank) of the lost rank.
         costs: of `table`.
-        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     Raises: ScheduleError if no peer has the stages, or if a peer would hold too much. Also if the
         table has other passes than F, B, W and BW.
     """

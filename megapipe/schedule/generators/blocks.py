@@ -113,7 +113,7 @@ def _patterns(
     Args:
         name: name of both tables.
         block: returns the building block of a rank.
-        memory: most activation of a rank, in microbatches.
+        memory: limit on a rank's activation, in microbatches.
     """
     blocks = [block(rank) for rank in range(ranks)]
     # Neither is always the shorter one. At F = B = W, p = 8 and m = 16, V-Half takes 56.5 packed

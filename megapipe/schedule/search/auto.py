@@ -138,8 +138,8 @@ def search(
             4.
         costs: per device share, or by stage. Costs by stage leave only placements with this number
             of stages.
-        memory: most activation of all ranks, or of each, in the unit of the costs; None for the
-            memory of 1F1B, p.
+        memory: limit on activation, one for all ranks or one for each, in the unit of the costs.
+            None for the memory of 1F1B, p.
         objective: "makespan" if a barrier ends the step, "period" (longest span of a rank) if not.
         effort: about the seconds to spend on one core; 40 finds what 4 may miss. The effort is
             converted to a number of moves. Moves need a C compiler. Without one the result is the

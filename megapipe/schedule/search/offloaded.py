@@ -30,7 +30,7 @@ def searched(
     that a pending W holds, because nothing moves that.
 
     Args:
-        memory: most activation of the ranks, in the unit of the costs.
+        memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         place: the placement; None for the best of loops and V.
         effort: of each search, about the seconds on one core.
     """

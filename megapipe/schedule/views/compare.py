@@ -97,7 +97,7 @@ def compare(
     limit has a row that does not fit. zb-auto keeps to the limit, or to `ranks` if there is none.
 
     Args:
-        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME. Also tables,
             and recipes of tables.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
@@ -151,7 +151,7 @@ def measure(
 
     Args:
         label: name in the row; None for the schedule's own.
-        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     """
     time = simulate(schedule, costs)
     total = time.makespan * len(schedule.ranks)

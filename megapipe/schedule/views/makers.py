@@ -35,7 +35,7 @@ def makers_of(
 
     Args:
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
-        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         effort: about the seconds to spend on a search.
     """
 

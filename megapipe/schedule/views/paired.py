@@ -43,7 +43,7 @@ def paired_table(
     backward, and the lower bound.
 
     Args:
-        memory: most activation of a rank, in the unit of the costs; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         progress: called with the share of the work done and the next schedule.
     """
     # Without communication no pair is shorter than its passes, and every row would say so.
@@ -77,7 +77,7 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
     """Return lines on a table's pairs, on the table without them, and on the lower bound.
 
     Args:
-        memory: most activation of a rank for the bound; None for the most that the table holds.
+        memory: limit on a rank's activation, for the bound; None for the most that the table holds.
     """
     alone = simulate(unpaired(made), costs)
     time = simulate(made, costs)

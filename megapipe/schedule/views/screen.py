@@ -16,7 +16,7 @@ _SELECTOR = re.compile(r"[^{}]+(?=\{)")
 
 
 def picture(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None) -> str | None:
-    """Return the SVG of a schedule for a page, with styles that hold for this picture alone.
+    """Return the SVG of a schedule for a page, with styles that hold only for this picture.
 
     Returns None for a schedule of more than `MOST_PASSES` passes. Jupyter then prints its line.
 

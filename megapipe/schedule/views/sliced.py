@@ -137,8 +137,8 @@ def in_slices(
         ranks, microbatches: the size; a file has its own, and needs neither.
         cutting: number and lengths of the slices, and documents.
         chunks: stages on each rank; None for the schedule's default.
-        memory: most activation of a rank, up to which forwards may come sooner than they must.
-    Raises: ScheduleError for a schedule that cannot be cut so.
+        memory: limit on a rank's activation, up to which forwards may come sooner than they must.
+    Raises: ScheduleError for a schedule that cannot be cut into slices.
     """
     begins = cutting.begins
     cuts = shares(cutting.count, cutting.how, costs, cutting.documents)

@@ -152,7 +152,7 @@ def study(
     """Return the result of `compare` for every combination of ranks, microbatches and costs.
 
     Args:
-        memory: most activation of a rank; None for no limit.
+        memory: limit on a rank's activation; None for no limit.
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
         progress: called with the share of the work done and the next schedule.

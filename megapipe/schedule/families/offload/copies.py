@@ -314,7 +314,7 @@ def copied(plain: Schedule, costs: Costs, chunks: int | None, switch: int | None
     Only stages with activations to copy have copies.
 
     Args:
-        chunks: copy for the first stages of a rank alone, as many; None for all.
+        chunks: number of a rank's first stages to copy for; None for all.
         switch: number of neighbouring ranks that share the way to the host; None for no sharing.
     """
     place = plain.placement

@@ -108,7 +108,7 @@ class _Table:
     returns in time.
 
     Args:
-        memory: most activation of the ranks, in the unit of the costs.
+        memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
     """
 
     def __init__(self, plain: Schedule, costs: Costs, memory: Memory) -> None:
@@ -160,7 +160,7 @@ def solve(
 
     Args:
         plain: tables without offload and recomputation; the best one is taken.
-        memory: most activation of the ranks, in the unit of the costs.
+        memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         tries: random changes of single choices, in each of the three best tables. None tries as
             many as take half a second, which are more with a C compiler.
         seed: of the random changes.

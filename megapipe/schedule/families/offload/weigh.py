@@ -145,7 +145,7 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
 
     Args:
         plain: the table without offload and recomputation.
-        limits: most activation of each rank.
+        limits: limit on each rank's activation.
     """
     time = simulate(applied(plain, choices, costs), costs)
     forwards = [forward_of(plain, place) for place in places(plain)]
@@ -273,7 +273,7 @@ def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence
     Args:
         code: the compiled code.
         plain: the table without offload and recomputation.
-        limits: most activation of each rank.
+        limits: limit on each rank's activation.
     """
     of = _Places(plain, costs)
     place = plain.placement

@@ -45,7 +45,7 @@ def pairs(
     table, because pairs need longer warm-ups.
 
     Args:
-        memory: most activation of a rank, in the unit of the costs. None takes as much as longer
+        memory: limit on a rank's activation, in the unit of the costs. None takes as much as longer
             warm-ups need, or as the table holds if that is more.
         split: backwards that run without a forward are split even if the table has them fused.
         tries: number of tables to choose from.
@@ -135,7 +135,7 @@ def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float
     """Return the sentence that says why pairs do not help, and with which memory they do.
 
     Args:
-        limits: most activation of each rank.
+        limits: limit on each rank's activation.
         plain: the makespan without pairs.
     """
     text = f"{schedule.name} is no shorter with pairs than without, {plain:g}"

@@ -52,7 +52,7 @@ def compiled_play(
     before the next simulation.
 
     Args:
-        limits: most activation of each rank, in the unit of the costs.
+        limits: limit on each rank's activation, in the unit of the costs.
         split: backwards that run without a forward are split even if the table has them fused.
     Returns: None in place of the function without a C compiler, or for a table with slices.
     """
@@ -120,7 +120,7 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
     """Return the C struct of the table, its costs and memory limits.
 
     Args:
-        limits: most activation of each rank.
+        limits: limit on each rank's activation.
         split: backwards that run without a forward are split even if the table has them fused.
     """
     place = schedule.placement

@@ -47,7 +47,7 @@ def search_pairs(
     Args:
         placement: "loop" or "v"; None for the better.
         chunks: stages on each rank; None for the best of CHUNKS.
-        memory: most activation of a rank; None for what pairs of each table need.
+        memory: limit on a rank's activation; None for what pairs of each table need.
         effort: about the seconds to spend on one core, after a first simulation of every table.
         progress: called with the share of the effort spent.
     Raises: ScheduleError if there is no such table, or none fits the memory.

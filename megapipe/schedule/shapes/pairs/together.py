@@ -33,7 +33,7 @@ def best_play(
     changes of one that is about as good as the best.
 
     Args:
-        limits: most activation of each rank, in the unit of the costs.
+        limits: limit on each rank's activation, in the unit of the costs.
         tries: number of policies.
         split: backwards that run without a forward are split even if the table has them fused.
     """
@@ -101,7 +101,7 @@ class Play:
     `timed` returns its makespan, `run` each rank's steps.
 
     Args:
-        limits: most activation of each rank, in the unit of the costs.
+        limits: limit on each rank's activation, in the unit of the costs.
         split: backwards that run without a forward are split even if the table has them fused.
     """
 

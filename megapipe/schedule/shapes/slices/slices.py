@@ -48,7 +48,7 @@ def slices(
     Args:
         made_for: returns the table for a number of microbatches.
         cuts: lengths of the slices, in any unit.
-        memory: most activation of a rank, in the unit of the costs. Forwards may come sooner as
+        memory: limit on a rank's activation, in the unit of the costs. Forwards may come sooner as
             long as they fit. None takes the least memory that slices need.
         documents: slices that begin a document, as in `Schedule.documents`.
     Returns: a table that `verify` has passed.
