@@ -94,9 +94,9 @@ def test_another_model_is_refused_by_its_flags(tmp_path):
     other = ModelConfig(num_layers=12, hidden_size=6, num_attention_heads=2, swiglu=True, hidden_dropout=0.0)
     run = Run(SINGLE, config=replace(CONFIG, model=other))
     assert problems(lambda: run.load(folder)) == (
+        "--swiglu is True, but iter_0000001 has False",
         "--num-layers is 12, but iter_0000001 has 11",
         "--ffn-hidden-size is 0, but iter_0000001 has 24",
-        "--swiglu is True, but iter_0000001 has False",
     )
 
 

@@ -97,9 +97,9 @@ def test_every_setting_that_makes_another_model_is_taken_or_refused(family):
             f'model_type ["llama"] is none of {", ".join(FAMILIES)}. By its keys llama is the nearest family',
         ),
         (
-            {"model_type": "gemma"},
-            "model_type gemma cannot be converted: there is nothing here for a scaled embedding, and GELU in a gated "
-            "MLP. The nearest family is llama",
+            {"model_type": "olmo"},
+            "model_type olmo cannot be converted: there is nothing here for LayerNorm without a weight. "
+            "The nearest family is llama",
         ),
     ],
 )
