@@ -112,7 +112,8 @@ def chunks_of(config: Config) -> int | None:
 
     With DualPipe it is the number for each of the two copies of the model.
 
-    Raises: ConfigError if the layers, or the stages of a layout, do not divide by that number.
+    Raises: ConfigError if the layers do not fill the stages, or if the ranks do not divide the
+        number of stages in a layout.
     """
     par = config.parallel
     layout = par.pipeline_model_parallel_layout
