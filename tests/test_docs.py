@@ -84,6 +84,9 @@ def command_lines(text: str) -> Iterator[tuple[str, list[str]]]:
     inline = re.findall(r"`((?:python|torchrun|megapipe) [^`]+)`", prose(text))
     inline = [" ".join(code.split()) for code in inline]
     inline = [code for code in inline if not re.fullmatch(r"megapipe \w[\w-]*", code)]
+    # A fence of flags alone is the file that commands of this page read by $(cat FILE).
+    flags = next((" ".join(fence.split()) for fence in fences if fence.startswith("--")), "")
+    fences = [re.sub(r"\$\(cat [\w.]+\)", flags, fence) for fence in fences]
     for line in [*(line for fence in fences for line in typed(fence)), *inline]:
         if (found := PROGRAM.match(line)) and "NAME" not in line:
             # Behind three blanks stands what it is for; [...] may be left out; `...` and <flags> are yours, N a number.

@@ -115,8 +115,8 @@ class CheckpointConfig:
         excludes("skip_train", "{}: {} changes no state"),
         excludes("freeze_all_layers", "{}: {} changes no state"),
         Refused(
-            "{}: no two ranks have one state, which is lost with its machine: they have shards, "
-            "experts or stages of their own. Add --replication.",
+            "{}: no two ranks have the same state, because they have shards, experts or stages of "
+            "their own. A lost machine takes its ranks' states with it. Add --replication.",
             lambda c: c.equal_states <= 1 and c.world_size > 1 and not c.checkpoint.replication,
         ),
     ] = None
