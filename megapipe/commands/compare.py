@@ -72,7 +72,8 @@ step ms, tokens/s: medians over the steps. bubble: mean share of the passes' tim
 runs none, predicted from FLOPs and measured. MiB held: the most activation that a rank holds at
 once, predicted and counted. MiB sent: by all ranks in a step."""
 WHY_LEGEND = """\
-waits most: the share of the rank that is idle most, the sum of
+waits most: the largest idle share of a rank between its own first and last pass. The measured
+bubble also has a rank's time before and after them. The share is the sum of
   table     what the schedule leaves open where all stages take the same
   stages    what stages of unlike times add
   messages  waiting for messages; below 0, less was waited than the others come to
@@ -94,8 +95,8 @@ class Row:
         mib: most MiB of activations that a rank's autograd graphs hold at once.
         mib_predicted: the same, by the plan.
         sent_mib: MiB that all ranks send in one step.
-        most: fraction of the time in which the rank that waits most is idle. It is the sum of the
-            next four fields, which are fractions too.
+        most: the largest fraction of the time in which a rank is idle between its own first and
+            last pass. It is the sum of the next four fields, which are fractions too.
         table: idle because of the table, where all stages take the same time.
         stages: idle because stages take different times.
         messages: idle while waiting for messages. Below 0, the rank waited less than the other

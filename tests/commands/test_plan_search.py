@@ -300,6 +300,18 @@ def test_flags_of_a_search_pasted_make_the_plan_that_it_promised(capsys, tmp_pat
         assert max(made["peak_bytes"]) == found["peak_bytes"]
 
 
+def test_a_width_of_experts_that_is_asked_for_is_tried_with_each_of_their_ranks(capsys, tmp_path):
+    """Megatron's default etp = tp with ep above 1 was never tried: nothing fitted, for no reason."""
+    own = (
+        "--global-batch-size 8 --world-size 4 --num-experts 4 --tensor-model-parallel-size 2 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --sequence-parallel"
+    )
+    best, _ = run_search(f"{own} --fix tp ep etp pp", capsys, tmp_path)
+    assert {found["flags"][found["flags"].index("--expert-model-parallel-size") + 1] for found in best} == {"2"}
+    _, said = run_search(f"{own} --fix tp --among ep=3", capsys, tmp_path)
+    assert "no plan of the search has what --fix, --among and --without ask for" in said.out
+
+
 def test_the_users_own_plan_has_its_place_and_its_causes(capsys, tmp_path):
     own = "--global-batch-size 16 --world-size 4 --pipeline-model-parallel-size 4 --why 1 yours"
     best, said = run_search(own, capsys, tmp_path)

@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 
+import pytest
 from programs import run
 
 from megapipe.commands.main import command
+from megapipe.errors import ConfigError
 from megapipe.schedule.costs_file import load_costs
 
 MODEL = (
@@ -53,6 +55,17 @@ def test_what_a_run_would_refuse_is_refused():
     refused = plan("--num-layers 7")
     assert refused.returncode == 2
     assert refused.stderr.startswith("plan.py: error: --num-layers 7 does not fill 2 stages: 7 = 2 x 3 + 1.")
+
+
+def test_a_plan_needs_none_of_the_runs_files(capsys):
+    there = [*MODEL.replace("--mock-data", "--data-path no/where").split(), "--world-size", "2"]
+    with pytest.raises(ConfigError) as refused:
+        command("plan")(there)
+    assert refused.value.problems[-1].endswith("--check-paths no leaves them out.")
+    command("plan")([*there, "--check-paths", "no"])
+    without = capsys.readouterr().out
+    command("plan")([*MODEL.split(), "--world-size", "2"])
+    assert without.partition("\nstage")[2] == capsys.readouterr().out.partition("\nstage")[2]
 
 
 def test_the_number_of_processes_has_one_name_and_counts():

@@ -13,8 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megapipe.checks.inputs import answer, ask
-from megapipe.checks.run import flag_problems, vocabulary, with_vocabulary
+from megapipe.checks.inputs import answer, ask, path_problems
+from megapipe.checks.run import (
+    flag_problems,
+    vocabulary,
+    vocabulary_problems,
+    with_vocabulary,
+)
 from megapipe.commands.main import tell
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import asked_of
@@ -108,10 +113,10 @@ def main(argv: Sequence[str]) -> None:
         tell(*_search(config, flags, argv), flags.json)
         return
     # These import torch, which takes two seconds: as long as a search until its first plan.
-    from megapipe.library.runs import ready
     from megapipe.training.check import start_block
 
-    config = ready(_costed(config, flags))
+    config = _costed(config, flags)
+    config, unknown = _ready(config)
     plan = make_plan(config)
     device = device_of(config) or Device()
     # A user who wants another layout pastes this flag and changes it.
@@ -123,6 +128,7 @@ def main(argv: Sequence[str]) -> None:
         table(plan),
         *own_lines(plan),
         page(plan, config, device),
+        *unknown,
         layout,
     ]
     if flags.parts:
@@ -135,6 +141,32 @@ def main(argv: Sequence[str]) -> None:
         write_complete(flags.save_schedule, to_json(plan.schedule))
         readers = "--pipeline-schedule of a run and megapipe schedules show"
         say(f"the table: {flags.save_schedule}, for {readers}")
+
+
+def _ready(config: Config) -> tuple[Config, list[str]]:
+    """Return the checked configuration with its processes and vocabulary, and what is assumed.
+
+    With --check-paths no the run's files may be on another machine.
+
+    Raises: ConfigError with every problem.
+    """
+    from megapipe.library.runs import ready, with_processes
+
+    if config.check.check_paths == "yes":
+        try:
+            return ready(config), []
+        except ConfigError as error:
+            if not any(path_problems(config)):
+                raise
+            way_out = "A plan needs none of the run's files: --check-paths no leaves them out."
+            raise ConfigError([*error.problems, way_out]) from None
+    config = with_processes(config)
+    tokenizer, _ = answer(lambda: build_tokenizer(config.data))
+    size, said = vocabulary(config, tokenizer)
+    problems = [*flag_problems(config), *vocabulary_problems(config, size)]
+    if problems:
+        raise ConfigError(problems)
+    return with_vocabulary(config, size), said
 
 
 def _wrong(flags: Flags) -> Iterator[str]:

@@ -65,9 +65,21 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
     def product(x: Any, a: Any, b: Any, dtype: Any, *, out: Any) -> Any:
         return torch.addmm(x, a.to(dtype), b.to(dtype), out=out)
 
+    def softmax(x: Any, dim: int, to_float: bool) -> Any:
+        # Routers in 16 bits take a softmax in float32, which only a GPU has as one operation.
+        x = x.float() if to_float else x
+        return torch.ops.aten._softmax.out(x, dim, False, out=torch.empty_like(x))
+
+    def softmax_backward(grad: Any, output: Any, dim: int, dtype: Any) -> Any:
+        into = torch.empty_like(grad)
+        backward = torch.ops.aten._softmax_backward_data.out
+        return backward(grad, output, dim, grad.dtype, grad_input=into).to(dtype)
+
     torch.cuda._initialized = True  # torch asks whether it was built for such devices
     kernels = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     kernels.impl("addmm.dtype_out", product, "CUDA")  # type: ignore[no-untyped-call]
+    kernels.impl("_softmax", softmax, "CUDA")  # type: ignore[no-untyped-call]
+    kernels.impl("_softmax_backward_data", softmax_backward, "CUDA")  # type: ignore[no-untyped-call]
     return library, kernels
 
 

@@ -56,6 +56,10 @@ class Asked:
             _word(value) in self.among[axis] for axis, value in chosen.items() if axis in self.among
         )
 
+    def numbers(self, axis: str) -> list[int]:
+        """Return the values of an axis with numbers that are allowed; none if it may have any."""
+        return sorted(map(int, self.among.get(axis, ())))
+
     def allows_schedule(self, name: str) -> bool:
         """Return whether a plan may have the schedule of this name."""
         return name not in self.without and self.allows(schedule=name)

@@ -5,6 +5,7 @@ A layout is (tp, cp, pp, micro batch, ep, etp). A cell is a layout with its reco
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -94,7 +95,9 @@ def cell_of(
     return replace(config, parallel=parallel, model=model, world_size=gpus)
 
 
-def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
+def expert_grids(
+    config: Config, tp: int, ranks: int, widths: Collection[int] = ()
+) -> list[tuple[int, int]]:
     """Return each (ep, etp) to try for the experts of a stage.
 
     ep is the number of ranks of expert parallelism, and etp of ranks that split each expert.
@@ -103,12 +106,17 @@ def expert_grids(config: Config, tp: int, ranks: int) -> list[tuple[int, int]]:
     Args:
         tp: the tensor-parallel size of the other layers.
         ranks: the number of ranks of the stage.
+        widths: values of etp that the user asks for; they are tried with each ep.
     """
     if not config.model.has_experts:
         return [(1, tp)]
     # Whole experts: each rank has some of them, and ep must divide their number.
-    whole = [(ep, 1) for ep in divisors(config.model.experts) if ranks % ep == 0]
-    return list(dict.fromkeys([(1, tp), *whole]))
+    grids = [(1, tp)]
+    for etp in widths or (1,):
+        if config.model.expert_ffn % etp:
+            continue
+        grids += [(ep, etp) for ep in divisors(config.model.experts) if ranks % (ep * etp) == 0]
+    return list(dict.fromkeys(grids))
 
 
 def is_refused(cell: Config, vocab: int) -> bool:

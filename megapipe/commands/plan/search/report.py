@@ -81,6 +81,8 @@ def report(
     """
     best = best_of(found)
     ended = "the search was stopped; these are the best plans until then\n" if found.stopped else ""
+    if not best and not any(found.lost.values()):
+        return f"{ended}no plan of the search has what --fix, --among and --without ask for"
     if not best:
         return f"{ended}nothing fits in {memory / GIB:g} GiB: {_lost(found)}"
     device = device or Device()
@@ -184,8 +186,9 @@ def why(names: tuple[str, ...], best: list[Timed], yours: Yours) -> str:
         **{str(n): x for n, x in enumerate(best, 1)},
         YOURS: yours.plan,
     }
+    numbered = f"1 to {len(best)}" if best else "no numbers"
     problems = [
-        f"--why {name} is no plan of the list: it has 1 to {len(best)}"
+        f"--why {name} is no plan of the list: it has {numbered}"
         f"{', and yours' if yours.plan else ''}."
         for name in names
         if known.get(name) is None

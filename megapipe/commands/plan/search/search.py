@@ -200,7 +200,7 @@ def _candidates(
                 continue
             # Weights can be sharded where they have several replicas.
             choices = (False, True) if gpus > tp * pp else (False,)
-            grids = expert_grids(config, tp, gpus // pp)
+            grids = expert_grids(config, tp, gpus // pp, asked.numbers("etp"))
             for recompute, (ep, etp), shards in product(RECOMPUTE, grids, choices):
                 chosen = {"ep": ep, "etp": etp, "recompute": recompute, "sharding": shards}
                 if not asked.allows(**chosen):
