@@ -66,7 +66,7 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"residual_multiplier": 2.0}),
     (GPT2, {"parallel_attention_mlp": "one_norm"}),
     (GPT2, {"parallel_attention_mlp": "two_norms"}),
-    (LLAMA, {"normalization": "LayerNorm", "no_norm_bias": True}),
+    (replace(LLAMA, normalization="LayerNorm"), {"no_norm_bias": True}),
     (LLAMA, {"add_bias_to": ("fc1",)}),
     (MOE, {"moe_apply_probs_on_input": True}),
     (replace(LATENT, qk_layernorm=True), {"latent_norm_epsilon": 0.1}),
