@@ -316,8 +316,8 @@ class _OfShow(argparse.Action):
         parser.error(f"compare has no {flag}. Leave it out, or draw one schedule: show NAME {flag}")
 
 
-def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
-    """Return the flags of the command that `argv` names, with its name as `command`.
+def parser(about: str | None = None) -> Parser:
+    """Return the parser of all commands.
 
     Args:
         about: the first sentence of --help.
@@ -325,9 +325,19 @@ def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
     top = Parser(prog=program(), description=about, allow_abbrev=False)
     commands = top.add_subparsers(required=True, metavar="|".join(COMMANDS))
     for name, what in COMMANDS.items():
-        parser = commands.add_parser(name, help=what, allow_abbrev=False)
-        parser.set_defaults(command=name)
-        _fill(parser, name)
+        of_command = commands.add_parser(name, help=what, allow_abbrev=False)
+        of_command.set_defaults(command=name)
+        _fill(of_command, name)
+    return top
+
+
+def parsed(argv: Sequence[str], about: str | None) -> argparse.Namespace:
+    """Return the flags of the command that `argv` names, with its name as `command`.
+
+    Args:
+        about: the first sentence of --help.
+    """
+    top = parser(about)
     for word in argv:
         # argparse makes an empty list of --flag=--, which no reader of a word expects.
         if word.startswith("--") and word.endswith("=--"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, get_args, get_origin
 
+from megapipe.commands import schedule_flags
 from megapipe.commands.main import command
 from megapipe.config import Config
 from megapipe.config.notes import FREE, Range, Resume, note_of
@@ -155,9 +156,9 @@ def options_of(name: str, words: Sequence[str]) -> list[Option]:
     """Return a command's own flags. words: a line of it; its first word names the part of a command
     with several.
     """
+    if name == "schedules":
+        return _of_parser(schedule_flags.parser(), words[0])
     module = sys.modules[command(name).__module__]
-    if hasattr(module, "parser"):
-        return _of_parser(module.parser(), words[0])
     own = next((getattr(module, x) for x in ("Flags", "Options") if hasattr(module, x)), None)
     return [] if own is None else _of_class(own)
 
