@@ -62,7 +62,10 @@ def test_a_tensor_of_another_shape_is_named(tmp_path):
             "config.json: rope_theta is null; it has to be the base of the rotation, as 10000",
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "config.json of a llama lacks 'factor'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "config.json: rope_type longrope is not default, llama3, yarn or linear"),
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            "config.json: rope_type longrope is not default, llama3, yarn or linear",
+        ),
         (
             {"model_type": "bloom"},
             "config.json: model_type bloom cannot be converted: there is nothing here for ALiBi positions. The nearest "
