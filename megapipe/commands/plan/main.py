@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _ready(config: Config) -> tuple[Config, list[str]]:
-    """Return the checked configuration with its processes and vocabulary, and what is assumed.
+    """Return the checked configuration with its processes and vocabulary, and lines on assumptions.
 
     With --check-paths no the run's files may be on another machine.
 
