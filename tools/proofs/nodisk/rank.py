@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint import save_load, shards
+from megapipe.checkpoint import commit, shards
 from megapipe.checkpoint.memory import back, copies, slots
 from megapipe.config import Config
+from megapipe.errors import UserError
 from megapipe.flags.parse import parse
 from megapipe.flags.stop import stop
 from megapipe.pipeline_parallel import execute
@@ -71,7 +72,7 @@ def run(
         pretrain(parse(Config, list(flags)))
     except SystemExit as error:
         return int(error.code or 0)
-    except BaseException as error:
+    except (UserError, KeyboardInterrupt) as error:
         try:
             stop(error)
         except SystemExit as ended:
@@ -141,6 +142,6 @@ def _arrange(death: Death) -> None:
     elif death.place == "return":
         owner, name = back, "_bring"
     else:
-        owner, name = save_load.commit, "digest"
+        owner, name = commit, "digest"
     of_step = death.place in ("pass", "copy", "seal")
     setattr(owner, name, counted(getattr(owner, name), of_step=of_step))

@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ScheduleError:
             continue
         count += 1
-        costs = Costs(*(draw.choice([1.0, 1.5, 2.0]) for _ in range(3)), comm=draw.choice([0, 0.1]))
+        comm = draw.choice([0, 0.1])
+        f, b, w = (draw.choice([1.0, 1.5, 2.0]) for _ in range(3))
+        costs = Costs(f, b, w, comm=comm)
         replicas = draw.choice([1, 2, 3, 4])
         lost = (draw.randrange(replicas), draw.randrange(ranks))
         memory = draw.choice([None, None, None, 1.0])

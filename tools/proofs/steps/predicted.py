@@ -245,7 +245,7 @@ def main(argv: Sequence[str]) -> None:
         f"{cores} cores. Columns: model | bubble by FLOPs | replayed: step ms predicted, measured, "
         "error, bubble predicted, measured, error in points | ahead: the same | waited for a core"
     )
-    count = Counter[str]()
+    count = Counter[tuple[str, str]]()
     for n, (config, plan) in enumerate(runs):
         ran = best[n]
         verdicts = [replayed(ran, plan).verdict, ahead(ran).verdict]

@@ -63,7 +63,9 @@ def on_devices(
     shares = sharing(table(case).placement, tied=case.tied)
     with devices(late=late) as lib:
         extra = int(case.vocabulary)
-        body = partial(train, case=case, **({"change": change} if change else {}))
+        body = partial(train, case=case)
+        if change is not None:
+            body = partial(body, change=change)
         try:
             ranks = run_ranks(body, **sizes, shares=shares, timeout_s=timeout_s, extra_links=extra)
         except Exception as error:

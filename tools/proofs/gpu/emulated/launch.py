@@ -24,13 +24,15 @@ import torch
 import torch._dynamo  # it cannot be imported where torch.cuda is emulated
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import GroupName
 
 from tools.proofs.gpu.emulated import nccl
 
 CPU = torch.device("cpu")
 
 
-class Group(nccl.Communicator, dist.ProcessGroup):
+# The communicator's operations take the arguments that are used, not all those of torch's stubs.
+class Group(nccl.Communicator, dist.ProcessGroup):  # type: ignore[misc]
     """torch's ProcessGroupNCCL, of one process."""
 
     class Options:
@@ -43,7 +45,8 @@ class Group(nccl.Communicator, dist.ProcessGroup):
             self._timeout = timedelta(minutes=10)
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        dist.ProcessGroup.__init__(self, rank, size)
+        # The stubs lack the constructor of groups that are written in Python.
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         inner = dist.ProcessGroup(PrefixStore("gloo", store), rank, size)
         gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options._timeout)
         inner._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -54,7 +57,8 @@ class Group(nccl.Communicator, dist.ProcessGroup):
         )
         self.options = options
 
-    def name(self) -> str:
+    # On an instance the communicator's text of the same name stands before it.
+    def name(self) -> str:  # type: ignore[override]
         return "nccl"
 
     def getBackendName(self) -> str:
@@ -64,7 +68,8 @@ class Group(nccl.Communicator, dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cuda")]
 
-    def _get_backend(self, device: object) -> Group:
+    # The group is its own backend without being one of torch's class.
+    def _get_backend(self, device: object) -> Group:  # type: ignore[override]
         return self
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -76,8 +81,8 @@ class Group(nccl.Communicator, dist.ProcessGroup):
     supports_splitting = False
 
     @property
-    def group_name(self) -> str:
-        return str(self.options.group_name)
+    def group_name(self) -> GroupName:
+        return GroupName(str(self.options.group_name))
 
     @property
     def pg_name(self) -> str:

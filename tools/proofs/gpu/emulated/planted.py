@@ -228,7 +228,7 @@ def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
     os.chdir(copy)
     import tools.proofs.gpu
 
-    tools.proofs.gpu.fake_cuda = own  # type: ignore[attr-defined]
+    tools.proofs.gpu.fake_cuda = own
     sys.modules["tools.proofs.gpu.fake_cuda"] = own
     from tools.proofs.gpu.emulated.features import FEATURES, SUITE, run
 

@@ -132,6 +132,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
+_resize_here: Callable[[torch.UntypedStorage, int], torch.UntypedStorage]
 _resize_here = torch.UntypedStorage.resize_
 
 
