@@ -214,11 +214,10 @@ class Background:
         return self._answer
 
     def _hear(self, wait: bool) -> tuple[str | None, str]:
-        """Return (answer, fate) from the writer's output.
+        """Read the writer's output, and return (its answer, why it will not answer).
 
         The answer is "" for a complete checkpoint or a problem, and None before the writer has
-        answered. The fate says why no answer will come, as the writer has ended or hangs; else it
-        is "".
+        answered. The second text is "" unless the writer has ended or hangs without an answer.
 
         Args:
             wait: wait for the answer.

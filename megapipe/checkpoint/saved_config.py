@@ -152,7 +152,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sound(config: Config) -> Config:
-    """Return the configuration unchanged.
+    """Check the sizes of a model, and return the configuration unchanged.
 
     Raises: ValueError if a size of the model is missing or outside its range.
     """

@@ -248,7 +248,7 @@ def _stored(folder: Path) -> dict[str, str]:
 
 
 def _call(call: Callable[..., object], folder: Path, *args: object, **kwargs: object) -> None:
-    """Call a function of torch's distributed checkpoint.
+    """Call a function of torch.distributed.checkpoint, and turn its failure into our error.
 
     Args:
         call: the function; `args` and `kwargs` are its arguments.

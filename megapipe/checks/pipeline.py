@@ -135,10 +135,12 @@ def _remedy(config: Config, name: str, microbatches: int | None) -> str:
 def _vocabulary_problems(config: Config, name: str, place: Placement) -> Iterator[str]:
     """Yield problems of --vocab-parallel-pipeline, which splits the vocabulary over pipeline ranks.
 
-    They are a table that has such passes already, and rows that do not divide.
+    The flag adds passes of embedding and head on every rank. A table that has such passes already
+    is a problem, and so are vocabulary rows that cannot be split into equal parts.
 
     Args:
-        name: the schedule's name.
+        name: the schedule's name, for the text.
+        place: the placement of the schedule's stages.
     """
     par = config.parallel
     model = config.model

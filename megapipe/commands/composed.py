@@ -75,7 +75,8 @@ def composed(args: Namespace) -> Composed:
     """Build the schedule table that the flags `args` of `show` ask for.
 
     `args` is changed. Its costs get the numbers that other flags state. If --memory has a limit for
-    each rank, the largest remains. A flag is cleared if the file already has its passes.
+    each rank, the largest of them takes its place. If the table comes from a file, each flag is
+    cleared whose passes the file has already.
     Raises: ScheduleError for flags that contradict each other, and for a table that cannot be
         built. If memory is the problem, the error says how much is enough.
     """

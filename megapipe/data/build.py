@@ -206,7 +206,7 @@ def _split_for(source: TokenSource, counts: Sequence[int], used: Sequence[int]) 
     Args:
         source: the tokens to split.
         counts: number of sequences of train, validation and test by the refused split.
-        used: numbers of the parts that the run reads: 0 train, 1 validation, 2 test.
+        used: the parts that the run reads: 0 for train, 1 for validation, 2 for test.
     """
     # One sequence at least for each used part.
     wanted = [max(count, 1) if part in used else count for part, count in enumerate(counts)]
@@ -234,7 +234,7 @@ def _refuse_empty(
         split: the value of --split.
         sources: the sources that it splits.
         ranges: for each source, (first sequence, end) of train, validation and test.
-        used: numbers of the parts that the run reads: 0 train, 1 validation, 2 test.
+        used: the parts that the run reads: 0 for train, 1 for validation, 2 for test.
     Raises: DataError with every used part that has no tokens, and a better split.
     """
     problems = []

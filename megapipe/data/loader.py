@@ -76,7 +76,7 @@ class Batch:
         )
 
     def cut(self, cut: Cut) -> Batch:
-        """Return this rank's tokens of the microbatch.
+        """Return the microbatch with only the tokens of each sequence that this rank has.
 
         A field of `more` is cut too if its second dimension is s.
 

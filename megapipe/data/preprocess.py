@@ -92,7 +92,7 @@ def preprocess(
         output_prefix: PREFIX.
         encoding: the tokenizer and the keys.
         workers: number of worker processes.
-        report: called with the numbers of documents and bytes of text that are done.
+        report: called as (documents done so far, bytes of text done so far).
     Returns: one pair per key.
     Raises: DataError with up to ten bad lines of the first chunk that has any. No file is left.
     """

@@ -52,7 +52,7 @@ class AtWaits(threading.local):
 
     @contextmanager
     def do(self, give_turn: Callable[[], None] | None, watch: Watch | None) -> Iterator[None]:
-        """Set `give_turn` and `watch` for the block."""
+        """Set `give_turn` and `watch` within a `with` block, then restore the former ones."""
         # Blocks may be nested, as when one pass runs within another one's turn.
         before = (self.give_turn, self.watch)
         self.give_turn = give_turn

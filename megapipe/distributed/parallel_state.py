@@ -56,7 +56,7 @@ def _group(axis: Callable[[ProcessMesh], Axis], check_initialized: bool) -> Grou
 
 
 def _joint(mesh: ProcessMesh, name: str) -> Axis:
-    """Return an axis over several others.
+    """Return the axis that joins several axes, such as dp and cp, by the name of its group.
 
     Raises: ConfigError if the mesh was made without its group.
     """

@@ -62,7 +62,7 @@ Given = dict[str, list[str]]
 
 
 class _Typed(NamedTuple):
-    """The words of a command line, sorted.
+    """The words of a command line, as flags of the parsed class, other flags and mistakes.
 
     Attributes:
         given: {flag: values as typed} of the flags of the class that is parsed.

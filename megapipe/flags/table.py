@@ -23,9 +23,10 @@ from megapipe.flags.rules import reason
 
 
 def table() -> str:
-    """Return the Markdown of every flag.
+    """Return Markdown tables of all flags: what each does, or why it is refused.
 
-    A flag sets a field, is accepted and sets nothing, is accepted with a line, or is refused.
+    A flag sets a field, is accepted and sets nothing, or is refused. A flag without effect in some
+    runs is accepted there, and a line at the start of the run says so.
     """
     ours = flags_of(Config)
     # Megatron-LM has some flags with dashes and with underscores, and takes both.

@@ -26,7 +26,7 @@ QUICK = 1.702
 
 
 class Row(NamedTuple):
-    """An activation.
+    """The computation of one activation function, and of its derivative.
 
     Attributes:
         plain: (output of the MLP's first layer, configuration, learned scalars) -> input of the
@@ -162,7 +162,7 @@ class Xielu(nn.Module):
 
     @property
     def scalars(self) -> tuple[Tensor, ...]:
-        """The arguments of `activate`."""
+        """The learned scalars, as arguments of `activate`."""
         return self.alpha_p, self.alpha_n, self.xielu_beta, self.xielu_eps
 
 

@@ -133,7 +133,7 @@ class Decoder(nn.Module):
     """The transformer layers of one stage, and the final norm if the stage computes the loss.
 
     Args:
-        span: the numbers of the layers.
+        span: which layers these are, and whether the stage has embedding or loss.
         layer: builds a layer from (config, tp, the layer's number in the whole model).
     """
 

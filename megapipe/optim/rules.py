@@ -152,8 +152,9 @@ class Muon:
         """Return x [rows, columns], orthogonalised and scaled as --muon-scale-mode says.
 
         Args:
-            fused: if x holds several matrices, whose rows alternate in groups: the rows of each
-                matrix in a group, see Layout. Each matrix is orthogonalised separately.
+            fused: () if x is one matrix. Else x holds several, such as query, key and value, whose
+                rows alternate in groups: the number of rows of each in one group, see Layout. Each
+                matrix is orthogonalised separately.
         """
         # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:

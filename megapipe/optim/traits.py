@@ -14,7 +14,7 @@ FLAG = "--optimizer"
 
 
 class Traits(NamedTuple):
-    """The properties of a rule; see megapipe.optim.rule.Rule.
+    """The state that an optimizer's rule stores, and what it allows; see megapipe.optim.rule.Rule.
 
     Attributes:
         elementwise: ZeRO-1 may split parameters.

@@ -50,7 +50,7 @@ class LayerSpan:
 
     @property
     def layers(self) -> range:
-        """The numbers of its layers in the whole model."""
+        """The indices of its layers in the whole model, from 0."""
         return range(self.first, self.first + self.count)
 
 

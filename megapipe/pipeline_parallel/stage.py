@@ -60,7 +60,7 @@ class PipelineStage:
         mesh: this rank's mesh.
         number: of the stage.
         ends: the ends of the model, embedding or loss, that the stage has.
-        last: numbers of the last microbatch (or slice) by kind of pass; None without a table.
+        last: which microbatch (or slice) is the last one, by kind of pass; None without a table.
         kept: the microbatches that keep all activations, so that nothing is recomputed.
         microbatches: whole microbatches, or their parts.
         weights: functions for the passes on all weights of the stage, such as the update; None if

@@ -187,10 +187,13 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
 
 
 def _keeping(draft: Draft, table: Schedule) -> Draft:
-    """Return the draft with microbatches that recompute nothing, if flags ask for some.
+    """Return the draft with some microbatches that recompute nothing.
+
+    Their number is --num-microbatches-with-partial-activation-checkpoints. Without that flag the
+    draft is returned unchanged.
 
     Args:
-        table: says how many microbatches are in flight.
+        table: says how many microbatches are in flight on each stage.
     """
     config = draft.config
     some = config.model.num_microbatches_with_partial_activation_checkpoints

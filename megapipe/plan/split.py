@@ -220,7 +220,7 @@ def placements(config: Config) -> tuple[Placement, ...]:
 
 
 def _filled(config: Config) -> tuple[int, ...]:
-    """Return the numbers of stages on a rank among which a search may choose.
+    """Return how many stages a rank may have: one count, or several for a search to try.
 
     It is the number that the flags ask for, or each of 1, 2 and 4 that the layers fill.
     """

@@ -247,9 +247,9 @@ class Costs(FamilyCosts, CoreCosts):
         return max(max(piece.end for piece in pieces(chains)) + self.overhead, *alone)
 
     def chains(self, kind: Kind, stage: int, placement: Placement) -> list[Chain]:
-        """Return the pieces of a pass as chains, one chain for each of its parts f, b and w.
+        """Return the pieces of a pass: a `Chain` for each of its cost fields f, b and w.
 
-        BW has two chains. Each piece of its weight gradient follows a piece of its input gradient.
+        BW has two, b and w. Turn i of its weight gradients (w) follows turn i of b.
         """
         # W alternates as its B does: its products run between the communications of B.
         lead = "f" if kind.is_forward else "b"
@@ -328,10 +328,10 @@ class Chain(NamedTuple):
 
     Attributes:
         compute, link: total time of arithmetic and of communication.
-        turns: pieces of each; 0 for arbitrarily many.
+        turns: number of turns. A turn is one piece of each. 0 stands for arbitrarily many.
         link_first: begins with communication. A backward does, as its forward ended with it.
-        follows: each turn follows the same turn of the previous chain, as a weight gradient follows
-            the gradient of its output.
+        follows: each turn begins after the turn of the same index in the previous chain ends, as a
+            weight gradient follows the gradient of its output.
     """
 
     compute: float

@@ -164,11 +164,11 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """Return, for each stage, the numbers of n microbatches (or slices) in every window.
+    """Choose n microbatches (or slices) of every window. Return a set of them for each stage.
 
-    A window is a sequence of consecutive forwards. Its length is the largest number of microbatches
-    that the stage has between F and B. The first n of each window are chosen, as Megatron-LM does
-    with max_outstanding_backprops.
+    A window is a sequence of consecutive forwards of a stage. Its length is the largest number of
+    microbatches whose forward has run and whose backward has not. The first n of each window are
+    chosen, as Megatron-LM does with max_outstanding_backprops.
     """
     stages = schedule.placement.num_stages
     begun: list[list[int]] = [[] for _ in range(stages)]
@@ -203,7 +203,7 @@ def is_beyond(kind: Kind, need: Need) -> bool:
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
-    """Return the numbers of a training step's microbatches that run through a stage.
+    """Return which microbatches of a training step run through a stage, by number.
 
     These are all of them, or half of them if the placement has two chains.
 

@@ -66,7 +66,7 @@ Part = tuple[int, int, int]
 
 
 class Last(NamedTuple):
-    """The numbers of the last passes in the row of a stage.
+    """The microbatches (or slices) of the last passes of a stage, by number.
 
     A pass has the number of its microbatch, or of its slice among the slices of all microbatches.
 
@@ -152,7 +152,7 @@ class Schedule:
 
     @property
     def slices(self) -> Sequence[int | None]:
-        """Return the numbers of a microbatch's slices; (None,) where microbatches are not cut."""
+        """Return the indices of a microbatch's slices; (None,) where microbatches are not cut."""
         return range(len(self.cuts)) if self.cuts else (None,)
 
     def number(self, item: Pass) -> int:
@@ -278,7 +278,7 @@ class Schedule:
 
     @cached_property
     def last(self) -> dict[int, Last]:
-        """Return, by stage, the numbers of the last backward and last weight gradient in its row.
+        """Return for each stage which microbatch (or slice) has the last backward, see `Last`.
 
         Stages without a backward are left out. Microbatches may be in any order.
         """

@@ -35,12 +35,12 @@ class Placement:
 
     Attributes:
         rank_of: rank of each stage.
-        chain: number of stages in one chain, its depths included.
+        chain: length of a chain: its number of stages, depths included.
         vocabulary: each rank holds an equal share of the rows of embedding and head. A rank with
             stages in two chains holds one share for each of the two.
-        depths: number of depths of multi-token prediction, the last stages of each chain. The
-            stages before them end with the loss. Depth 1 takes the output of the stage with the
-            loss, depth 2 takes the output of depth 1, and so on. Any rank may have any depth.
+        depths: number of depths of multi-token prediction. They are the last stages of each chain,
+            after the stage with the main loss. Depth 1 takes the output of that stage, depth 2
+            takes the output of depth 1, and so on. Any rank may have any depth.
     """
 
     rank_of: tuple[int, ...]

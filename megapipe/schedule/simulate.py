@@ -81,7 +81,7 @@ def _left(time: float, busy: float) -> float:
 
 @dataclass(frozen=True)
 class Clock:
-    """The result of the clock.
+    """The times at which the steps of a table begin and end in a simulation.
 
     Attributes:
         start, end: times of every step, [rank][step].

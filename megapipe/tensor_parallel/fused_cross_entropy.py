@@ -203,16 +203,17 @@ def to_gradient_(
     space: Tensor,
     cap: float | None = None,
 ) -> None:
-    """Replace the logits of a block by their gradients, (softmax - one_hot) x scale.
+    """Replace the logits of a vocabulary block by their gradients, (softmax - one_hot) x scale.
 
     Args:
         logits: [n, block], overwritten.
         log_sum: [n], logarithm of the softmax denominator.
         scale: [n], gradient of each token's loss.
-        labels: [n], counted from the block's first row; a number outside of 0..block-1 is a label
-            in another block.
+        labels: [n], counted from the block's first token id; a number outside of 0..block-1 is a
+            label in another block.
         space: memory for a block, see `space_of`.
-        cap: the logits are capped by this number, and the gradients are of what the cap was given.
+        cap: c, if the logits are cap(x) = c tanh(x / c). Then the result is the gradient of x. None
+            if the logits have no cap.
     """
     if cap is not None:
         slope = slope_of(logits, cap)

@@ -67,7 +67,7 @@ class WeightGrads:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Make layers whose forward runs in this context submit their products here."""
+        """Run forwards in this context: their layers' backwards submit weight gradients here."""
         token = self.capture()
         try:
             yield
@@ -75,7 +75,7 @@ class WeightGrads:
             _current.reset(token)
 
     def capture(self) -> Token[WeightGrads | None]:
-        """Make layers submit their products here for the rest of the running contextvars context.
+        """Do as `capturing` does, for the rest of the running contextvars context.
 
         Returns: the token that resets it.
         """

@@ -64,7 +64,7 @@ class Hooks:
     reads_on: Callable[[LayerSpan], bool] = lambda span: False
 
     def reading_stages(self, spans: Sequence[LayerSpan]) -> frozenset[int]:
-        """Return the stages that `reads_on` selects.
+        """Return the numbers of the stages that `reads_on` selects.
 
         spans: the layers of every stage.
         """

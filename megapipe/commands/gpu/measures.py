@@ -156,9 +156,10 @@ def _numbers(result: StepResult) -> tuple[float, float]:
 
 
 def graphs(device: torch.device) -> Found:
-    """Train eight small layers without and with CUDA graphs, and measure both times.
+    """Train eight small layers without and with CUDA graphs, and measure the step times.
 
-    The graphs are captured after the first step. The check passes if both are bitwise equal.
+    The graphs are captured after the first step. The check passes if the two trainings give bitwise
+    equal results and the graphs print no warning.
     """
     if device.type == "cpu":
         return Found("CUDA graphs need a GPU")
@@ -256,7 +257,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """Measure the block of a `with` statement.
+    """Measure how long the block of a `with` statement takes.
 
     Yields: an empty list. When the block has ended, the list has its seconds.
     """

@@ -49,7 +49,7 @@ class DenseFirst(Meaning):
     """The meaning of a key with the number of dense layers before the first one with experts.
 
     Attributes:
-        default: the value of a missing key in the family's class; NEEDED if it has none.
+        default: the value that transformers assumes for a missing key; NEEDED if it must be there.
     """
 
     default: Any = NEEDED
@@ -71,8 +71,9 @@ class MlpTypes(Meaning):
     """The meaning of a key with a list of "dense" and "sparse", one for each layer.
 
     Attributes:
-        dense: another key, the number of dense layers at the beginning, read where the list is
-            missing. None: there is no such key, and without the list one layer is dense.
+        dense: name of another key, the number of dense layers before the first one with experts. It
+            is read where the list is missing. None if the family has no such key: one layer is
+            then dense where the list is missing.
     """
 
     dense: str | None = None
@@ -127,7 +128,7 @@ class SharedExperts(Meaning):
     Each is as wide as one of the other experts.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     default: int | None
@@ -150,7 +151,7 @@ class Renormalised(Meaning):
     Only the value true can be converted.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     default: bool = True
@@ -192,8 +193,8 @@ class ExpertGroups(Meaning):
 
     Attributes:
         counted: a group's score is the sum of the scores of this number of its best experts.
-        groups: the value of a missing n_group in the family's class.
-        chosen: the value of a missing topk_group there.
+        groups: the value that transformers assumes in this family for a missing n_group.
+        chosen: the value that transformers assumes there for a missing topk_group.
         method: the value of topk_method with which there are groups. None: the family has no such
             key and always has groups.
     """

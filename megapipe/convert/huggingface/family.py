@@ -58,10 +58,10 @@ class Family:
         always: fields of ModelConfig that all models of the family have. A key may set them, too.
         names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
         layer: what precedes Hugging Face's names within a layer.
-        published: numbers of layers after which transformers expects multi-token prediction.
+        published: each count of layers after which transformers expects multi-token prediction.
         computed_as: the model_type under which transformers computes it, if it has no own one.
         aliases: another name of a key -> the key, as transformers reads them.
-        defaults: each key that the table knows -> the value of a missing key in the family's class.
+        defaults: each key that the table knows -> the value that transformers assumes without it.
     """
 
     architecture: str

@@ -51,7 +51,7 @@ class Meaning(ABC):
 
     @abstractmethod
     def keys(self, key: str) -> Fields:
-        """Return each key that is read -> the value of a missing key in transformers' class.
+        """Return each key that is read -> the value that transformers assumes if it is missing.
 
         That value is NEEDED if the key must be given.
         """
@@ -81,7 +81,7 @@ class Same(Meaning):
 
     Attributes:
         fields: names of fields, with spaces between. All are read, and the first one is written.
-        default: the value of a missing key in the family's class; NEEDED if it has none.
+        default: the value that transformers assumes for a missing key; NEEDED if it must be there.
         null: returns the value that null stands for, given the whole config.json. Default: null is
             None.
         unset: the key's value where the field is None.
@@ -120,7 +120,7 @@ class Not(Meaning):
 
     Attributes:
         field: name of the field.
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     field: str
@@ -143,7 +143,7 @@ class Choice(Meaning):
     Attributes:
         field: name of the field of ModelConfig.
         values: the key's value -> the field's. The first of several equal ones is written.
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     field: str
@@ -171,7 +171,7 @@ class Reciprocal(Meaning):
 
     Attributes:
         field: name of the field.
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     field: str
@@ -202,7 +202,7 @@ class Biases(Meaning):
     """The meaning of a key that gives some matrices a bias, with another such key or without.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
         matrices: names of these matrices, as in `ModelConfig.has_bias`.
         others: further keys -> (default, matrices), which set biases too.
     """
@@ -239,9 +239,10 @@ class Only(Meaning):
     """The meaning of a key with one value that can be converted, or several equivalent ones.
 
     Args:
-        values: these values; the first one is written.
-        default: the value of a missing key in the family's class. Default: the first of `values`.
-        silent: do not write the key.
+        values: the values that can be converted; the first one is written.
+        default: the value that transformers assumes for a missing key; by default the first of
+            `values`.
+        silent: leave the key out of a config.json that is written.
     """
 
     def __init__(self, *values: Any, default: Any = NEEDED, silent: bool = False) -> None:
@@ -265,7 +266,7 @@ class Unread(Meaning):
     """The meaning of a key that changes nothing in the models that can be converted.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     default: Any = None
@@ -280,7 +281,7 @@ class Twin(Meaning):
 
     Attributes:
         other: the other key, whose own meaning sets the field.
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
         flag: a text for the error that names the flag.
     """
 
@@ -308,7 +309,7 @@ class Equals(Meaning):
 
     Attributes:
         value: returns the key's value, given a whole config.json.
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     value: Callable[[Json], Any]
@@ -330,7 +331,7 @@ class Groups(Meaning):
     """The meaning of a key with the number of key and value heads; null is one per query head.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     default: int | None = None

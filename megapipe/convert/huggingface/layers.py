@@ -97,7 +97,7 @@ class Window(Meaning):
     Its value counts tokens, the query's own included.
 
     Attributes:
-        default: the value of a missing key in the family's class.
+        default: the value that transformers assumes in this family for a missing key.
     """
 
     default: int | None
@@ -117,8 +117,8 @@ class SwitchedWindow(Meaning):
     """The meaning of Qwen's sliding window, which use_sliding_window turns on.
 
     Attributes:
-        default: the window of a missing key in the family's class, in tokens.
-        first: the value there of a missing max_window_layers.
+        default: the window that transformers assumes in this family for a missing key, in tokens.
+        first: the value that transformers assumes there for a missing max_window_layers.
         typed: layer_types lists the layers with a window. If the list is missing, layers from
             max_window_layers on have one. False: all layers have one.
         stated: layer_types must be given.
@@ -170,7 +170,7 @@ class LayerWindow(Meaning):
     """The meaning of a key with a sliding window, in the layers that layer_types names.
 
     Attributes:
-        default: the window of a missing key in the family's class, in tokens.
+        default: the window that transformers assumes in this family for a missing key, in tokens.
         missing: returns each layer's kind if layer_types is missing, given the whole config.json.
         more: further keys that `missing` reads, with their defaults.
         plain: if any layer has a window, layers without one do not rotate queries and keys.

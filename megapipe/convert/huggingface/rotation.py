@@ -48,12 +48,12 @@ class Rotation(Meaning):
     It is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
 
     Attributes:
-        base: the base of a missing key in the family's class.
-        share: the rotated share of a head's channels there, if no key gives it. None: the class has
-            no such key, and only 1 can be converted.
+        base: the base that transformers assumes in this family for a missing key.
+        share: the share of a head's channels that transformers rotates if no key gives it. None:
+            this family has no such key, and only 1 can be converted.
         base_key: the older key for the base.
         share_key: the older key for the share.
-        missing: the class's rope_parameters if no key gives them.
+        missing: the rope_parameters that transformers assumes if no key gives them.
     """
 
     base: float = 10000.0
@@ -177,7 +177,7 @@ class LayerRotation(Rotation):
 
     Attributes:
         missing_kinds: returns each layer's kind if layer_types is missing, given the config.json.
-        sliding: the base of a sliding layer in the family's class; None: a full layer's.
+        sliding: the base that transformers assumes for sliding layers; None: a full layer's.
         sliding_key: the older key for that base.
     """
 

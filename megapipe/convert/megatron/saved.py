@@ -128,10 +128,11 @@ class SavedRun:
         return bool(named and not self.args.get("no_save_optim"))
 
     def state(self) -> tuple[Read, int]:
-        """Check the optimizer's state, and return (read, steps of the optimizer).
+        """Check the optimizer's state. Return (function that reads it, number of updates so far).
 
-        `read` takes kind, megapipe's name and layout, and returns the whole weight or state in its
-        saved shape.
+        The function takes three arguments: a kind, a parameter's name in megapipe, and the
+        parameter's layout. The kind is "" for the weight, or a kind of state such as exp_avg. The
+        function returns the whole tensor in the shape in which megapipe saves it.
 
         Raises: CheckpointError if the state is damaged, or its form or optimizer not supported.
         """
@@ -249,7 +250,7 @@ def _steps(held: Any) -> Iterator[Any]:
     """Yield every value under a key "step" or "common_step", at any depth of dicts and lists.
 
     Args:
-        held: data of optimizers. The values are their numbers of steps.
+        held: data of optimizers. Each value that is found is a number of steps.
     """
     # torch's Adam counts for each parameter, fused ones for a group, and `torch_dist` has one
     # common_step for all.

@@ -94,7 +94,7 @@ class NullTokenizer:
         self.eod = vocab_size - 1 if eod is None else eod
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers of a text.
+        """Return the ids of a text whose words are the ids.
 
         Raises: ValueError for a word that is not an id.
         """

@@ -145,7 +145,7 @@ class AllGatherDispatcher:
         routing: the experts and weights of this rank's tokens.
         edge: gathers the tokens in its forward, and sums the outputs in its backward.
         shares: the ranks that have different tokens.
-        own: the numbers of this rank's experts among `num_experts`.
+        own: the indices of this rank's experts among all experts of the layer.
         each: rows of each expert from each rank's tokens, where shapes are fixed; else None.
     """
 

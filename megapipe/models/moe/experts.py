@@ -153,7 +153,7 @@ class _How(NamedTuple):
         return (rows * weights[:, None]).to(rows.dtype) if self.on_input else rows
 
     def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return rows [R, h] as fc2's bias takes part in them: by the weight of each row [R]."""
+        """Return the rows [R, h] of fc2's bias or its gradient, x weights [R] unless `on_input`."""
         return rows if self.on_input else rows * weights[:, None]
 
 

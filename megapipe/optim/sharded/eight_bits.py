@@ -106,9 +106,9 @@ class _Matrix:
         return first, rows
 
     def largest(self, shard: Tensor) -> Tensor:
-        """Return the largest absolute value for each scale, of this rank's part of the matrix.
+        """Return a tensor of the shape `scales`: the largest absolute value under each scale.
 
-        It has the shape `scales`, with 0 where this rank has no part.
+        Only elements on this rank count. The value is 0 where the rank has no element.
 
         Args:
             shard: this rank's share of the flat buffer.

@@ -45,9 +45,10 @@ whoever runs them keeps that order.
 
 @dataclass(frozen=True)
 class Weights:
-    """Work on all weights of a stage. The trainer gives it, and passes on weights call it.
+    """The functions that a stage's passes on weights call, such as U for the update.
 
-    `reduce`, `gather` and `copy` begin their work, and return a function that waits for its end.
+    The trainer makes them. `reduce`, `gather` and `copy` begin their work, and return a function
+    that waits for its end.
 
     Attributes:
         reduce: sums the stage's gradients over data parallelism.

@@ -180,7 +180,7 @@ class Watch:
     def _look(self, heard: bytes) -> None:
         """End the process if there is a reason; Ctrl-C and this rank's own error come first.
 
-        heard: numbers of the signals that came, one byte each.
+        heard: the signals that came, as bytes; a byte is the signal's number.
         """
         if self._closed:
             return

@@ -88,7 +88,7 @@ def in_short(found: dict[str, Any]) -> str:
 
 
 def numbers(one: Timed, device: Device) -> dict[str, Any]:
-    """Return the times of a plan's step.
+    """Return the predicted speed of a plan: step time, tokens per second, MFU, and shares.
 
     Args:
         one: a plan with the times of its step.

@@ -30,8 +30,8 @@ _PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
 class Joint:
     """The ranks and microbatches of a joint table.
 
-    `rank` and `microbatch` return their numbers there, `peer` who runs a microbatch instead of the
-    lost rank.
+    `rank` and `microbatch` turn the numbers of one replica into numbers in the joint table. `peer`
+    returns the replica that runs a microbatch instead of the lost rank.
 
     Attributes:
         table: the table of one replica.
@@ -44,7 +44,7 @@ class Joint:
     lost: tuple[int, int] | None = None
 
     def rank(self, replica: int, rank: int) -> int:
-        """Return the number of a rank: replica by replica, without the lost one."""
+        """Return a rank's number in the joint table: replica by replica, without the lost rank."""
         ranks = len(self.table.ranks)
         number = replica * ranks + rank
         if self.lost is None:
@@ -53,7 +53,7 @@ class Joint:
         return number - (number > broken * ranks + gone)
 
     def microbatch(self, replica: int, microbatch: int) -> int:
-        """Return the number of a replica's microbatch."""
+        """Return the number in the joint table of a replica's microbatch: replica by replica."""
         return replica * self.table.num_microbatches + microbatch
 
     def peer(self, microbatch: int) -> int:

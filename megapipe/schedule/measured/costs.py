@@ -57,10 +57,10 @@ class Spent(NamedTuple):
 
 
 def spent(row: Sequence[Ran]) -> Spent:
-    """Return the times of a rank's step.
+    """Return how long a rank was busy and how long it waited in one step.
 
     Args:
-        row: the passes of the rank in this step, in order. A validation counts as waiting.
+        row: the rank's measured passes of the step, in order. A validation (V) counts as waiting.
     """
     groups = list(in_turn(row))
     first = groups[0][0]

@@ -59,8 +59,8 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
-        events: its events, on the common clock.
-        steps: its passes, a list for each training step.
+        events: the rank's events, with times on the clock that all ranks share.
+        steps: the rank's measured passes, a list for each training step.
     """
 
     rank: int

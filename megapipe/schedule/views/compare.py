@@ -177,8 +177,8 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     """Return sentences on which schedule to take and why, or that none helps.
 
     Args:
-        rows: the result of `compare`. Schedules are compared with 1f1b, or with the first one that
-            fits if the costs have other stages.
+        rows: the result of `compare`. Schedules are compared with 1f1b. Without a row of 1f1b, as
+            with costs of two stages per rank, the first schedule within the memory takes its place.
     """
     if not rows:
         return ["No schedule takes these numbers; the reasons are above."]

@@ -189,7 +189,7 @@ def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, st
 
 
 def _package() -> str:
-    """Return the digest of this package's source: two checkouts of one version differ."""
+    """Return a digest of this package's source, as two checkouts of one version may differ."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes())

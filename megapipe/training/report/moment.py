@@ -56,7 +56,7 @@ class Window:
             self.clear()
 
     def clear(self) -> None:
-        """Begin a new window."""
+        """Begin a new window of iterations: set its counts and sums to 0."""
         self.skipped = 0
         self.nan = 0
         self.guessed = 0

@@ -46,8 +46,9 @@ class Routed:
 class Routers:
     """All MoE routers on one rank.
 
-    `begin` starts a step. `table` returns this rank's sums, and `read` makes the report of the
-    sums over all ranks. `buffer_updates` returns the expert biases after the step.
+    `begin` starts a step. `table` returns this rank's sums of balancing losses and of tokens per
+    expert. `read` makes the report of these sums over all ranks. `buffer_updates` returns the
+    expert biases after the step.
 
     Args:
         modules: this rank's stages.
@@ -99,7 +100,7 @@ class Routers:
         return table.flatten()
 
     def read(self, values: Sequence[float], run: Config) -> Routed:
-        """Return the report of a step.
+        """Return the balancing losses and tokens per expert of a step, for the log.
 
         Args:
             values: the elements of `table`, summed over all ranks; empty without experts.

@@ -71,14 +71,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Update:
-    """The update at the end of a step on one rank.
+    """The optimizer's update at the end of a step on one rank, in two halves.
 
-    `begin` is called when this rank's gradients are complete, `end` when the numbers of all ranks
-    are known.
+    `begin` is called when this rank's gradients are complete. It may update at once, on the guess
+    that nothing is clipped or skipped. `end` is called when the gradient norm and the losses of all
+    ranks are known. It updates if `begin` has not, and repairs a wrong guess.
 
     Attributes:
         stages: this rank's stages.
-        config: the configuration of this step; `stages` may have another batch size at the end.
+        config: the configuration of this step. `stages` may be at another batch size by `end`.
         optimizer: this rank's optimizer.
         rates: learning rates and weight decay.
         gradients: the reduced gradients; scaled and clipped already if `begin` has updated.

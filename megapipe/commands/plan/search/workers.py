@@ -94,7 +94,7 @@ class Workers:
 
 
 def _serve(end: Connection, state: Any, parents: Sequence[Connection]) -> None:
-    """Answer questions until the parent ends.
+    """Call functions that the parent process asks for, and send their results, until it ends.
 
     Args:
         end: where questions come from and answers go.

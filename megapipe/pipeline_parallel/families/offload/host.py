@@ -31,7 +31,7 @@ def size_class(size: int) -> int:
 class Sizes:
     """Activation bytes of one microbatch of a stage, or of the slice in one place of microbatches.
 
-    They are the numbers of the last such microbatch of a step.
+    The bytes are measured at the last such microbatch (or slice) of a step.
 
     Attributes:
         saved: saved by the graph of its forward.

@@ -12,16 +12,18 @@ _FIELDS = ("o", "l", "mem_o", "mem_r", "mem_k")
 
 
 def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mapping[str, Any]:
-    """Return the fields o, l, mem_o and mem_r of the costs for one slice, by name.
+    """Return the costs of copying and recomputing one slice: the fields o, l, mem_o and mem_r.
 
-    Copies take time in proportion to their size.
+    o and l are the times of copying activations to the host and back, in proportion to their size.
+    mem_o is the memory that is copied. mem_r is the memory that is held until a recomputation.
 
     Args:
-        costs: the fields for a whole microbatch, by name.
+        costs: all costs of a whole microbatch, by field.
         length: length of the slice as a share of the sequence.
         document: length, as such a share, of the document that ends with the slice; 0 if none does.
-    Raises: ScheduleError if keys and values hold memory (mem_k), some fields name each stage and
-        others have one value for all stages.
+            The last slice of a document copies the keys and values of the whole document.
+    Raises: ScheduleError if some fields have a value for each stage and others have one value for
+        all. This is an error only where keys and values hold memory (mem_k).
     """
     moved = {name: costs[name] for name in _FIELDS}
     if moved["mem_o"] is None:

@@ -254,13 +254,16 @@ def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Ans
 
 
 def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, Verb]]:
-    """Return what to move next on a rank that exceeds its memory limit; [] if it does not.
+    """Return what to offload or recompute next on a rank over its memory limit, else [].
 
-    The items are ((stage, microbatch or slice), offload or recompute). Of the activations held when
-    the limit is first exceeded, the longest are moved: one, or several if the rank has many.
+    The items are ((stage, microbatch or slice), offload or recompute). The candidates are the
+    activations held when the limit is first exceeded. Offloads come before recomputations, and
+    activations that are held longer before others. The first one is returned, or the first few if
+    the rank has more than 128 activations in the table.
 
     Args:
-        verbs: the choices to use: offload, recompute or both.
+        now: the choices so far, with the times and memory that follow from them.
+        verbs: what may be chosen: to offload, to recompute, or either.
     """
     table = now.table
     weight = now.weight

@@ -9,10 +9,11 @@ from megapipe.schedule.families.sharding.sharded import Living
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings of gradients, or weights too, that are sharded between runs of passes.
+    """Settings of sharded gradients (ZeRO-2), or of sharded weights too (ZeRO-3), in a table.
 
-    A run is a sequence of passes of a stage that use the same gathered weights. `shortest` returns
-    the choice with the least memory.
+    A stage's weights are gathered before each run, a sequence of passes of the stage that use them,
+    and dropped after it. `shortest` returns the choice that keeps weights and gradients full for
+    the shortest time, so with the least memory.
 
     Attributes:
         weights: shard weights too, and not only gradients.
