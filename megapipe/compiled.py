@@ -22,7 +22,7 @@ def compiled(name: str, sources: Sequence[Path], flags: Sequence[str]) -> ctypes
     Args:
         name: begins the name of the library's file.
         sources: the .c files and the headers that they include.
-        flags: of the compiler.
+        flags: the flags of the compiler.
     Returns: None if there is no compiler ($CC, or cc) that takes the flags, or no folder to keep
         the library in.
     """

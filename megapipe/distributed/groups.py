@@ -105,7 +105,7 @@ def group_of(
     Args:
         sets: disjoint sets of global ranks.
         rank: this global rank.
-        timeout: of the group's messages and collectives.
+        timeout: the timeout of the group's messages and collectives.
         is_link: the group is for one-directional messages of a pipeline, see LINK_CTAS.
     """
     world = dist.distributed_c10d._get_default_group()

@@ -261,7 +261,7 @@ def _joined(
     """Return the mesh of this process, with the groups of torch.distributed.
 
     Args:
-        timeout: of messages and collectives.
+        timeout: the timeout of messages and collectives.
         shares: for "ends" and "twins", the pipeline ranks that share weights.
         joint: keys of JOINT, the axes over several others that get a group.
         links: number of communicators for the messages of a pipeline, see `groups.links_of`.

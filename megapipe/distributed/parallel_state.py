@@ -214,7 +214,7 @@ def get_data_parallel_rank(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return this rank's position in the data-parallel group, over cp too if asked."""
+    """Return this rank's index in dp, or in dp x cp together with with_context_parallel."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
 

@@ -74,7 +74,7 @@ def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
     """Call a C loop over all elements of tensors of one shape.
 
     Args:
-        name: of the function in cpu.c. Its first parameter is the number of elements.
+        name: the name of the function in cpu.c. Its first parameter is the number of elements.
         first: the first tensor. arguments: the function's other parameters, in order.
     """
     _run(name, first.numel(), first, *arguments)
@@ -84,8 +84,8 @@ def _run(name: str, *arguments: _Argument) -> None:
     """Call a C function: tensors as pointers, integers as 64 bits, floats as 32 bits.
 
     Args:
-        name: of the function in cpu.c.
-        arguments: of the function, in the order of its parameters.
+        name: the name of the function in cpu.c.
+        arguments: the arguments of the function, in the order of its parameters.
     """
     values: list[object] = []
     for x in arguments:

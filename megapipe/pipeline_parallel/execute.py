@@ -40,7 +40,7 @@ class Stage(Protocol):
         """Return the gradient of the input; None at the embedding.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             grad: gradient of the output; None at the loss.
             weights: also compute the gradients of weights. Otherwise a later call of `weight` does.
         """
@@ -299,7 +299,7 @@ class _Runs(NamedTuple):
         return False
 
     def several(self, calls: Sequence[Call]) -> bool:
-        """Run the passes of one item together; return False, since the program goes on."""
+        """Run the passes of a pair together. Return False: the program need not begin again."""
         given = [self.hand.taken(call) for call in calls]
         begin = self.watch.mark()
         made = self.together(calls, self.stages, given, self.watch)

@@ -53,7 +53,7 @@ class Microbatches:
 
         Args:
             stream: the stream of the part.
-            number: of the part.
+            number: the number of the part.
             keep: called as (number, number of the last part that reads the keys, keys).
         """
         return stream
@@ -62,7 +62,7 @@ class Microbatches:
         """Return the stream of a forward that begins, also when it runs again.
 
         Args:
-            number: of the part.
+            number: the number of the part.
             stream: returns the stream of a part, given its number.
         """
         return stream(number)
@@ -77,7 +77,7 @@ class Microbatches:
         """Return the gradient of the step's loss with respect to the loss of a part.
 
         Args:
-            number: of the part.
+            number: the number of the part.
             losses: the losses of all parts so far, by number.
             share: returns this gradient for the loss of a whole microbatch.
         """

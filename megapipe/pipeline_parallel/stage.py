@@ -58,7 +58,7 @@ class PipelineStage:
         module: has `set_input_tensor`, and forward_step calls its forward.
         data_iterator: the batches of forward_step; None for a stage that reads none.
         mesh: this rank's mesh.
-        number: of the stage.
+        number: the number of the stage.
         ends: the ends of the model, embedding or loss, that the stage has.
         last: which microbatch (or slice) is the last one, by kind of pass; None without a table.
         kept: the microbatches that keep all activations, so that nothing is recomputed.
@@ -148,7 +148,7 @@ class PipelineStage:
         """Run a backward and return the gradient of its input; None at the embedding.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             grad: gradient of the output, [s, b, h]; None at the loss.
             weights: also compute the gradients of weights. Otherwise they wait for `weight`.
         """
@@ -193,7 +193,7 @@ class PipelineStage:
         """Run forward_step_func, save tensors for the backward, and return the output.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             x: the input; None at the embedding.
             data: the batches; None for the stage's own iterator.
             stream: the stream of a forward that runs twice, first without a graph and then with
@@ -278,8 +278,8 @@ class PipelineStage:
         """Call loss_func, and note the loss, or the other data that loss_func returns.
 
         Args:
-            microbatch: its number.
-            output: of the model.
+            microbatch: number of the microbatch.
+            output: the output of the model.
             loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
         Returns: (tensor to differentiate, its gradient). The gradient is None if the tensor is no

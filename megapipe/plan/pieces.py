@@ -87,7 +87,7 @@ class Pieces:
         return _Columns(*sums)
 
     def stage(self, span: LayerSpan) -> Work:
-        """Return the work of a stage.
+        """Return the FLOPs and bytes of a stage.
 
         Args:
             span: the layers of the stage, and whether it has embedding, loss or a depth.

@@ -208,7 +208,7 @@ def fixed(
     costs: Costs | None = None,
     placement: Placement | None = None,
 ) -> Iterator[Schedule]:
-    """Yield every pattern with one copy of the parameters that exists for these numbers.
+    """Yield every pattern with one copy of the parameters that these ranks and microbatches allow.
 
     A pattern is a schedule that is not searched. Tables are not verified, because a search asks for
     dozens of them and simulates each anyway.
@@ -248,7 +248,7 @@ def _each(
 def one_of(
     name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
 ) -> Iterator[Schedule]:
-    """Yield the unverified table of this name; nothing if none exists for these numbers.
+    """Yield the unverified table of a schedule; nothing if it has none for these arguments.
 
     Args:
         chunks: stages on each rank.

@@ -191,7 +191,7 @@ class Placement:
 
 
 def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterator[str]:
-    """Yield the reasons why there is no placement with these numbers.
+    """Yield a sentence for each reason why these arguments make no `Placement`.
 
     Args:
         rank_of: rank of each stage.

@@ -98,7 +98,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
 
 
 def _lines(rows: Iterable[object]) -> str:
-    """Return a JSON list with a line for each row."""
+    """Return a JSON list, with each of its items in a line."""
     text = ",\n  ".join(map(json.dumps, rows))
     return f"[\n  {text}\n]"
 

@@ -172,7 +172,8 @@ class ColumnParallelLinear(nn.Module):
     """A linear layer whose output is split over tp: weight [out/t, in], bias [out/t].
 
     Args:
-        input_size, output_size: of the layer before it is split; output_size must divide by tp.
+        input_size, output_size: channels of the layer before it is split; output_size must divide
+            by tp.
         sequence_parallel: the input has this rank's tokens only.
         blocks: number of equal parts of the output, each split over tp separately (2 for the gate
             and up projections of SwiGLU).
@@ -230,7 +231,8 @@ class RowParallelLinear(nn.Module):
     """A linear layer whose input is split over tp: weight [out, in/t], bias [out].
 
     Args:
-        input_size, output_size: of the layer before it is split; input_size must divide by tp.
+        input_size, output_size: channels of the layer before it is split; input_size must divide
+            by tp.
         sequence_parallel: the output has this rank's tokens only.
         init_std: standard deviation of the initial weight; None for a uniform one, see Layout.
         fp8: how operands are quantised; None for no quantisation.

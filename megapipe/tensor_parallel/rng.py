@@ -175,9 +175,9 @@ def draws(
     The seed is made from the current stream (see `current_stream`) and the site.
 
     Args:
-        shape: of this rank's tensor.
+        shape: the shape of this rank's tensor.
         site: the layer and the place in it.
-        device: of the result; a GPU and a CPU draw different numbers.
+        device: the device of the result; a GPU and a CPU draw different numbers.
         tp: if given, the ranks that split dimension `dim`. The numbers are then a slice of the
             whole tensor's.
         cut: which rows of dimension 0 of the whole tensor are on this rank, before tp splits it.
@@ -210,7 +210,7 @@ def _uniform(
     that a rank draws only the blocks that it needs.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         first, rows: the first row to return, and the number of rows.
         name: seeds the numbers, see `generator`.
     """

@@ -226,12 +226,12 @@ def combine(
 
 
 def packed_loss(log_sum: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that shares need for their weight gradients, as one flat message.
+    """Return what each vocabulary share needs for its weight gradient, as one flat message.
 
     Args:
         log_sum: [n], logarithm of the softmax denominator over the whole vocabulary.
         scale: [n], the gradient of each token's loss, float32 as log_sum.
-        dtype: of the message.
+        dtype: the type of the message.
     """
     return torch.stack((log_sum, scale)).view(dtype).flatten()
 

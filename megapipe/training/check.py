@@ -213,7 +213,7 @@ def _launched() -> int:
 
 
 def _layout(config: Config) -> str:
-    """Return the line on the numbers of ranks along each axis, and of samples in a batch."""
+    """Return the line that says how many ranks each axis has, and how many samples a batch."""
     par = config.parallel
     context = ""
     if par.context_parallel_size > 1:

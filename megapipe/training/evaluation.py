@@ -98,7 +98,7 @@ class Evaluation:
     def _evaluate(
         self, batches_at: BatchesAt | None, where: str, consumed: int | None = None
     ) -> None:
-        """Evaluate once and report.
+        """Run the evaluation batches once without training, and report the mean losses.
 
         Args:
             batches_at: returns the microbatches of a step, given the number of samples before it.

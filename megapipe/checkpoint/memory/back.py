@@ -87,6 +87,9 @@ def _bring(
     """Send states to the ranks that lost them, and to those that should keep them for others.
 
     Args:
+        copies: this rank's states in memory.
+        generation: the generation of the states, which all ranks go back to.
+        slot: the slot in which this rank keeps that generation.
         sources: for each rank without its own state, a rank that has it.
         held: for each rank, the ranks whose state it has by the headers.
     """

@@ -43,7 +43,7 @@ class Copies:
         every: steps from one copy to the next.
 
     Attributes:
-        rank: of this process in the world.
+        rank: the rank of this process in the world.
         content: returns the rest of the state now, as a checkpoint's state.json has it.
         done: the generation that was copied last: the number of steps before it. None before.
     """
@@ -119,7 +119,7 @@ class Copies:
         """Send the copied state to the clique, and seal what has arrived on both sides.
 
         Args:
-            header: of the slot, without the checksum.
+            header: the header of the slot, without the checksum.
             ended: gets the end, or the error.
         """
         try:
@@ -219,9 +219,9 @@ class Copies:
         getattr(axis.group, way)([x], axis.ranks.index(other), 3).wait()
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:
-        """Copy the own state of a generation back, and return the rest of it.
+        """Copy this rank's tensors of a generation back into the run, and return its other state.
 
-        All other generations are dropped: they may be newer, and of a run that is gone.
+        All other generations are dropped. They may be newer, of a run that does not go on.
         """
         for pair in self._slots.values():
             for one in pair:

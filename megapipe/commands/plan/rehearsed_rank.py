@@ -64,11 +64,11 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return passes or copies with the numbers of another rank's stages.
+        """Return passes or copies renamed, as if another rank had run them: each on its own stage.
 
         Args:
             step: passes or copies of a step of this rank.
-            stages: the stages of the other rank, whose work is equal.
+            stages: the stages of the other rank, in the order of this rank's; their work is equal.
         """
         renamed = dict(zip(self.stages, stages, strict=True))
         return [x._replace(item=x.item._replace(stage=renamed[x.item.stage])) for x in step]

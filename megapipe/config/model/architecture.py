@@ -200,7 +200,7 @@ class ArchitectureConfig(ActivationConfig):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a head; multi-latent attention has sizes of its own."""
+        """Number of channels of a head. Multi-latent attention has other flags for its heads."""
         return self.kv_channels or self.hidden // self.heads
 
     @property

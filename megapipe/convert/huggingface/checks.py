@@ -78,7 +78,7 @@ def check_ours(saved: SavedTensors, model: ModelConfig, name: str) -> None:
 
     Args:
         saved: the tensors of the checkpoint.
-        name: of the checkpoint, for the error.
+        name: the name of the checkpoint, for the error.
     Raises: CheckpointError with every tensor that is missing, left over or of another shape.
     """
     of_model = {
@@ -96,7 +96,7 @@ def check_names(
     """Check names and shapes of tensors.
 
     Args:
-        name: of the checkpoint, for the error.
+        name: the name of the checkpoint, for the error.
         needed: name -> shape, for each tensor of the model.
         there: name -> shape, for each tensor of the checkpoint.
         forms: needed shape -> the shapes that the tensor may have in the checkpoint. Default: only

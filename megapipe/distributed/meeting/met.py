@@ -32,7 +32,7 @@ class Met:
     `from_first` gives one rank's result to all of them before any group exists.
 
     Attributes:
-        rank, world_size: of this process.
+        rank, world_size: this process's rank, and the number of processes.
         is_guest: torch.distributed was initialised before, by the caller's program.
         store: shared by all ranks; None for a guest and for a single rank.
     """

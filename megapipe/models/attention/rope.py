@@ -47,7 +47,7 @@ class Rotary:
 
     Attributes:
         dim: number of channels of a head that are rotated, from the first.
-        base: of the frequencies base^(-2i/dim).
+        base: the base of the frequencies base^(-2i/dim).
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
         scaling: Llama 3.1's factor for low frequencies; None to leave them.
         yarn: YaRN's factor; None to leave the frequencies.

@@ -36,7 +36,7 @@ def _grouped(x: Tensor, width: int, how: Products) -> bool:
 
     Args:
         x: rows [R, in].
-        width: of the result's rows, or of the other factor's.
+        width: the width of the result's rows, or of the other factor's.
         how: the kind of product.
     """
     fits = how is PLAIN and x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
@@ -378,8 +378,8 @@ class _Stack(nn.Module):
     """The weights of one linear layer of all experts on this rank, and their biases if any.
 
     Args:
-        layout: of the weights.
-        shape: of this rank's weights, (e, out, in). Its biases are [e, out].
+        layout: the layout of the weights.
+        shape: the shape of this rank's weights, (e, out, in). Its biases are [e, out].
         bias: layout of the biases, or None for no biases.
         fp8: how operands are quantised; None for no quantisation.
     """

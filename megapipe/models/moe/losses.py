@@ -26,7 +26,7 @@ LOGGED = {
 def balance(
     scores: Tensor, counts: Tensor, tokens: int, k: int, num_experts: int, weight: float
 ) -> Tensor:
-    """Return weight x E x sum_i f_i P_i, this rank's part (Fedus et al. 2021, section 2.2).
+    """Return this rank's part of the loss weight x E x sum_i f_i P_i (Fedus et al. 2021, sec. 2.2).
 
     The loss is `weight` where the load is even. f_i = counts_i / (tokens k) is the share of the
     choices that expert i has; P_i is its mean score.
@@ -40,7 +40,7 @@ def balance(
 
 
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
-    """Return the factor c of the gradient of `balance` with respect to the scores, c x counts.
+    """Return c, where the gradient of `balance` with respect to the scores is c x counts.
 
     The arguments are the same as for `balance`: tokens on all ranks, choices of a token, experts,
     and the loss's coefficient.
@@ -50,7 +50,7 @@ def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
 
 
 def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
-    """Return weight x the mean squared logsumexp, this rank's part (Zoph et al. 2022, sec. 3.3).
+    """Return this rank's part of the loss weight x mean squared logsumexp (Zoph et al. 2022, 3.3).
 
     Args:
         logits: [T, E].

@@ -88,7 +88,7 @@ class DeferredWeightGrads:
 
         Args:
             owner: the stage's store, in which `put` keeps functions until the W pass.
-            microbatch: its number.
+            microbatch: number of the microbatch.
             weights: compute weight gradients at once; otherwise they are left to the W pass.
         """
         self._of_thread[get_ident()] = owner
@@ -148,7 +148,7 @@ class PairedStage:
         """Run a forward and return its output, as one tensor for the next stage.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             x: the input; None at the first stage.
         Returns: the output; None at the last stage.
         """
@@ -159,7 +159,7 @@ class PairedStage:
         """Run the backward of a microbatch.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             grad: gradient of the output; None at the last stage.
             weights: compute weight gradients too. Otherwise they are left to `weight`.
         Returns: the gradient of the input; None at the first stage.
@@ -226,7 +226,7 @@ class PairedStage:
         """Run the forward of a microbatch, save its tensors for the backward; return the output.
 
         Args:
-            microbatch: its number.
+            microbatch: number of the microbatch.
             x: the input; None at the first stage.
             other: (module1, loss1, outputs1, grads1) of a backward that runs together with it; None
                 to run the forward alone.
@@ -333,7 +333,7 @@ def paired_step(
             one of each direction. Each stage is on two ranks, whose gradients are summed here.
         inputs, labels: by microbatch, the tensors given to the first stage and to the criterion.
         criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
-        shape, dtype: of the tensor that one stage sends to the next.
+        shape, dtype: shape and type of the tensor that one stage sends to the next.
     Returns: by number, the loss of each microbatch whose last stage is on this rank.
     """
     table = schedule

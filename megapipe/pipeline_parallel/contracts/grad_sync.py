@@ -165,7 +165,7 @@ def _per_chunk(
 
     Args:
         config: the Megatron config.
-        name: of the field.
+        name: the name of the field.
         chunks: number of chunks.
         one_for_all: a single function is allowed for several chunks.
     Raises: ConfigError for another number of functions.

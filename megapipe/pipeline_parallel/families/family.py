@@ -51,7 +51,7 @@ class OfStage:
 
         Args:
             stream: the stream so far.
-            number: of the microbatch or slice.
+            number: the number of the microbatch or slice.
             microbatches: describes the microbatches of the stage.
         """
         return stream
@@ -77,8 +77,8 @@ class OfStage:
         """Note that a forward with a graph has ended.
 
         Args:
-            microbatch: its number.
-            output: of the stage.
+            microbatch: number of the microbatch.
+            output: the output of the stage.
             leaf: the input, where the graph begins; None at the embedding. The stage holds it only
                 to read its gradient.
         """
@@ -89,8 +89,8 @@ class OfStage:
         """Return whether a pass of the family computes the loss of this output, not the forward.
 
         Args:
-            microbatch: its number.
-            output: of the model.
+            microbatch: number of the microbatch.
+            output: the output of the model.
             loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
             again: the forward has run before, so these arguments were given before.
@@ -135,7 +135,7 @@ class Sizes(NamedTuple):
         place: the rank of each stage.
         whole: shape [s, b, h] of the hidden states of whole sequences.
         here: number of a sequence's tokens that this rank has.
-        dtype: of messages.
+        dtype: the type of messages.
         evaluates: the step has forwards only.
         variable: microbatches differ in length.
         context: number of context-parallel ranks.

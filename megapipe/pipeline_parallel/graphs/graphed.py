@@ -211,7 +211,7 @@ class Graphs:
     def _begin(self, number: int, stage: Graphed, table: Schedule) -> None:
         """Capture the graphs that the table needs on a stage, and print the result.
 
-        number: of the stage.
+        number: the number of the stage.
         """
         has_w = splits(table, number)
         if stage.begin(in_flight(table, number), self._pool, splits=has_w):

@@ -55,7 +55,7 @@ class Slices(Microbatches):
     With 2 slices, microbatch 3 has the numbers 6 and 7. `Microbatches` describes the methods.
 
     Attributes:
-        lengths: of the slices of each microbatch, in tokens.
+        lengths: the lengths of the slices of each microbatch, in tokens.
         prefixes: by microbatch, the keys and values that layers keep for its later slices. An item
             goes when the last slice's forward begins.
     """

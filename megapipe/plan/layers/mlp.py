@@ -148,10 +148,10 @@ def _experts(model: ModelConfig, load: Load) -> Work:
 
 
 def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
-    """Return the rows that one rank computes, and how they come there.
+    """Return how many rows this rank's experts compute, and whether the rows are exchanged.
 
     Args:
-        accepted: rows of all tensor-parallel ranks that no expert drops.
+        accepted: rows that no expert drops, of all tensor-parallel ranks together.
     """
     tokens = load.tokens / load.shared
     choices = model.moe_router_topk

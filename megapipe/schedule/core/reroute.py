@@ -129,7 +129,7 @@ def reroute(
         table: the table of one replica, of one training step.
         replicas: number of replicas.
         lost: (replica, pipeline rank) of the lost rank.
-        costs: of `table`.
+        costs: the costs of `table`.
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     Raises: ScheduleError if no peer has the stages, or if a peer would hold too much. Also if the
         table has other passes than F, B, W and BW.
@@ -189,7 +189,7 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
     first. The last two take less memory or less time for some tables.
 
     Args:
-        costs: of the joint table.
+        costs: the costs of the joint table.
     """
     whole = simulate(joint(ranks.table, ranks.replicas), costs)
     yield lambda _, step: whole.start[step[0]]
@@ -242,7 +242,7 @@ def _by_time(
     Args:
         table: the joint table, in any order.
         queues: (rank, steps in order), a rank's own steps before adopted ones.
-        costs: of the joint table.
+        costs: the costs of the joint table.
         priority: chooses among steps that can start at one time.
     """
     place = table.placement

@@ -255,7 +255,7 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
-    """Return the measured pass of the neighbouring stage that made a pass's input.
+    """Return the measured pass, on the stage before or after, whose output is this pass's input.
 
     Returns None at the ends of the model, for W, and if that pass was not measured.
 

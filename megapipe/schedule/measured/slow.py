@@ -29,7 +29,7 @@ class Sample:
     """Measurements of one pipeline over some steps, in seconds.
 
     Attributes:
-        costs: of its stages and links, from `measured.costs`.
+        costs: the costs of its stages and links, from `measured.costs`.
         ranks: global rank of each pipeline rank.
     """
 

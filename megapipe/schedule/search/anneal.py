@@ -83,7 +83,7 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
     Args:
         problem: placement, costs, memory limits and objective.
         start: the schedule to begin with.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
         goal: stop at this value of the objective.
     """
     moves = library()

@@ -24,7 +24,7 @@ def searched(
     place: Placement | None = None,
     effort: float = EFFORT,
 ) -> Iterator[Schedule]:
-    """Yield tables that will fit this memory once most of their activations are moved.
+    """Yield tables that fit the memory limit once most activations are offloaded or recomputed.
 
     They come from six searches. Each counts only a part of the memory of forwards, and all memory
     that a pending W holds, because nothing moves that.
@@ -32,7 +32,7 @@ def searched(
     Args:
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         place: the placement; None for the best of loops and V.
-        effort: of each search, about the seconds on one core.
+        effort: the effort of each search, about the seconds on one core.
     """
     limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     # A search under the real costs would leave no order that holds more than the memory, and these

@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A schedule that does not exist for these numbers, and the reason."""
+    """A schedule without a table for the ranks and microbatches of a comparison, and the reason."""
 
     label: str
     reason: str

@@ -97,9 +97,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
-    """Return the numbers of chunks to try; empty for a searched schedule.
+    """Return each number of chunks to try; none for a searched schedule.
 
-    None among them is the schedule's own number.
+    The number is None if the schedule itself fixes it.
     """
     if is_file(name):
         return (None,)

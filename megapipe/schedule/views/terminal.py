@@ -137,7 +137,9 @@ class _Pen:
         return self.cell(step[0], half, "&"[:half]) + self.cell(step[1], columns - half)
 
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
-        """Return the longest name of a pass that fits: F12, then 12 in colour or F without.
+        """Return the text of a cell with the longest name of the pass that fits.
+
+        The full name is F12. A shorter one is 12 if colours show the kind, else F, else nothing.
 
         Args:
             columns: width of the cell in characters.

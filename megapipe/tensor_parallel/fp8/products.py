@@ -280,7 +280,7 @@ def multiply(
 
     Args:
         a: [r, k]. b: [c, k]. bias: [c] or None.
-        dtype: of the result.
+        dtype: the type of the result.
         fast: allow a GPU to sum in fewer bits.
     Returns: [r, c].
     """

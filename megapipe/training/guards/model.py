@@ -242,7 +242,7 @@ def _unite(name: str, stages: dict[int, Parts]) -> None:
     """Replace shards of a vocabulary's parameter by one parameter, if all shards are there.
 
     Args:
-        name: of the whole parameter; shard k of n is called name[k/n].
+        name: the name of the whole parameter; shard k of n is called name[k/n].
         stages: by stage, its layers and parameters; changed in place.
     """
     shards = []

@@ -109,7 +109,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Moment:
-    """The values from which the numbers of one report are computed.
+    """The state of a run at one report, from which the reported values are computed.
 
     Attributes:
         config: the run's configuration.

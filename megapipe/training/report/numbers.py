@@ -288,7 +288,7 @@ def as_json(moment: Moment) -> dict[str, Any]:
 
 
 def asked(config: Config) -> list[Number]:
-    """Return the numbers that the flags ask for."""
+    """Return the entries of `NUMBERS` whose values the flags ask for."""
     return [row for row in NUMBERS if row.asked(config)]
 
 

@@ -83,7 +83,7 @@ class Adder:
         """Begin to sum the losses of one step over all ranks. Collective over the world.
 
         Args:
-            losses: of this rank's microbatches; none on a rank without the loss.
+            losses: the losses of this rank's microbatches; none on a rank without the loss.
             consumed: samples consumed before this step.
             evaluate: whether the step is an evaluation.
             extra: further numbers to sum, [n] in float64; n is the same on every rank. None for no
@@ -152,8 +152,8 @@ def _rows(
     two rows of `check`.
 
     Args:
-        losses: of this rank's microbatches.
-        names: of reported values, in the order of the rows.
+        losses: the losses of this rank's microbatches.
+        names: the names of reported values, in the order of the rows.
         check: two pairs of numbers, by which it is seen whether ranks run the same step.
         device: where the sum is made.
     """

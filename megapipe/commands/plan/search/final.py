@@ -52,7 +52,7 @@ def of_run(config: Config, device: Device) -> Timed:
 
 
 def any_order(config: Config, device: Device, memory: float) -> Timed:
-    """Return a layout's plan under zb-auto.
+    """Return the plan of these flags with the schedule that zb-auto finds, and its step time.
 
     Single activations are offloaded or recomputed if it does not fit.
 
@@ -64,7 +64,7 @@ def any_order(config: Config, device: Device, memory: float) -> Timed:
 
 
 def limited(config: Config, memory: float) -> Config:
-    """Return the configuration with --memory-limit-gib.
+    """Return the configuration with --memory-limit-gib set to a limit in bytes.
 
     Args:
         memory: the limit in bytes.

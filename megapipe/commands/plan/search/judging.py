@@ -62,7 +62,7 @@ class Learned:
         return max(x.least, x.work * self.ratios.get(self.key(x), 0.0))
 
     def note(self, x: Candidate, answer: Sketch | Out) -> None:
-        """Remember how long a step took, for similar plans.
+        """Remember a plan's ratio of step time to work, to estimate similar plans by it.
 
         Args:
             answer: the plan with its step, or why it is out.

@@ -38,7 +38,7 @@ class Shared(OfStage):
 
     Args:
         place: the rank of each stage.
-        number: of this stage.
+        number: the number of this stage.
         share: the rank's rows of embedding and head; None if another stage of the rank has them.
         read: the batches for the stage's own forwards; the share reads a copy.
         evaluates: the step has no gradients, and only the model's own loss.
@@ -105,7 +105,7 @@ class Shared(OfStage):
 
         Args:
             stage: whose loss it is.
-            microbatch: its number.
+            microbatch: number of the microbatch.
             shares: the results of S, one of each share, in the order of the table.
         Returns: the message that shares need for their weight gradients; None in an evaluation.
         """

@@ -55,7 +55,7 @@ class Solved:
         plain: the table before offload and recomputation.
         choices: offload or recompute for each (stage, microbatch or slice) that is not held.
         schedule: the table with O, L and R for these choices.
-        makespan: of `schedule`, in the time unit of the costs.
+        makespan: the makespan of `schedule`, in the time unit of the costs.
         peak: most activation that each rank holds in `schedule`, in the unit of the costs.
     """
 
@@ -163,7 +163,7 @@ def solve(
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         tries: random changes of single choices, in each of the three best tables. None tries as
             many as take half a second, which are more with a C compiler.
-        seed: of the random changes.
+        seed: the seed of the random changes.
         most: longest makespan of interest, in the time unit of the costs.
     Raises: ScheduleError if no table fits the memory within that makespan.
     """

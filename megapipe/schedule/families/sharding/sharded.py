@@ -148,7 +148,7 @@ def _moved_tables(
     limit: float,
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[Living, Schedule]]:
-    """Yield (choice, table) with activations moved so that the choice's weights and gradients fit.
+    """Yield (choice, table), where the table offloads or recomputes to make room for the choice.
 
     Args:
         ways: choices of how many stages have full weights and gradients.

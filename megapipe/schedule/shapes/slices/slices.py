@@ -192,9 +192,10 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
-    """Return the table with the forwards of each rank moved `by` forwards ahead.
+    """Return the table in which each rank runs every forward earlier, by `by` forwards.
 
-    The first `by` forwards start the row. Each other forward takes the place of an earlier one.
+    The first `by` forwards start the row. Each later forward takes the place of the forward that
+    came `by` forwards before it.
     """
 
     def sooner(row: tuple[Step, ...]) -> Iterator[Step]:
