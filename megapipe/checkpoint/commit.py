@@ -112,7 +112,7 @@ def require(root: Path, iteration: int) -> None:
 
 
 def refuse_to_overwrite(root: Path, after: int) -> None:
-    """Check that a run which saves iterations after `after` meets no checkpoint of another run.
+    """Check that a run which saves iterations after `after` finds no checkpoint of another run.
 
     Raises: CheckpointError if there is one.
     """

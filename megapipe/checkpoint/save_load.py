@@ -35,7 +35,7 @@ STATE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class LoadedState:
-    """The state with which a run continues. With --finetune all of it is zero.
+    """The state with which a run continues. With --finetune all counts are zero.
 
     Attributes:
         iteration: steps so far.

@@ -224,9 +224,9 @@ class FlatBuffers:
                 view.copy_(part.view_as(view))
 
     def within(self, start: int, end: int) -> slice:
-        """Return the elements start..end of a flat tensor, as far as they are in this rank's share.
+        """Return which of the elements start..end of a flat tensor are in this rank's share.
 
-        The slice counts from the share's beginning. It is empty if they do not overlap.
+        The slice counts from the share's beginning. It is empty if the two do not overlap.
         """
         first = self.share.start
         begin = max(start, first)

@@ -304,7 +304,7 @@ def ends_of(place: Placement, stage: int, config: Any) -> Ends:
 def _reported(
     stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None
 ) -> list[dict[str, Any]]:
-    """Return what loss_func reported, one dict for each microbatch whose loss is here, in order.
+    """Return loss_func's dict for each microbatch that has its loss on this rank, in order.
 
     on_loss: called with the loss of each microbatch in order; None to call nothing.
     """

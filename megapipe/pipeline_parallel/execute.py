@@ -49,7 +49,7 @@ class Stage(Protocol):
         """Compute the weight gradients that a backward with weights=False has left out."""
 
     def forget(self) -> None:
-        """Drop what forwards have saved, because all of them run again."""
+        """Drop the tensors that forwards have saved, because all forwards run again."""
 
     def same_waits(self, microbatch: int, other: int) -> bool:
         """Return whether backwards of both microbatches wait for collectives in the same places."""

@@ -259,7 +259,9 @@ class PipelineStage:
             self.weight_grads.run(microbatch)
 
     def forget(self) -> None:
-        """Drop what forwards have saved, because all of them run again. None has had a backward."""
+        """Drop what forwards have saved, because all forwards run again.
+
+        No microbatch has had a backward."""
         self._saved.clear()
         for of_stage in self.own.values():
             of_stage.forget()

@@ -46,7 +46,7 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
     Args:
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
-    Raises: ConfigError, ScheduleError for flags that no table meets.
+    Raises: ConfigError, ScheduleError for flags that no table can satisfy.
     """
     par = config.parallel
     order = order_of(config, config.num_microbatches)

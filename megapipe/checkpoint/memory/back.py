@@ -1,4 +1,7 @@
-"""Find the newest generation that all ranks can go back to, and bring it to those that lost it."""
+"""Find the newest generation of states that all ranks can go back to, and restore lost states.
+
+A generation is the copies of all ranks' states in memory after one step.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ class Back:
     """The return of all ranks to a generation in memory.
 
     Attributes:
-        generation: steps so far; None if no generation is whole.
+        generation: the number of steps before it; None if no generation has all states.
         content: the rest of the state, as in a checkpoint's state.json.
-        lost: ranks that lost their own memory, each with the rank that had their state. Without a
-            whole generation: ranks whose state nobody has.
-        reached: the largest step that a rank has begun after.
+        lost: rank that lost its own memory -> the rank that had a copy of its state. If no
+            generation has all states: rank whose state nobody has -> None.
+        reached: the largest number of steps after which a rank has begun another one.
     """
 
     generation: int | None
@@ -29,9 +32,9 @@ class Back:
 
 
 def go_back(copies: Copies, world: Axis) -> Back | None:
-    """Load the newest generation that is whole. Collective over the world.
+    """Load the newest generation with the state of every rank. Collective over the world.
 
-    A state whose bytes are not those that were written is not taken.
+    A state whose checksum does not agree with its bytes is not used.
 
     Returns: None if no rank has any state in memory, as at the start of a run.
     """
@@ -47,7 +50,7 @@ def go_back(copies: Copies, world: Axis) -> Back | None:
         held = [{r for r, n, _ in of_rank if n == generation} for _, of_rank in everyone]
         found = _sources(copies, world, generation, slot)
         if None in found.values():
-            # A newer one may only not have been complete; the last one says what was lost.
+            # A newer generation may be incomplete only. The oldest one shows the states that are lost.
             lost = {rank: None for rank, source in found.items() if source is None}
             continue
         _bring(copies, generation, slot, found, held)
@@ -84,12 +87,12 @@ def _bring(
     sources: dict[int, int | None],
     held: Sequence[set[int]],
 ) -> None:
-    """Send states to the ranks that lost them, and to those that should keep them for others.
+    """Send states to the ranks that lost them, and to the ranks that keep copies for others.
 
     Args:
         copies: this rank's states in memory.
-        generation: the generation of the states, which all ranks go back to.
-        slot: the slot in which this rank keeps that generation.
+        generation: the generation that all ranks go back to.
+        slot: the slot with that generation, the same on every rank.
         sources: for each rank without its own state, a rank that has it.
         held: for each rank, the ranks whose state it has by the headers.
     """

@@ -29,11 +29,12 @@ _ALIGN = 64
 
 
 class Copies:
-    """The states that a rank keeps in shared memory: its own, and those of its clique.
+    """The states that a rank keeps in shared memory: its own, and the states of its clique.
 
-    `begin` copies a stage, and with the last stage of the rank sends everything. `now` does all of
-    it at once. `listed` and `sound` say which states are there. `give` and `take` move one to a
-    rank that lost it, and `load` copies the own one back. `close` removes all of them.
+    `begin` copies one stage. After the rank's last stage it sends the whole state to the clique.
+    `now` copies all stages at once. `listed` and `sound` say which states are in memory. `give` and
+    `take` send a state to a rank that lost it. `load` copies this rank's state back into the run.
+    `close` removes all states.
 
     Args:
         folder: this rank's folder in shared memory.
@@ -170,10 +171,10 @@ class Copies:
             # Layouts differ between stages, so a replica has none; its content is everyone's.
             slot.seal(header | {"layout": None, "checksum": int(found[i])})
 
-    # What is there when ranks have started again.
+    # The states that are found in memory when ranks have started again.
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Return (rank, generation, slot) of each state that is here by its header."""
+        """Return (rank, generation, slot) of each state whose header this rank can read."""
         found = []
         for rank, pair in self._slots.items():
             for n, slot in enumerate(pair):
@@ -189,7 +190,7 @@ class Copies:
         return self._slots[self.rank][0].reached
 
     def sound(self, rank: int, generation: int, slot: int) -> bool:
-        """Return whether a rank's state is here with the bytes that were written."""
+        """Return whether a rank's state is in memory here, undamaged by its checksum."""
         return self._slots[rank][slot].sound(generation)
 
     def give(self, rank: int, slot: int, to: int) -> None:
@@ -201,7 +202,7 @@ class Copies:
     def take(self, rank: int, slot: int, generation: int, source: int) -> None:
         """Receive a rank's state, which the rank `source` gives.
 
-        Raises: CheckpointError if it has changed on its way.
+        Raises: CheckpointError if the state has changed on its way.
         """
         target = self._slots[rank][slot]
         target.drop()

@@ -105,7 +105,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The last step that the rank noted here, which a lost one is compared with."""
+        """The number of steps that the rank has noted here, to say how many steps were lost."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter
@@ -114,7 +114,7 @@ class Slot:
 
 
 def restarts() -> bool:
-    """Return whether a launcher started this process that starts it again when it is lost."""
+    """Return whether the launcher of this process starts it again when it is lost."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
@@ -146,14 +146,14 @@ def own_folder() -> Path:
 
 
 def remove(own: Path) -> None:
-    """Remove a process's folder, and with the last one of the machine the launcher's."""
+    """Remove a process's folder. The last process of the machine also removes its launcher's."""
     shutil.rmtree(own, ignore_errors=True)
     with suppress(OSError):
         own.parent.rmdir()
 
 
 def _clear() -> None:
-    """Remove folders of launchers that have ended, and whose janitors have too."""
+    """Remove folders of launchers that have ended, if no janitor process has removed them."""
     for path in SHARED.glob(f"megapipe-{os.getuid()}-*-*"):
         *_, launcher, started = path.name.split("-")
         if _started(int(launcher)) != started:

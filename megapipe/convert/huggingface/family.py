@@ -59,7 +59,7 @@ class Family:
         names: megapipe's module or tensor -> a Layout with Hugging Face's names and an operation.
         layer: what precedes Hugging Face's names within a layer.
         published: each count of layers after which transformers expects multi-token prediction.
-        computed_as: the model_type under which transformers computes it, if it has no own one.
+        computed_as: the model_type whose code computes this family, if it has none of its own.
         aliases: another name of a key -> the key, as transformers reads them.
         defaults: each key that the table knows -> the value that transformers assumes without it.
     """

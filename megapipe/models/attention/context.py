@@ -224,7 +224,7 @@ def context_attention(
 def _ring(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
     """Call `use` with the keys and values of each rank: first this rank's, then its predecessors'.
 
-    Sends c - 1 messages around the ring, each while `use` computes with the keys at hand.
+    Sends c - 1 messages around the ring, each while `use` computes with keys that have arrived.
 
     Args:
         cut: which tokens kv has.

@@ -217,7 +217,7 @@ class PairedStage:
         return True
 
     def forget(self) -> None:
-        """Drop what forwards have saved, because all of them will run again."""
+        """Drop the tensors that forwards have saved, because all forwards will run again."""
         self._saved.clear()
 
     def _forward(

@@ -201,7 +201,7 @@ class P2PCommunicator:
         Args:
             send_next, send_prev: the tensors to send; None to send nothing.
             recv_prev, recv_next: shapes of the tensors to receive; None to receive nothing.
-            wait: wait for all of them.
+            wait: wait until all messages have arrived; otherwise return handles.
         Returns: (tensor of the previous rank, tensor of the next rank, handles). The handles are by
             argument's name, such as recv_prev, and empty after a wait.
         """

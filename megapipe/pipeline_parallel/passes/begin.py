@@ -61,7 +61,7 @@ class Weights:
         drop: frees the weights that were gathered for a run of passes.
         copy: copies the stage's state to a peer. The state may change once its wait is over.
         layer_done: called as (layer, number of layers) once all microbatches have added to the
-            gradients of this layer and all later ones. None if nobody asks.
+            gradients of this layer and all later ones. None if no caller needs it.
     """
 
     reduce: Callable[[], Callable[[], None]]

@@ -76,7 +76,7 @@ class _State(ctypes.Structure):
 
 
 def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: float) -> Found:
-    """Return the best orders that annealing meets; `start` on a machine without a C compiler.
+    """Return the best orders that annealing finds; `start` on a machine without a C compiler.
 
     Equal arguments give equal orders, unless `cooling.until` ends it early.
 
