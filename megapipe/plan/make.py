@@ -212,7 +212,7 @@ def _keeping(draft: Draft, table: Schedule) -> Draft:
 
 
 def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the finished plan of the best ranks for depths of multi-token prediction.
+    """Return the finished plan that has depths of multi-token prediction on the best ranks.
 
     Args:
         chain: the table before depths and pairs are added.

@@ -50,7 +50,7 @@ def go_back(copies: Copies, world: Axis) -> Back | None:
         held = [{r for r, n, _ in of_rank if n == generation} for _, of_rank in everyone]
         found = _sources(copies, world, generation, slot)
         if None in found.values():
-            # A newer generation may be incomplete only. The oldest one shows the states that are lost.
+            # A newer generation may be incomplete only. The oldest one shows which states are lost.
             lost = {rank: None for rank, source in found.items() if source is None}
             continue
         _bring(copies, generation, slot, found, held)

@@ -287,7 +287,7 @@ def report(chaos: Chaos, minutes: float) -> None:
     """Print a table of the faults: how many, how soon they were noticed, and their cost.
 
     Args:
-        minutes: the time in which they were injected.
+        minutes: how long faults were injected.
     """
     print(f"\n{len(chaos.faults)} faults and {chaos.launches} launches in {minutes:.1f} minutes")
     print("kind      faults  noticed within s  trains again within s  iterations trained again")

@@ -17,7 +17,7 @@ class Recorder:
     oldest deferred weight gradient, `pay` all of them.
 
     Args:
-        first: number of the first microbatch of each stage; 0 if a stage is not in it.
+        first: stage -> number of its first microbatch; 0 for a stage that is not in it.
     """
 
     def __init__(self, first: Mapping[int, int] | None = None) -> None:

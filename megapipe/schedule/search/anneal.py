@@ -44,7 +44,7 @@ class Cooling:
     The temperature falls geometrically: hot, hot * factor, hot * factor^2, ..., cold.
 
     Attributes:
-        steps: moves to try.
+        steps: number of random moves to try.
         hot, cold: first and last temperature, in units of the longest pass.
         spread: weight of the mean over ranks, added to the objective, a maximum over ranks.
         until: CPU time of this process at which to stop.
@@ -58,7 +58,7 @@ class Cooling:
 
     @property
     def factor(self) -> float:
-        """Return the ratio of the temperatures of a move and the move before it."""
+        """Return the factor by which the temperature changes from one move to the next."""
         # pow() of two C libraries may differ in the last bit, and the search would then differ too.
         return round(float((self.cold / self.hot) ** (1 / self.steps)), 12)
 

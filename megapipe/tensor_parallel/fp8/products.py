@@ -31,9 +31,9 @@ class Recipe(NamedTuple):
         kind: tensorwise: one factor by the tensor's largest value. delayed: one factor by the
             largest values of earlier steps. blockwise, mxfp8: a factor for each block.
         weight_grads: also quantise the operands of the weight's gradient.
-        margin: of delayed: room for values up to 2^margin times the largest one.
-        history: of delayed: the number of steps that are remembered.
-        algorithm: of delayed: use the largest value of the latest step, or of all in the history.
+        margin: for delayed, room for values up to 2^margin times the largest one.
+        history: for delayed, the number of steps that are remembered.
+        algorithm: for delayed, use the largest value of the latest step, or of all in the history.
     """
 
     format: Literal["e4m3", "hybrid"]

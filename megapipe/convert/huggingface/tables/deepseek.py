@@ -27,7 +27,7 @@ SHARED = {
 class _Epsilon(Same):
     """The meaning of a key with the epsilon of norms; norms of latents have another one.
 
-    transformers gives 1e-6 to them, whatever is said.
+    transformers gives 1e-6 to the norms of latents, whatever the key says.
     """
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:

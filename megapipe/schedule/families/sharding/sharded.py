@@ -243,7 +243,7 @@ class _Played:
         """Return the value that is least for the best table.
 
         It is (makespan, number of reductions, whether activations are moved, memory, makespan). The
-        first one is `best` for a table that is at most a hundredth slower.
+        first entry is `best` for a table that is at most a hundredth slower.
 
         Args:
             best: the makespan of the fastest table.
