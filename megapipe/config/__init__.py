@@ -104,7 +104,7 @@ class Config:
 
     @property
     def equal_states(self) -> int:
-        """Number of ranks with equal weights and optimizer state; 1 if each rank's is its own.
+        """Number of ranks with equal weights and optimizer state; 1 if each rank has its own.
 
         Data parallelism keeps them equal, unless ranks have shards of the state. Experts are equal
         on fewer ranks.

@@ -38,7 +38,7 @@ def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
 
 
 class Loss(NamedTuple):
-    """The loss of one microbatch, and the numbers that loss_func reports with it.
+    """The loss of one microbatch, and the values that loss_func reports for the log.
 
     `of` makes it, `share` returns its gradient, and `kept` returns it without graph.
 

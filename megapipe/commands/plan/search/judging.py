@@ -75,7 +75,7 @@ class Learned:
 
 @dataclass
 class Judging:
-    """Judges candidates in several processes, and reports how far it is.
+    """Judges candidates in several processes, and reports how far the search is.
 
     Attributes:
         found: gets the results.

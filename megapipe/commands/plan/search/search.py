@@ -124,7 +124,7 @@ def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
 
 
 def _finish(found: Search, workers: Workers, screen: Screen, asked: Asked) -> None:
-    """Replace the extrapolated plans by plans as a run makes them, for the best of them.
+    """Replace the best extrapolated plans by plans as a run makes them.
 
     Args:
         found: has the extrapolated plans, and gets the others.
