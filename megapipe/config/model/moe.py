@@ -176,7 +176,7 @@ class MoEConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether any layer has experts; in a layer's configuration, whether it has experts."""
+        """Return whether any layer has experts; in a layer's configuration, whether it has some."""
         return bool(self.num_experts)
 
     @property
