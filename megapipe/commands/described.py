@@ -30,7 +30,10 @@ def described(built: Built, args: Namespace) -> list[str]:
     costs = args.costs
     lines = _idle_lines(recipe, args) + _idle_of_copies(table.placement, args)
     if args.slices:
-        lines += describe_slices(cutting(args), recipe.cuts)
+        cuts = cutting(args)
+        if isinstance(args.cuts, tuple):
+            cuts = replace(cuts, how="as given")
+        lines += describe_slices(cuts, recipe.cuts)
     # The search of pairs and --solve set the table, and zb-auto's own search is then not run.
     if recipe.search is not None and recipe.table is None and not recipe.cuts:
         lines += describe_search(built.chain, costs, args.memory, recipe.search.objective)

@@ -112,12 +112,13 @@ def describe_slices(cutting: Cutting, cuts: Sequence[float]) -> list[str]:
     """Return a line on the lengths of the slices.
 
     Args:
-        cuts: the lengths, as shares of the sequence.
+        cuts: the lengths of the slices, in any unit.
     """
     documents = ""
     if cutting.documents > 1:
         documents = f", {cutting.documents} documents"
-    shown = " ".join(f"{cut:.1%}" for cut in cuts)
+    whole = sum(cuts)
+    shown = " ".join(f"{cut / whole:.1%}" for cut in cuts)
     return [f"slices, {cutting.how}: {shown} of the sequence{documents}"]
 
 
