@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def test_a_tenth_of_the_trainings_have_the_numbers_of_one_device_and_of_a_cpu() 
     assert said.splitlines()[-1].endswith("trainings, 0 fail"), said
 
 
+@pytest.mark.skipif(not os.environ.get("MEGAPIPE_NIGHTLY"), reason="takes a minute: scripts/nightly.sh")
 def test_a_whole_program_goes_on_with_the_same_digits_in_its_layout_and_in_another() -> None:
     """Two processes with a device each. On GPUs alone, an earlier version went on from random main weights."""
     said = run("-m", "tools.proofs.gpu.emulated.resumed", "--quick")
