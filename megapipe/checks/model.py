@@ -1,18 +1,98 @@
-"""Checks of a model's attention window and rotation, and of parts to recompute or to offload."""
+"""Checks of a model: widths, heads, positions, window, parts to recompute or to offload."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
-from megapipe.config import ModelConfig
+from megapipe.checks.fp8 import fp8_problems
+from megapipe.checks.inputs import ask
+from megapipe.checks.layout import tensor_sizes, widths_of
+from megapipe.checks.numbers import check_numbers, division, divisors, near
+from megapipe.checks.refused import refusals
+from megapipe.config import Config, ModelConfig
+from megapipe.config.layers import layer_config
+from megapipe.config.notes import either
 
 # Nine digits: int() refuses more than 4300, with an error that names no flag.
 _WINDOW = re.compile(r"\(?(\d{1,9}|-1), *(0|-1)\)?")
 
 
-def variant_problems(model: ModelConfig) -> Iterator[str]:
+def shape_problems(config: Config) -> Iterator[str]:
+    """Yield problems of widths, heads and positions that do not fit each other or the ranks."""
+    m = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    length = config.batch.seq_length
+    yield from _latent(m) if m.multi_latent_attention else _heads(m)
+    heads = m.num_attention_heads
+    if m.group_query_attention and heads and heads % m.num_query_groups:
+        yield (
+            f"--num-attention-heads {heads} does not divide by --num-query-groups "
+            f"{m.num_query_groups}: {division(heads, m.num_query_groups)}. "
+            f"Use --num-query-groups {either(divisors(heads))}."
+        )
+    widths = widths_of(config)
+    # The default of a gated MLP is two thirds of 4 h in steps of 64, which is 0 for a small h.
+    if widths.get("--ffn-hidden-size") == 0:
+        yield (
+            f"--swiglu makes an MLP of width 0 from --hidden-size {m.hidden_size}. "
+            "Give --ffn-hidden-size."
+        )
+    for name, width in widths.items():
+        if width % tp:
+            yield (
+                f"{name} {width} does not divide by --tensor-model-parallel-size {tp}: "
+                f"{division(width, tp)}. "
+                f"Use --tensor-model-parallel-size {either(tensor_sizes(config))}."
+            )
+    positions = m.max_position_embeddings
+    # Beyond the table of learned positions a look-up would fail on the device, in the middle of a
+    # step.
+    if positions and length and length > positions:
+        yield (
+            f"--seq-length {length} is above --max-position-embeddings {positions}. "
+            f"Use --max-position-embeddings {length}."
+        )
+    yield from fp8_problems(config)
+
+
+def _heads(m: ModelConfig) -> Iterator[str]:
+    """Yield the first problem of a head's size and of its rotated channels."""
+    hidden = m.hidden_size
+    heads = m.num_attention_heads
+    if not hidden or not heads:
+        return
+    # Without a head's size there is no rotation to check.
+    if m.kv_channels is None and hidden % heads:
+        yield (
+            f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}: "
+            f"{division(hidden, heads)}. Use --hidden-size {near(hidden, heads)}, "
+            "or give the size of a head with --kv-channels."
+        )
+        return
+    if not m.rotates:
+        return
+    yield from _yarn(m)
+    # Channels turn in pairs, so their number must be even.
+    turned = int(m.head_dim * m.rotary_percent)
+    if turned % 2:
+        yield (
+            f"--position-embedding-type {m.position_embedding_type} turns pairs, but "
+            f"--rotary-percent {m.rotary_percent} of a head of {m.head_dim} is {turned}, "
+            "an odd number."
+        )
+    elif turned == 0:
+        yield (
+            f"--rotary-percent {m.rotary_percent:g} of a head of {m.head_dim} turns no channel. "
+            f"Use at least --rotary-percent {2 / m.head_dim:g}, "
+            "or --position-embedding-type none."
+        )
+
+
+def window_problems(config: Config) -> Iterator[str]:
     """Yield the problem of a --window-size that cannot be read."""
+    model = config.model
     if model.window_size is not None and not _WINDOW.fullmatch(model.window_size):
         yield (
             f"--window-size {model.window_size}: two numbers LEFT,RIGHT, and a causal model has "
@@ -20,7 +100,7 @@ def variant_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def yarn_problems(model: ModelConfig) -> Iterator[str]:
+def _yarn(model: ModelConfig) -> Iterator[str]:
     """Yield the problem of a base of rotary frequencies whose logarithm yarn cannot divide by."""
     if model.position_embedding_type == "yarn" and model.rotary_base <= 1:
         yield (
@@ -29,7 +109,7 @@ def yarn_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def latent_problems(model: ModelConfig) -> Iterator[str]:
+def _latent(model: ModelConfig) -> Iterator[str]:
     """Yield problems of rotary positions in multi-latent attention: an odd width, or its base."""
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim
@@ -49,12 +129,10 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def offload_problems(model: ModelConfig, modules: Sequence[str]) -> Iterator[str]:
-    """Yield problems of --offload-modules: parts that the model lacks, or that keep nothing.
-
-    Args:
-        modules: the value of the flag.
-    """
+def offload_problems(config: Config) -> Iterator[str]:
+    """Yield problems of --offload-modules: parts that the model lacks, or that keep nothing."""
+    model = config.model
+    modules = config.parallel.offload_modules
     given = f"--offload-modules {' '.join(modules)}"
     of_experts = [name for name in ("expert_fc1", "moe_act") if name in modules]
     names = " and ".join(of_experts)
@@ -74,8 +152,9 @@ def offload_problems(model: ModelConfig, modules: Sequence[str]) -> Iterator[str
         )
 
 
-def recompute_problems(model: ModelConfig) -> Iterator[str]:
+def recompute_problems(config: Config) -> Iterator[str]:
     """Yield the problem of --recompute-modules with parts that the model does not have."""
+    model = config.model
     modules = model.recompute_modules
     if model.recompute_granularity == "full" or not model.recompute_selective:
         return
@@ -99,3 +178,35 @@ def recompute_problems(model: ModelConfig) -> Iterator[str]:
             f"{given}: the model has none of these parts, so nothing is computed again. "
             "Leave the flag out."
         )
+
+
+def override_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of layers that --per-layer-overrides changes.
+
+    Of equal layers the first is named.
+    """
+    model = config.model
+    if model.per_layer_overrides is None or model.num_layers is None:
+        return
+    if unreadable := ask(lambda: layer_config(model, 0)):
+        yield from unreadable
+        return
+    # Problems of the whole model are reported already; a layer has only its own.
+    known = {*check_numbers(config)[1], *_of_model(config)}
+    first: dict[ModelConfig, int] = {}
+    for layer in range(model.layers):
+        # A model of 100 layers may have two kinds of them: each kind is checked once.
+        first.setdefault(layer_config(model, layer), layer)
+    for changed, layer in first.items():
+        sound, problems = check_numbers(replace(config, model=changed))
+        for line in [*problems, *_of_model(sound, of_layer=True)]:
+            if line not in known:
+                yield f"--per-layer-overrides, layer {layer}: {line}"
+
+
+def _of_model(config: Config, *, of_layer: bool = False) -> list[str]:
+    return [
+        *shape_problems(config),
+        *window_problems(config),
+        *refusals(config, of_layer=of_layer),
+    ]

@@ -1,12 +1,56 @@
-"""Checks of the optimizer, the loss scale and sequence parallelism."""
+"""Checks of the length of a run, its learning rates, the optimizer and the loss scale."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megapipe.checks.inputs import answer
+from megapipe.checks.inputs import answer, ask
 from megapipe.config import Config
+from megapipe.config.notes import flag
+from megapipe.optim.lr import LRSchedule
 from megapipe.optim.traits import rounding_problem, split_problem, traits_of
+
+
+def length_problems(config: Config) -> Iterator[str]:
+    """Yield problems of the length of the run: none is given, or others count in another unit.
+
+    The units are iterations and samples.
+    """
+    batch = config.batch
+    if batch.train_iters is None and batch.train_samples is None:
+        yield "--train-iters (or --train-samples) is missing, for example --train-iters 1000"
+    # Both lengths together are refused by a note of their fields.
+    if batch.train_iters is not None and batch.train_samples is not None:
+        return
+    mine, other = ("iters", "samples") if batch.train_samples is None else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if value := getattr(config.optimizer, f"{name}_{other}"):
+            yield (
+                f"{flag(f'{name}_{other}')} {value} counts {other}, but --train-{mine} counts "
+                f"{mine}. Use {flag(f'{name}_{mine}')}, or --train-{other}."
+            )
+
+
+def learning_rate_problems(config: Config) -> Iterator[str]:
+    """Yield problems of learning rates above the peak, and of a curve that does not fit the run."""
+    flags = config.optimizer
+    batch = config.batch
+    peak = flags.lr
+    for low, name in ((flags.min_lr, "--min-lr"), (flags.lr_warmup_init, "--lr-warmup-init")):
+        if peak is not None and low > peak:
+            yield f"{name} {low:g} is above --lr {peak:g}. Use {name} {peak / 10:g}."
+    ends = flags.decoupled_lr
+    low = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
+    if ends is not None and low > ends:
+        yield (
+            f"--decoupled-min-lr {low:g} is above --decoupled-lr {ends:g}. "
+            f"Use --decoupled-min-lr {ends / 10:g}."
+        )
+    # The curve needs a batch, and the length in one unit.
+    fits = batch.micro_batch_size and config.data_parallel_size
+    one_length = (batch.train_iters is None) != (batch.train_samples is None)
+    if peak is not None and fits and one_length:
+        yield from ask(lambda: LRSchedule.of(config))
 
 
 def training_problems(config: Config) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megapipe import plan
-from megapipe.checks.run import validate, with_vocabulary
+from megapipe.checks.run import validate
+from megapipe.checks.vocabulary import with_vocabulary
 from megapipe.config import Config
 from megapipe.distributed.device import has_cuda
 from megapipe.plan import Plan

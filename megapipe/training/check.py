@@ -14,7 +14,8 @@ from megapipe.checkpoint.save_load import find_checkpoint, refuse_load, refuse_s
 from megapipe.checkpoint.saved_config import saved_config, with_checkpoint_args
 from megapipe.checks.inputs import answer, ask, machine_problems, path_problems
 from megapipe.checks.machine import on_cpus
-from megapipe.checks.run import flag_problems, tokenizer_problems, validate, vocabulary
+from megapipe.checks.run import flag_problems, validate
+from megapipe.checks.vocabulary import tokenizer_problems, vocabulary
 from megapipe.config import Config, ModelConfig
 from megapipe.config.layers import inline
 from megapipe.data.build import Datasets, Part, build_datasets, build_part, open_parts

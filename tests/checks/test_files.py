@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.checks.run import validate, vocabulary_problems
+from megapipe.checks.run import validate
+from megapipe.checks.vocabulary import vocabulary_problems
 from megapipe.errors import ConfigError
 
 from .sound import config, problem, problems, without

@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.checks.inputs import answer, ask, path_problems
-from megapipe.checks.run import (
-    flag_problems,
-    vocabulary,
-    vocabulary_problems,
-    with_vocabulary,
-)
+from megapipe.checks.run import flag_problems
+from megapipe.checks.vocabulary import vocabulary, vocabulary_problems, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.parts import parts, parts_table
 from megapipe.commands.plan.search.asked import asked_of

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from megapipe.checks.inputs import answer
-from megapipe.checks.run import flag_problems, vocabulary, with_vocabulary
+from megapipe.checks.run import flag_problems
+from megapipe.checks.vocabulary import vocabulary, with_vocabulary
 from megapipe.commands.main import tell
 from megapipe.commands.plan.forecast import Shown, forecast, numbers, report, work_of_stage
 from megapipe.commands.plan.main import save_costs

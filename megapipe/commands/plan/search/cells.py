@@ -9,7 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal
 
-from megapipe.checks.run import flag_problems, vocabulary_problems
+from megapipe.checks.run import flag_problems
+from megapipe.checks.vocabulary import vocabulary_problems
 from megapipe.config import Config, ModelConfig, ParallelConfig
 from megapipe.partition.layout import layout_string
 from megapipe.partition.spans import nearly_even
