@@ -33,7 +33,7 @@ class GatedConv(nn.Module):
         self.out = RowParallelLinear(h, h, tp=tp, bias=config.bias, sequence_parallel=parallel, init_std=std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]."""
+        """Return the output [s, b, h] for the input x [s, b, h]."""
         gate, value = self.gate_value(x).chunk(2, dim=-1)
         past = F.pad(value.permute(1, 2, 0), (WIDTH - 1, 0))  # [b, h/t, WIDTH - 1 + s]
         mixed = F.conv1d(past, self.filters[:, None], groups=len(self.filters)).permute(2, 0, 1)

@@ -81,9 +81,9 @@ _NAMED = re.compile(rf"\bmegapipe ({'|'.join(DOORS)})\b( --nproc (\S+))?")
 
 
 def as_called(text: str) -> str:
-    """Return a text in which a reader can paste the commands that it names.
+    """Return a text with the commands in it spelled so that they run here when pasted.
 
-    text: names commands as `megapipe plan`. In a clone this becomes `python tools/plan.py`.
+    text: spells them as `megapipe plan`. In a clone this becomes `python tools/plan.py`.
     """
     # Whoever has called `megapipe` has it, in a clone too.
     if Path(sys.argv[0]).name.startswith("megapipe") or not in_clone():

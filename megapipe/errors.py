@@ -53,7 +53,7 @@ class ScheduleError(UserError, ValueError):
 
 
 class TrainingError(UserError):
-    """Numbers of a training that cannot be right, and were the same twice."""
+    """A loss or norm that cannot be right, such as NaN, also when the step was run again."""
 
     # Megatron-LM's exit code for this, EXIT_CODE_FAILED_ON_RESULT_VALIDATION.
     exit_code = 17

@@ -79,7 +79,7 @@ class Moved:
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
-        """Leave the module to Python."""
+        """Return None, so that Python makes the module itself."""
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:
@@ -97,7 +97,7 @@ class Moved:
 
 
 def install() -> None:
-    """Let former modules be imported. It comes last: a module that exists is found before."""
+    """Let former modules be imported. A module that exists takes precedence."""
     # Last, so that a module which exists costs nothing more.
     if Moved not in sys.meta_path:
         sys.meta_path.append(Moved)

@@ -143,7 +143,7 @@ def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dic
 
 
 def _decides(name: str, config: Config) -> bool:
-    """Return whether this run's optimizer reads the setting. Muon's momentum only Muon reads."""
+    """Return whether this run's optimizer reads a setting; only Muon reads `muon_momentum`."""
     read_by = note_of(OptimizerConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
 

@@ -41,7 +41,7 @@ class LoadedState:
         iteration: steps so far.
         consumed_train_samples: samples that were trained on.
         consumed_valid_samples: samples that evaluations have read.
-        state: the argument `state` of `save_checkpoint`.
+        state: the rest of the run's state as JSON, which `save_checkpoint` was given.
         schedule: the checkpoint's learning-rate curve if flags ask for it; None for the flags' own.
         other: texts on settings that this run has changed, from `resume.changed_settings`.
     """

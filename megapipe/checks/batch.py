@@ -15,7 +15,8 @@ from megapipe.schedule import SCHEDULES
 def sound_batch(config: Config) -> tuple[Config, list[str]]:
     """Return (a configuration for the other checks, the problems of the batch's flags).
 
-    If there are problems, its batch is one microbatch per data-parallel rank.
+    The configuration is `config`. If there are problems, its batch is replaced by one microbatch
+    per data-parallel rank.
     """
     if not config.batch.micro_batch_size or not config.data_parallel_size:
         return config, []
@@ -77,7 +78,7 @@ def _of_size(config: Config, whole: str, micro: str) -> Iterator[str]:
     """Yield the problems of a constant batch.
 
     Args:
-        whole: the flag that gives the batch size.
+        whole: the flag that gives the batch size, for the text.
         micro: the flag that gives the size of a microbatch.
     """
     batch = config.global_batch_size

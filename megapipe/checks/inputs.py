@@ -72,7 +72,7 @@ def _installed(package: str) -> bool:
 
 
 def checkpoint_problems(config: Config) -> Iterator[str]:
-    """Yield problems of the steps that are kept, and of the ranks that keep states."""
+    """Yield problems of the intervals of checkpoints, and of --replication's groups of ranks."""
     yield from _replica_problems(config)
     every = config.checkpoint.save_interval
     kept = config.checkpoint.save_retain_interval

@@ -101,7 +101,7 @@ def window_problems(config: Config) -> Iterator[str]:
 
 
 def _yarn(model: ModelConfig) -> Iterator[str]:
-    """Yield the problem of a base of rotary frequencies whose logarithm yarn cannot divide by."""
+    """Yield the problem of a --rotary-base of at most 1 under yarn, which divides by its log."""
     if model.position_embedding_type == "yarn" and model.rotary_base <= 1:
         yield (
             f"--rotary-base {model.rotary_base:g}: --position-embedding-type yarn divides by its "
@@ -110,7 +110,7 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def _latent(model: ModelConfig) -> Iterator[str]:
-    """Yield problems of rotary positions in multi-latent attention: an odd width, or its base."""
+    """Yield problems of rotary positions in latent attention: an odd width, a base up to 1."""
     latent = "--multi-latent-attention"
     dim = model.qk_pos_emb_head_dim
     # As in Megatron-LM, YaRN rotates all of these channels.

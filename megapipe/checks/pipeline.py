@@ -74,9 +74,11 @@ def pipeline_problems(config: Config, microbatches: int | None) -> Iterator[str]
 
 
 def table_problem(config: Config, microbatches: int) -> str | None:
-    """Return the error if a step has too many forwards, whose table would take minutes to make.
+    """Return an error if a step has too many forwards, so that its table takes minutes to make.
 
-    Returns None if it has few enough.
+    Args:
+        microbatches: per step and data-parallel rank.
+    Returns: None for a step of a usual size.
     """
     count = forwards(config, microbatches)
     if count <= FORWARDS:
@@ -93,8 +95,8 @@ def _named(schedule: str, text: str) -> str:
     """Return the text of a problem as a sentence that begins with --pipeline-schedule.
 
     Args:
-        schedule: the schedule's name, which then is there once.
-        text: may begin with the name.
+        schedule: the schedule's name.
+        text: the problem. The name is put before it, unless it begins with the name.
     """
     if text.startswith(schedule):
         return f"--pipeline-schedule {text}"

@@ -125,8 +125,8 @@ class Row:
 class Flags(Files):
     """Train one small GPT under every schedule, and compare loss, time, bubble and memory.
 
-    Ranks are processes of this machine with real messages. Where they share cores, a step takes the
-    work of all.
+    Ranks are processes of this machine with real messages. Where ranks share cores, a step's time
+    is the work of all of them.
     """
 
     pp: tuple[int, ...] = (2, 4)

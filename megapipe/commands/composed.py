@@ -181,8 +181,8 @@ def recipe_of(args: Namespace) -> Recipe:
 def with_parts(order: Recipe, args: Namespace) -> Recipe:
     """Return the recipe of an order of passes with the parts that flags add to it.
 
-    They are depths of prediction, split vocabulary, copies to the host, shards, and passes around
-    a step.
+    The parts are depths of multi-token prediction, a split vocabulary, copies to the host, shards
+    of weights, and passes around a step.
     """
     offload = None
     if args.copies or args.copy_ratio:
@@ -263,7 +263,7 @@ def _named(names: Iterable[str], between: str = ", ") -> str:
 
 
 def _order(args: Namespace) -> Recipe:
-    """Return the recipe with only its order: a file, or an entry of the catalogue.
+    """Return a recipe of an order of passes alone: of a file, or an entry of the catalogue.
 
     Raises: ScheduleError for flags that the order does not take, and for flags that it lacks.
     """
@@ -381,7 +381,7 @@ def cutting(args: Namespace) -> Cutting:
 
 
 def _remedied(error: ScheduleError, args: Namespace) -> str:
-    """Return the text of an error, and of --memory that is enough if memory was the problem."""
+    """Return the text of an error; if memory was the problem, with a --memory that is enough."""
     text = str(error)
     problems = text.split("\n  ")
     single = len(problems) == 2

@@ -9,8 +9,8 @@ import time
 class Progress:
     """A bar on stderr, which appears once the work has lasted a second.
 
-    Nothing is shown if stderr is no terminal. Call the object again and again while the work goes
-    on, and once with 1 at its end.
+    Nothing is shown if stderr is no terminal. Call the object with the part of the work that is
+    done, from 0 to 1, again and again; 1 removes the bar.
 
     Attributes:
         shown: whether stderr is a terminal.

@@ -129,6 +129,7 @@ class Picture:
     """A drawn schedule: shown as SVG in a notebook, and as text where it is printed.
 
     Attributes:
+        schedule: the table.
         costs: times of passes and messages.
         memory: a limit to draw, in the unit of `costs.mem_b`; None for none.
     """

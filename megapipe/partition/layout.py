@@ -25,7 +25,8 @@ _ONE = re.compile(r"([EtmL|])\*(\d+)")
 def parse_layout(text: str) -> tuple[int, ...]:
     """Return the number of layers of each stage in a layout string.
 
-    Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
+    E is the embedding, t a layer, m a depth of multi-token prediction, L the loss, and | ends a
+    stage. Commas and spaces are ignored. A stage may be empty, or hold E, m or L alone.
 
     Raises: ConfigError with everything that is wrong.
     """

@@ -15,14 +15,16 @@ from megapipe.distributed.axis import Axis
 
 @dataclass(frozen=True)
 class Back:
-    """The return of all ranks to a generation in memory.
+    """The result of `go_back`: the ranks are back at an earlier step, loaded from memory.
+
+    A generation is the states of all ranks that were copied after the same step.
 
     Attributes:
-        generation: the number of steps before it; None if no generation has all states.
+        generation: the number of steps before the states; None if no generation is complete.
         content: the rest of the state, as in a checkpoint's state.json.
         lost: rank that lost its own memory -> the rank that had a copy of its state. If no
-            generation has all states: rank whose state nobody has -> None.
-        reached: the largest number of steps after which a rank has begun another one.
+            generation is complete: rank whose state nobody has -> None.
+        reached: the most steps that any rank had trained before the ranks went back.
     """
 
     generation: int | None
@@ -34,8 +36,12 @@ class Back:
 def go_back(copies: Copies, world: Axis) -> Back | None:
     """Load the newest generation with the state of every rank. Collective over the world.
 
-    A state whose checksum does not agree with its bytes is not used.
+    A generation is the states of all ranks after the same step. A state whose checksum does not
+    agree with its bytes is not used.
 
+    Args:
+        copies: the states that this rank has in memory.
+        world: the axis of all ranks.
     Returns: None if no rank has any state in memory, as at the start of a run.
     """
     everyone = world.gather_json([copies.reached, copies.listed()])
@@ -63,6 +69,12 @@ def _sources(copies: Copies, world: Axis, generation: int, slot: int) -> dict[in
     """Return the ranks without their own state, and for each the first rank that has it.
 
     None stands for no rank. Collective over the world.
+
+    Args:
+        copies: the states that this rank has in memory.
+        world: the axis of all ranks.
+        generation: the number of steps before the states.
+        slot: 0 or 1, the copy of each rank that has them.
     """
     clique = copies.clique
     own = copies.sound(copies.rank, generation, slot)

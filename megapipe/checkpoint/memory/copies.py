@@ -117,7 +117,7 @@ class Copies:
             wait()
 
     def _send(self, header: dict[str, Any], ended: Future[None]) -> None:
-        """Send the copied state to the clique, and seal what has arrived on both sides.
+        """Send the copied state to the clique, and mark complete states as valid on both sides.
 
         Args:
             header: the header of the slot, without the checksum.
@@ -136,7 +136,7 @@ class Copies:
             ended.set_result(None)
 
     def _exchange(self, header: dict[str, Any], own: Slot) -> None:
-        """Send the state to the others of the clique, and receive and seal theirs.
+        """Send the state to the others of the clique, receive theirs, and mark them as valid.
 
         Raises: CheckpointError if a state has changed on its way.
         """
@@ -174,7 +174,7 @@ class Copies:
     # The states that are found in memory when ranks have started again.
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Return (rank, generation, slot) of each state whose header this rank can read."""
+        """Return (rank, generation, slot) of each state in memory here, by its readable header."""
         found = []
         for rank, pair in self._slots.items():
             for n, slot in enumerate(pair):
@@ -190,17 +190,27 @@ class Copies:
         return self._slots[self.rank][0].reached
 
     def sound(self, rank: int, generation: int, slot: int) -> bool:
-        """Return whether a rank's state is in memory here, undamaged by its checksum."""
+        """Return whether a rank's state is in memory here, undamaged by its checksum.
+
+        Args:
+            rank: the rank of the world.
+            generation: the step count at which the state was copied.
+            slot: 0 or 1, the rank's copy to look at.
+        """
         return self._slots[rank][slot].sound(generation)
 
     def give(self, rank: int, slot: int, to: int) -> None:
-        """Send a rank's state to the rank `to` of the clique, which calls `take`."""
+        """Send a rank's state to the rank `to` of the clique, which calls `take`.
+
+        slot: 0 or 1, the copy of the state to send.
+        """
         source = self._slots[rank][slot]
         self._message("send", source.data, to)
         self._message("send", source.head, to)
 
     def take(self, rank: int, slot: int, generation: int, source: int) -> None:
-        """Receive a rank's state, which the rank `source` gives.
+        """Receive the state of `rank` into its copy `slot`; the rank `source` calls `give`.
+
 
         Raises: CheckpointError if the state has changed on its way.
         """

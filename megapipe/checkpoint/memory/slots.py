@@ -105,7 +105,7 @@ class Slot:
 
     @property
     def reached(self) -> int:
-        """The number of steps that the rank has noted here, to say how many steps were lost."""
+        """The number of steps that the rank has trained, for a report of how many were lost."""
         return int(_REACHED.unpack(self._memory[HEADER - _REACHED.size : HEADER])[0])
 
     @reached.setter

@@ -196,8 +196,8 @@ def _wrong(flags: Flags) -> Iterator[str]:
 def numbers(plan: Plan, config: Config, device: Device) -> dict[str, Any]:
     """Return the plan as JSON: its stages, the peak of each rank, and the step.
 
-    The step has `time` and `bubble` only by FLOPs, and under `predicted` seconds by the rates of
-    the device, with communication; None with --costs.
+    `time` and `bubble` of the step count FLOPs alone. `predicted` has its seconds by the rates of
+    the device, communication included; it is None with --costs.
     """
     place = plan.schedule.placement
     timeline = plan.timeline

@@ -51,7 +51,8 @@ class Layer(NamedTuple):
 
     Attributes:
         model: a model of one layer that has the part, and perhaps more.
-        without: a model of one layer with only that more; None if there is none.
+        without: a model of one layer with only the other parts of `model`, whose work is
+            subtracted; None if `model` has the one part alone.
     """
 
     name: str

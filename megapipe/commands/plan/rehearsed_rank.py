@@ -64,7 +64,7 @@ class Rehearsed:
     copies: Sequence[list[Ran]] = ()
 
     def of(self, step: Sequence[Ran], stages: Sequence[int]) -> list[Ran]:
-        """Return passes or copies renamed, as if another rank had run them: each on its own stage.
+        """Return passes or copies renamed, as if another rank had run them on its stages.
 
         Args:
             step: passes or copies of a step of this rank.

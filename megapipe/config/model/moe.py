@@ -218,7 +218,7 @@ class MoEConfig:
 
     @property
     def capacity_factor(self) -> float | None:
-        """The capacity of an expert over its even share of the tokens; None drops no token."""
+        """The capacity of an expert, as a multiple of its even share; None drops no token."""
         factor = self.moe_expert_capacity_factor
         return None if factor is None or factor < 0 else factor
 

@@ -19,7 +19,7 @@ YARN_ALONE = of_no_layer(
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """The settings of stretched rotary positions. --rotary-base and others are of all of them."""
+    """Settings that stretch rotary positions to longer sequences, such as yarn's."""
 
     rotary_seq_len_interpolation_factor: Annotated[float, ABOVE_0, MUST, TURNED] = 1.0
     """Divide rotary positions by this factor (Chen et al. 2023)."""

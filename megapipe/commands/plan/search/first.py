@@ -17,7 +17,11 @@ _TRIES = 60
 
 
 def usual(asked: Asked) -> Asked | None:
-    """Return the user's restrictions, narrowed to usual plans; None if they allow no such plan."""
+    """Return the user's restrictions, narrowed to usual plans.
+
+    A usual plan has 1F1B and one sequence in a microbatch, without recomputation and shards.
+
+    Returns: None if the restrictions allow no such plan."""
     allowed = {
         axis: asked.among.get(axis, frozenset([value])) & {value} for axis, value in _USUAL.items()
     }

@@ -54,7 +54,8 @@ class Search:
         sketches: the plan of the best step by its key. Steps are extrapolated from short batches.
         best: the plans of the report by their keys, as a run makes them.
         plain: the best plan that neither offloads nor recomputes single activations.
-        tight: plans that need too much memory as they are, to try with such moves.
+        tight: plans that need too much memory, to be tried again with single activations offloaded
+            or recomputed.
         lost: the number of plans that are out, by reason.
         stopped: the user ended the search before its end.
     """

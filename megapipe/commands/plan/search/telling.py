@@ -14,7 +14,7 @@ _EVERY = 10.0
 class Telling:
     """Says on stderr how many plans were looked at, and the best step so far.
 
-    The first line comes with the first plan that fits. Call it as a search's `tell`.
+    The first line comes with the first plan that fits. Pass the object to `search` as `tell`.
     """
 
     def __init__(self) -> None:
