@@ -42,7 +42,7 @@ class GatedConv(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + conv(norm(x)) + mlp(norm(x)): both halves side by side, as in GPT-J."""
+    """A layer: x + conv(norm(x)) + mlp(norm(x)), in parallel as in GPT-J."""
 
     def __init__(self, config: ModelConfig, tp: Axis, number: int) -> None:
         super().__init__()

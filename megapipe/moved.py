@@ -71,7 +71,12 @@ class Moved:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a former module, None for any other name."""
+        """Return the spec of a former module, None for any other name.
+
+        Args:
+            name: the full name of the module to import.
+            path, target: unused arguments of Python's interface.
+        """
         if name.removeprefix("megapipe.") not in MODULES:
             return None
         # A package, because a former module may lie in a former package.

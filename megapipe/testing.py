@@ -257,7 +257,11 @@ def _differences(whole: _Result, ranks: Sequence[_Result], tp: int) -> Iterator[
 def _slice(whole: Tensor, layout: Layout, like: Tensor, tp: int, tp_rank: int) -> Tensor:
     """Return a tensor-parallel rank's part of a whole parameter, in the shape of `like`.
 
-    layout: how the parameter is split. tp: number of tensor-parallel ranks.
+    Args:
+        whole: the whole parameter, in its saved shape.
+        layout: how the parameter is split. tp: number of tensor-parallel ranks.
+        like: this rank's parameter.
+        tp_rank: the tensor-parallel rank.
     """
     return layout.mine(whole.reshape(layout.full), Axis(tp_rank, tp)).reshape(like.shape)
 

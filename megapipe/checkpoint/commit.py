@@ -103,7 +103,12 @@ def newest(root: Path) -> int | None:
 
 
 def require(root: Path, iteration: int) -> None:
-    """Check that the checkpoint named by --ckpt-step exists. Raises: CheckpointError if not."""
+    """Check that the checkpoint named by --ckpt-step exists. Raises: CheckpointError if not.
+
+    Args:
+        root: the folder that holds the checkpoints' folders.
+        iteration: the value of --ckpt-step.
+    """
     there = iterations_in(root)
     if iteration not in there:
         raise CheckpointError(
@@ -112,8 +117,11 @@ def require(root: Path, iteration: int) -> None:
 
 
 def refuse_to_overwrite(root: Path, after: int) -> None:
-    """Check that a run which saves iterations after `after` finds no checkpoint of another run.
+    """Check that a run finds no checkpoint of another run at an iteration that it will save.
 
+    Args:
+        root: the folder of --save.
+        after: the iteration after which the run begins; it saves later ones.
     Raises: CheckpointError if there is one.
     """
     # Later iterations than the pointer's were never announced: a save was cut off before it, or a
@@ -132,6 +140,9 @@ def refuse_to_overwrite(root: Path, after: int) -> None:
 def begin(root: Path, iteration: int) -> Path:
     """Make a fresh temporary folder to write a checkpoint into, and return its path.
 
+    Args:
+        root: the folder of --save.
+        iteration: the checkpoint's iteration.
     Raises: CheckpointError if another run saves in `root`, or if there is no room.
     """
     # It loads torch, which a writer's process does not need.
@@ -177,6 +188,8 @@ def clear(root: Path) -> list[str]:
 
     No other run may be saving there.
 
+    Args:
+        root: the folder of --save.
     Returns: the names of the removed ones.
     """
     found = sorted(root.glob("iter_*.tmp-*"))
@@ -199,7 +212,12 @@ def aside(final: Path, why: str) -> Path:
 
 
 def digest(folder: Path, names: Iterable[str]) -> dict[str, Digest]:
-    """Wait until files that were just written are on the disk, and return name -> digest."""
+    """Return name -> digest of files, once they are on the disk.
+
+    Args:
+        folder: the folder of the files, which were just written.
+        names: the names of the files.
+    """
     found = {}
     for name in names:
         # torch's writer syncs before it has flushed: the end of a file, less than a block of the

@@ -193,7 +193,11 @@ def _in_turn(root: Path) -> Iterator[None]:
 
 
 def refuse_living(root: Path) -> None:
-    """Check that a folder has no owner that lives. Raises: CheckpointError if it has."""
+    """Check that a folder has no owner that lives. Raises: CheckpointError if it has.
+
+    Args:
+        root: the folder, see `Lock`.
+    """
     owner = _read(root / NAME)
     if owner is not None and _lives(root / NAME, owner, TIMEOUT_S):
         raise _anothers(root, owner)
@@ -211,6 +215,8 @@ def refuse_others(root: Path) -> None:
 
     Another process may have taken the folder over while this one was stopped.
 
+    Args:
+        root: the folder, see `Lock`.
     Raises: CheckpointError if it has another owner.
     """
     owner = _read(root / NAME)
@@ -302,7 +308,11 @@ def _system() -> str | None:
 
 
 def _born(pid: int) -> str | None:
-    """Return the start of a process in the kernel's ticks; None if no such process runs."""
+    """Return when a process started, in the kernel's ticks; None if no such process runs.
+
+    Args:
+        pid: the process id.
+    """
     try:
         # A command's name stands in parentheses, and may have spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -48,9 +48,9 @@ _ROTARY = (
 
 
 def settings(config: Config, schedule: LRSchedule | None = None) -> dict[str, Any]:
-    """Return the learning-rate curve and the weight decay by name, as state.json has them.
+    """Return the settings of the learning-rate curve and of the weight decay, by name.
 
-    They correspond to Megatron-LM's opt_param_scheduler.
+    state.json has them in this form. They correspond to Megatron-LM's opt_param_scheduler.
 
     Args:
         config: the flags of this run.
@@ -143,7 +143,11 @@ def _other_contents(contents: Mapping[str, str], here: Mapping[str, str]) -> dic
 
 
 def _decides(name: str, config: Config) -> bool:
-    """Return whether this run's optimizer reads a setting; only Muon reads `muon_momentum`."""
+    """Return whether this run's optimizer reads a setting; only Muon reads `muon_momentum`.
+
+    Args:
+        name: the setting's field in OptimizerConfig.
+    """
     read_by = note_of(OptimizerConfig, ReadBy).get(name)
     return read_by is None or not read_by.where(config)
 
@@ -340,7 +344,13 @@ def _of_attention(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without settings of latents, and of yarn where it does not stretch."""
+    """Return the fields without settings that this model's heads do not use.
+
+    Settings of multi-head latent attention are left out. So are YaRN's, without YaRN.
+
+    Args:
+        fields: fields of ModelConfig by name.
+    """
     names = [name for name in MLAConfig.__dataclass_fields__ if name not in _STRETCH]
     if model.position_embedding_type == "yarn":
         return _without(fields, names)

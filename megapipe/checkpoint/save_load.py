@@ -312,13 +312,16 @@ def content_of(
     optimizer: Optimizer | None,
     schedule: LRSchedule | None,
 ) -> dict[str, Any]:
-    """Return what changes during a run in state.json, all content of a checkpoint but tensors.
+    """Return the part of state.json that changes during a run.
+
+    With the tensors it is the whole state of the run.
 
     Args:
         iteration: steps so far.
         state: other state of the run, see `save_checkpoint`.
-        kept: the optimizer whose state is saved; None if it is left out.
-        optimizer: None if nothing is trained.
+        config: the flags of this run.
+        kept: the optimizer, if its state is saved too; else None.
+        optimizer: the optimizer; None if nothing is trained.
         schedule: the learning-rate curve in use; None for the curve of the flags.
     """
     return {

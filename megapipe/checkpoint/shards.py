@@ -151,6 +151,9 @@ def from_twins(stages: Sequence[nn.Module], mesh: ProcessMesh) -> None:
     """Receive the second copy of a shared vocabulary, under DualPipe, from the mirrored rank.
 
     The mirrored rank has read its own part of the vocabulary. No file has a second copy.
+
+    Args:
+        stages: this rank's stages, whose second copy is filled.
     """
     params = dict(pair for stage in stages for pair in stage.named_parameters())
     if not any(_of_twin(layout_of(param), mesh) for param in params.values()):
@@ -184,7 +187,11 @@ def loadable(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the full shape and dtype of each tensor by key, as errors print them."""
+    """Return the full shape and dtype of each tensor by key, as errors print them.
+
+    Args:
+        tensors: the tensors by key, see `tensors_of`.
+    """
     return {key: _fact(list(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
 
 

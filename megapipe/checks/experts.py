@@ -155,7 +155,10 @@ def _balance(model: ModelConfig) -> Iterator[str]:
 def _limits(model: ModelConfig, batch: BatchConfig) -> Iterator[str]:
     """Yield the problem of a --moe-expert-capacity-factor that is too small.
 
-    It drops every token, or leaves an expert less than one.
+    With such a factor every token is dropped, or an expert takes less than one.
+
+    Args:
+        batch: the flags of batch and sequence, which give the number of tokens.
     """
     factor = model.moe_expert_capacity_factor
     if factor is None or factor < 0:

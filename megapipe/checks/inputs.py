@@ -184,6 +184,8 @@ def machine_problems(config: Config, has_cuda: bool) -> Iterator[str]:
 def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
     """Return the result of a function, or the texts of the ConfigError or ScheduleError in it.
 
+    Args:
+        question: a function without arguments.
     Returns: (result, []) or (None, texts).
     """
     try:
@@ -193,5 +195,9 @@ def answer(question: Callable[[], T]) -> tuple[T | None, list[str]]:
 
 
 def ask(question: Callable[[], object]) -> list[str]:
-    """Call a function and return the texts of the error that it raises; [] for none."""
+    """Call a function and return the texts of the error that it raises; [] for none.
+
+    Args:
+        question: a function without arguments, whose result is ignored.
+    """
     return answer(question)[1]

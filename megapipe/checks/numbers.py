@@ -37,7 +37,12 @@ def check_numbers(config: Config) -> tuple[Config, list[str]]:
 
 
 def division(value: int, by: int) -> str:
-    """Return a division with its remainder as text, such as 30 = 4 x 7 + 2."""
+    """Return a division with its remainder as text, such as 30 = 4 x 7 + 2.
+
+    Args:
+        value: the dividend.
+        by: the divisor.
+    """
     return f"{value} = {by} x {value // by} + {value % by}"
 
 
@@ -47,7 +52,12 @@ def divisors(value: int) -> list[int]:
 
 
 def near(value: int, multiple_of: int) -> str:
-    """Return the two multiples next to a value as text: below, if above 0, and above it."""
+    """Return the two multiples next to a value as text: below, if above 0, and above it.
+
+    Args:
+        value: the number.
+        multiple_of: the number whose multiples are meant.
+    """
     low = value // multiple_of * multiple_of
     # 0 would be a remedy that the next start refuses.
     return f"{low} or {low + multiple_of}" if low else str(multiple_of)

@@ -240,6 +240,10 @@ def _rank(runs: list[tuple[Config, Plan]], steps: int) -> list[Row]:
 def _train(mesh: ProcessMesh, config: Config, plan: Plan, data: Datasets, steps: int) -> Row:
     """Train one warm-up step and `steps` measured steps.
 
+    Args:
+        mesh: this rank's mesh.
+        data: the training samples.
+        steps: the number of measured steps.
     Returns: the row of the table, which is equal on all ranks.
     """
     training = Training(
@@ -303,6 +307,8 @@ def _bubble(ranks: list[list[Ran]]) -> float:
 def _count_sent(transport: Transport) -> list[int]:
     """Count the bytes that this rank posts to send from now on.
 
+    Args:
+        transport: posts this rank's messages; it is changed so that it counts.
     Returns: a list of one number, which grows with every message.
     """
     total = [0]
@@ -320,6 +326,7 @@ def to_markdown(rows: list[Row], columns: dict[str, str] = COLUMNS) -> str:
     """Return a markdown table with a line for each row.
 
     Args:
+        rows: the measurements of each schedule.
         columns: the title of each column by the field of Row: COLUMNS, or COLUMNS and WHY.
     """
     right_aligned = "---:|" * (len(columns) - 2)
@@ -342,6 +349,7 @@ def draw(rows: list[Row], files: Files) -> dict[Path, bytes]:
     predicted to begin.
 
     Args:
+        rows: the measurements of each schedule.
         files: the paths and the size of the figure, by the flags.
     """
     about = (

@@ -234,8 +234,8 @@ def stated(costs: Costs, args: Namespace) -> Costs:
 def _only_costs(args: Namespace) -> list[str]:
     """Clear each flag whose passes the file already has. Return a line for each of these flags.
 
-    So `show` reads the file that it has written with the flags that it was written with. The
-    numbers of these flags must have been put into the costs before, by `stated`.
+    So `show` takes a file that it wrote, together with the flags of that call. `stated` must have
+    put the numbers of these flags into the costs before.
     """
     notes: list[str] = []
     given = [flag for flag in _PASSES if getattr(args, flag) is not None]

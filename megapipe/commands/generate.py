@@ -186,8 +186,10 @@ def _next_logits(model: nn.Module, tokens: Tensor, vocab_size: int, flags: Flags
 
 
 def _tokenizer(saved: DataConfig, flags: Flags) -> DataConfig:
-    """Return the training's tokenizer with the changes of the flags.
+    """Return the settings of the training's tokenizer, changed by the flags.
 
+    Args:
+        saved: the settings in the checkpoint.
     Raises: ConfigError for a file that this kind of tokenizer does not read.
     """
     files = ("tokenizer_model", "vocab_file", "merge_file")

@@ -14,7 +14,7 @@ from megapipe.flags.parse import parse, split_among
 
 @dataclass(frozen=True)
 class Launch:
-    """The flags of the launcher that starts the ranks, in addition to the flags of a run."""
+    """The flag of the launcher, in addition to the flags of a run: --nproc ranks are started."""
 
     nproc: int = 1
     """Number of processes to start on this machine, with torchrun's launcher."""

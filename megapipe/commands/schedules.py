@@ -267,7 +267,11 @@ def _refuse_with_pairs(args: Namespace, parts: Recipe, figure: Files) -> None:
 
 
 def _print_points(points: Sequence[Comparison]) -> None:
-    """Print the table and the advice for each combination of sizes and costs."""
+    """Print the table and the advice for each combination of sizes and costs.
+
+    Args:
+        points: the comparison at each combination.
+    """
     width, _ = shutil.get_terminal_size((100, 24))
     for n, point in enumerate(points):
         if len(points) > 1:

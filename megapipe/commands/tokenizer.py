@@ -150,5 +150,9 @@ def train(text: Sequence[str], flags: Flags) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """Return the last sentence of SentencePiece's message, without source file and condition."""
+    """Return the last sentence of SentencePiece's message, without source file and condition.
+
+    Args:
+        error: the error that SentencePiece raised.
+    """
     return str(error).split("] ")[-1].strip() or str(error)

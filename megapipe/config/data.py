@@ -34,7 +34,7 @@ TokenizerType = Literal[
 
 
 def of_tokenizer(instead: str, *kinds: str) -> Idle:
-    """Return a note for a field that only these kinds of tokenizer read.
+    """Return the annotation of a field that only these kinds of tokenizer read.
 
     With another kind the flag has no effect.
 

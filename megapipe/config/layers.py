@@ -122,8 +122,11 @@ def parse_overrides(text: str, num_layers: int) -> Overrides:
 
 
 def _layers(text: str, num_layers: int) -> list[int] | None:
-    """Return the layers that a text such as "0-3,7" lists.
+    """Return the layers that a text such as "0-3,7" lists; None if it is no such list.
 
+    Args:
+        text: the text.
+        num_layers: the number of layers; their numbers are 0 to num_layers - 1.
     Returns None if it is no list of layers of this model.
     """
     text = text.replace(" ", "")

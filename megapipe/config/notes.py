@@ -62,14 +62,14 @@ def _notes(cls: type) -> dict[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Spelled:
-    """The note of a field whose flag is not the field's name with dashes."""
+    """The annotation of a field whose flag is not the field's name with dashes."""
 
     flag: str
 
 
 @dataclass(frozen=True)
 class _NoFlag:
-    """The note of a field that has no flag, as megapipe sets it itself."""
+    """The annotation of a field that has no flag, as megapipe sets it itself."""
 
 
 NO_FLAG = _NoFlag()
@@ -77,7 +77,7 @@ NO_FLAG = _NoFlag()
 
 @dataclass(frozen=True)
 class Required:
-    """The note of a field whose flag every run needs.
+    """The annotation of a field whose flag every run needs.
 
     Attributes:
         example: a value that the error proposes.
@@ -88,7 +88,7 @@ class Required:
 
 @dataclass(frozen=True)
 class Range:
-    """The note that says which numbers a flag accepts. Infinity never fits.
+    """An annotation that says which numbers a flag accepts; infinity is never one of them.
 
     Attributes:
         words: the rule, for errors.
@@ -118,7 +118,7 @@ def flag(field: str, cls: type | None = None) -> str:
 
 
 def at_least(least: int) -> Range:
-    """Return the note that accepts numbers from `least` on."""
+    """Return the annotation that accepts numbers from `least` on."""
     return Range(f"at least {least}", lambda v: v >= least)
 
 
@@ -135,7 +135,7 @@ CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
 
 
 class Resume(StrEnum):
-    """The note that says how --load treats a value that differs from the checkpoint's."""
+    """An annotation that says how --load treats a value that differs from the checkpoint's."""
 
     MUST = "must match"
     """Refuse it: the weights would have another meaning."""
@@ -156,7 +156,7 @@ MUST, CURVE, CONTENTS, NAMED, MICROBATCH, FREE = Resume
 
 @dataclass(frozen=True)
 class Idle:
-    """The note of a flag that has no effect in some runs.
+    """The annotation of a flag that has no effect in some runs.
 
     Attributes:
         where: takes a Config, and returns whether the flag has no effect in it.
@@ -169,7 +169,7 @@ class Idle:
 
 
 def of_no_layer(where: Callable[[Any], bool], text: str) -> Idle:
-    """Return the note of a flag that has no effect in some models.
+    """Return the annotation of a flag that has no effect in some models.
 
     --per-layer-overrides can give single layers other settings, so with it the flag counts as used.
 
@@ -184,7 +184,7 @@ def of_no_layer(where: Callable[[Any], bool], text: str) -> Idle:
 
 
 def needs(fields: str, instead: str, *values: object, least: int | None = None) -> Idle:
-    """Return the note of a flag that has no effect without another flag.
+    """Return the annotation of a flag that has no effect without another flag.
 
     Args:
         fields: the other flags' fields, separated by spaces. One of them is enough.
@@ -219,7 +219,7 @@ def needs(fields: str, instead: str, *values: object, least: int | None = None) 
 
 @dataclass(frozen=True)
 class Refused:
-    """The note of a flag that is refused in some runs, if it is given.
+    """The annotation of a flag that is refused in some runs, if it is given.
 
     Attributes:
         text: the sentence with its remedy. The first {} is the flag as typed, the second the other.
@@ -239,7 +239,7 @@ def excludes(
     remedy: str = "Leave one out.",
     where: Callable[[Any], bool] = lambda config: True,
 ) -> Refused:
-    """Return the note of a flag that is refused together with any of the others.
+    """Return the annotation of a flag that is refused together with any of the others.
 
     Args:
         others: the other flags' fields, separated by spaces.
@@ -251,7 +251,7 @@ def excludes(
 
 
 def demands(fields: str, *values: object, says: str = "", least: int | None = None) -> Refused:
-    """Return the note of a flag that is refused without another flag.
+    """Return the annotation of a flag that is refused without another flag.
 
     Args:
         fields: the other flags' fields, separated by spaces. One of them is enough.
@@ -282,14 +282,14 @@ def either(choices: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class ReadBy(Idle):
-    """The note of a field that only some optimizers read.
+    """The annotation of a field that only some optimizers read.
 
     An optimizer of the user's own may read any field.
     """
 
 
 def read_by(*optimizers: str, instead: str) -> ReadBy:
-    """Return the note of a field that only these optimizers read.
+    """Return the annotation of a field that only these optimizers read.
 
     Args:
         optimizers: names of --optimizer.

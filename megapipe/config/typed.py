@@ -52,7 +52,11 @@ def shown(value: object) -> str:
 
 
 def words(kind: Any) -> str:
-    """Return the name of a type, as it stands in a sentence."""
+    """Return the name of a type, as it stands in a sentence.
+
+    Args:
+        kind: the type, such as `int | None`.
+    """
     inner = get_args(kind)
     if get_origin(kind) is Literal:
         return " or ".join(map(str, inner))

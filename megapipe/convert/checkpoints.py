@@ -140,6 +140,7 @@ def write_checkpoint(
     """Write TARGET/iter_NNNNNNN and return it. After a crash it is complete or not there.
 
     Args:
+        target: TARGET, the folder that holds the checkpoints' folders.
         config: the configuration that the checkpoint records.
         tensors: (megapipe's name, whole tensor in its saved shape). They are made one at a time.
         state: the progress of the run, as JSON. Default: the beginning of a run.

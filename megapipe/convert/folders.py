@@ -29,7 +29,12 @@ def copy_others(source: Path, target: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of JSON, and wait until it is on disk."""
+    """Write a file of JSON, and wait until it is on disk.
+
+    Args:
+        path: the file.
+        content: the object to write.
+    """
     commit.write_durably(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -38,7 +38,12 @@ Progress = Callable[[int, int], None]
 
 
 def counted(items: Sequence[T], progress: Progress) -> Iterator[T]:
-    """Yield each item, calling progress(done, total) before every item and once at the end."""
+    """Yield each item, and report progress before every item and once at the end.
+
+    Args:
+        items: the items.
+        progress: called with (number of items done, number of all items).
+    """
     for done, item in enumerate(items):
         progress(done, len(items))
         yield item
@@ -86,7 +91,11 @@ class SavedTensors:
                 self.shapes[key] = tuple(fact.size)
 
     def read(self, key: str) -> Tensor:
-        """Return the whole tensor of a name, on the CPU."""
+        """Return the whole tensor of a name, on the CPU.
+
+        Args:
+            key: the tensor's name in the files.
+        """
         tensor = torch.empty(self.shapes[key], dtype=self.dtypes[key])
         for path, offsets in self._parts[key]:
             with safe_open(path, framework="pt") as file:
@@ -161,7 +170,11 @@ class ShardWriter:
         return [*names, INDEX]
 
     def _path(self, shard: int) -> Path:
-        """Return the path of a file before `close` names it."""
+        """Return the path of a file before `close` names it.
+
+        Args:
+            shard: the number of the file, from 0.
+        """
         return self.folder / f"unfinished-{shard}"
 
     def _flush(self) -> None:

@@ -42,11 +42,13 @@ class BlendedDataset:
 
 
 def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return the prefixes and the normalised weights of a --data-path list: weight prefix ...
+    """Return (prefixes, normalised weights) of a --data-path list: weight prefix ...
 
     In a list of odd length, or without a number in the place of any weight, all items are prefixes.
     The weights are then None. Megatron's `get_blend_from_list` decides in the same way.
 
+    Args:
+        data_path: the words of the list.
     Raises: DataError for an empty list, or if only some items in the places of weights are positive
         numbers.
     """

@@ -164,6 +164,9 @@ def reads(config: Config, data: Datasets) -> str:
 def _open(blend: Blend, tokenizer: Tokenizer) -> list[TokenSource]:
     """Open and check the files of a blend.
 
+    Args:
+        blend: the blend.
+        tokenizer: the tokenizer that must have written the files.
     Raises: DataError with the problems of all files.
     """
     sources: list[TokenSource] = []
@@ -258,6 +261,9 @@ def _refuse_empty(
 def build_part(config: Config, tokenizer: Tokenizer, part: Part) -> TokenDataset:
     """Order the samples of one part that `open_parts` has returned, and blend its sources.
 
+    Args:
+        tokenizer: its number of ids bounds the tokens.
+        part: a part from `open_parts`.
     Raises: DataError for files that have too few samples.
     """
     members, blend, wanted = part

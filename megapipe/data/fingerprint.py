@@ -43,6 +43,8 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
     """Write PREFIX.tokenizer.json for the pair PREFIX.bin and PREFIX.idx.
 
     Args:
+        prefix: PREFIX.
+        tokenizer: the tokenizer that wrote the pair.
         kind: the value of --tokenizer-type, for the message of a later run.
     """
     facts = {
@@ -55,7 +57,11 @@ def write_fingerprint(prefix: str, tokenizer: Tokenizer, kind: str) -> None:
 
 
 def forget_fingerprint(prefix: str) -> None:
-    """Delete the fingerprint of a former PREFIX.bin and PREFIX.idx."""
+    """Delete the fingerprint of a former PREFIX.bin and PREFIX.idx.
+
+    Args:
+        prefix: PREFIX.
+    """
     with writing(prefix):
         _path(prefix).unlink(missing_ok=True)
 
@@ -64,6 +70,10 @@ def foreign(prefix: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a problem if PREFIX.bin was written by a tokenizer that produces other ids.
 
     Nothing is yielded if PREFIX has no fingerprint file, as after preprocessing by Megatron-LM.
+
+    Args:
+        prefix: PREFIX.
+        tokenizer: the tokenizer of the run.
     """
     # A NullTokenizer accepts any ids; `refuse_foreign_tokens` checks that none is too large.
     if isinstance(tokenizer, NullTokenizer) or not _path(prefix).is_file():

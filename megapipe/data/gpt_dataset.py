@@ -115,7 +115,13 @@ def build_indices(
 
 
 def _shuffle(values: NDArray[Any], cut: int, random: np.random.RandomState) -> None:
-    """Shuffle values[:cut] and values[cut:] in place, each within itself."""
+    """Shuffle values[:cut] and values[cut:] in place, each within itself.
+
+    Args:
+        values: the array.
+        cut: the index that separates the two ranges.
+        random: the generator.
+    """
     random.shuffle(values[:cut])
     random.shuffle(values[cut:])
 

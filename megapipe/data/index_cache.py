@@ -122,6 +122,11 @@ def _build_locked(entry: Path, lock: Path, build: Callable[[], None]) -> None:
     """Build the cache entry unless it exists by now, and delete the lock file.
 
     The lock file is touched every few seconds meanwhile, so that others see this process live.
+
+    Args:
+        entry: the folder of the entry.
+        lock: the lock file, which this process has made.
+        build: writes the entry.
     """
     done = threading.Event()
     threading.Thread(target=_beat, args=(lock, done), daemon=True).start()
@@ -179,7 +184,11 @@ def _take_away(lock: Path, seen: tuple[str, int]) -> bool:
 
 
 def _dead(holder: str) -> bool:
-    """Return whether "host pid" names a process of this machine that does not run any more."""
+    """Return whether a process of this machine does not run any more.
+
+    Args:
+        holder: "host pid". A process of another machine counts as alive.
+    """
     host, _, pid = holder.rpartition(" ")
     if host != socket.gethostname() or not pid.isdecimal():
         return False

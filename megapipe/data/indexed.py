@@ -48,7 +48,11 @@ _REMEDY = "Write it again with megapipe preprocess."
 
 
 def token_dtype(vocab_size: int) -> type[np.number[Any]]:
-    """Return the type in which Megatron's preprocessing writes the ids of this vocabulary."""
+    """Return the type in which Megatron's preprocessing writes the ids of this vocabulary.
+
+    Args:
+        vocab_size: the number of ids.
+    """
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
@@ -130,6 +134,8 @@ class IndexedDataset:
 def glance(prefix: str) -> None:
     """Check a pair without reading its whole index: the header, the sizes and the last sequence.
 
+    Args:
+        prefix: the path without .bin or .idx.
     Raises: DataError, as `IndexedDataset` does, which checks every entry.
     """
     idx = Path(f"{prefix}.idx")
@@ -186,6 +192,8 @@ def _refuse_missing(prefix: str, missing: list[Path]) -> None:
 def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
     """Return (dtype, number S of sequences, length D of the array of documents) of an index.
 
+    Args:
+        idx: the .idx file.
     Raises: DataError for a header that is wrong or does not agree with the size of the file.
     """
     size = idx.stat().st_size
@@ -284,7 +292,12 @@ def _check_index(
 
 
 def _damaged(path: Path, problem: str) -> DataError:
-    """Return the error for a file that is damaged."""
+    """Return the error for a file that is damaged.
+
+    Args:
+        path: the file.
+        problem: the damage, in words.
+    """
     return DataError(
         f"{path} {problem}. It is damaged or incomplete: copy it again or make it with megapipe "
         "preprocess."

@@ -338,6 +338,7 @@ class Batches:
         """Let the threads read a step's microbatches, and return a future for each.
 
         Args:
+            pool: the threads.
             starts: the samples consumed before each microbatch.
         """
         return [pool.submit(self._read, start) for start in starts]

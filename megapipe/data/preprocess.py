@@ -130,7 +130,11 @@ def preprocess(
 
 
 def _bad_keys(keys: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each key that cannot name its pair of files."""
+    """Yield a problem for each key that cannot name its pair of files.
+
+    Args:
+        keys: the values of --json-keys.
+    """
     for key in dict.fromkeys(keys):
         if keys.count(key) > 1:
             yield (
@@ -163,6 +167,10 @@ def _encoded(
 
     At most 2 x workers chunks are in flight, so that the input may be larger than memory.
 
+    Args:
+        chunks: lists of documents.
+        encoding: the tokenizer's flags, and the keys of the texts.
+        workers: number of worker processes.
     Raises: DataError if a worker process dies.
     """
     waiting: deque[Future[_Encoded]] = deque()
@@ -225,6 +233,10 @@ def _ids(
 ) -> NDArray[Any]:
     """Return the ids of one document as an array of `dtype`.
 
+    Args:
+        append_eod: append the end-of-document id, unless the document is empty.
+        dtype: the type of the ids in the file.
+        raw: the document, for the error.
     Raises: DataError with the place of `raw` if the tokenizer refuses the text.
     """
     try:

@@ -51,7 +51,12 @@ class Blend:
 
 
 def said(flag: str, problems: Sequence[str]) -> list[str]:
-    """Return texts of problems with the flag that was typed in place of --data-path."""
+    """Return the texts of problems, with the user's own flag in place of --data-path.
+
+    Args:
+        flag: the flag that the user typed.
+        problems: texts that name --data-path.
+    """
     # Questions about a prefix are asked for all ways to give it, and name the usual flag.
     return [problem.replace(_FLAG, flag) for problem in problems]
 
@@ -141,14 +146,22 @@ def refuse_cut_off(files: Mapping[str, tuple[int, int]]) -> None:
 
 
 def _sizes(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return (inode, bytes) of the files that exist, by path."""
+    """Return (inode, bytes) of the files that exist, by path.
+
+    Args:
+        paths: the files to look for.
+    """
     # A missing file is no problem here: an open one can still be read.
     found = {path: os.stat(path) for path in paths if os.path.exists(path)}
     return {path: (status.st_ino, status.st_size) for path, status in found.items()}
 
 
 def _of_part(data: DataConfig, part: str) -> tuple[str, ...]:
-    """Return the value of --train-data-path, --valid-data-path or --test-data-path."""
+    """Return the value of --train-data-path, --valid-data-path or --test-data-path.
+
+    Args:
+        part: train, valid or test.
+    """
     value: tuple[str, ...] = getattr(data, f"{part}_data_path")
     return value
 

@@ -39,6 +39,8 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
     Files named .jsonl, .json or .ndjson hold one document per line; blank lines are skipped. A file
     may be compressed, with .gz after its name.
 
+    Args:
+        paths: the files.
     Raises: DataError for a file that cannot be read.
     """
     for path in paths:
@@ -53,6 +55,8 @@ def raw_documents(paths: Sequence[str]) -> Iterator[RawDocument]:
 def text_bytes(paths: Sequence[str]) -> int:
     """Return the uncompressed size of all files in bytes; pipes and devices count as 0.
 
+    Args:
+        paths: the files.
     Raises: DataError for a file that cannot be read.
     """
     total = 0
@@ -92,6 +96,9 @@ def _documents_of(path: str) -> Iterator[RawDocument]:
 def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
     """Return the texts of a document under `keys`; a plain text file has the one key "text".
 
+    Args:
+        raw: the document.
+        keys: the names of the texts in a line of JSON.
     Raises: DataError that says the file, the line and the problem.
     """
     if raw.line is None:
@@ -121,6 +128,8 @@ def texts(raw: RawDocument, keys: Sequence[str]) -> list[str]:
 def _decoded(raw: RawDocument) -> str:
     """Return the content as text.
 
+    Args:
+        raw: the document.
     Raises: DataError if it is not UTF-8.
     """
     try:
@@ -134,6 +143,10 @@ def _decoded(raw: RawDocument) -> str:
 def _text(raw: RawDocument, record: dict[str, object], key: str) -> str:
     """Return the text under one key of a line.
 
+    Args:
+        raw: the document, for the error.
+        record: the JSON object of its line.
+        key: the name of the text.
     Raises: DataError if the key is missing or its value cannot be encoded.
     """
     text = record.get(key)

@@ -56,7 +56,11 @@ def values(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """Return the string below a field in its class, in one line; empty if there is none."""
+    """Return the string below a field in its class, in one line; empty if there is none.
+
+    Args:
+        flag: the flag, whose field it is.
+    """
     return " ".join(_docstrings(flag.owner).get(flag.field, "").split())
 
 
@@ -102,7 +106,10 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def _prose(text: str, width: int) -> Iterator[str]:
-    """Yield the lines of paragraphs, each filled; an indented paragraph keeps its lines."""
+    """Yield the lines of a text, each paragraph wrapped to `width` columns.
+
+    An indented paragraph keeps its lines.
+    """
     for n, paragraph in enumerate(text.split("\n\n")):
         if n:
             yield ""

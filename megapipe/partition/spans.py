@@ -127,6 +127,10 @@ def nearly_even(num_layers: int, chain: int) -> tuple[int, ...]:
     """Return the number of layers on each of `chain` successive stages, as even as possible.
 
     The first stages get one more if needed.
+
+    Args:
+        num_layers: layers of the model.
+        chain: the number of stages.
     """
     count, rest = divmod(num_layers, chain)
     return tuple(count + (position < rest) for position in range(chain))
@@ -137,6 +141,7 @@ def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) ->
 
     Args:
         num_layers: layers of the model.
+        placement: the rank of each stage.
         embedding, loss: count it as a layer, so that its stage gets one less.
     Raises: ConfigError if the layers do not divide.
     """
@@ -159,7 +164,12 @@ def _even(num_layers: int, placement: Placement, embedding: bool, loss: bool) ->
 
 
 def _uneven(num_layers: int, placement: Placement) -> str:
-    """Return the remedies that keep the number of layers, as the end of an error message."""
+    """Return the remedies that keep the number of layers, as the end of an error message.
+
+    Args:
+        num_layers: layers of the model.
+        placement: the rank of each stage.
+    """
     ways = []
     # Counting both ends as layers may make the numbers divide.
     if (num_layers + 2) % placement.chain == 0:
@@ -180,6 +190,8 @@ def _by_ends(
     """Return the number of layers of each stage, for given numbers on the first and the last rank.
 
     Args:
+        num_layers: layers of the model.
+        placement: the rank of each stage.
         first, last: layers of the first and of the last pipeline rank; None if not given.
     Raises: ConfigError, with the nearest numbers that work, if they do not divide.
     """
@@ -205,6 +217,10 @@ def _ends(
     """Return the number of layers of each stage; None if the given numbers do not divide.
 
     first, last: layers of the first and of the last pipeline rank; None if not given.
+
+    Args:
+        num_layers: layers of the model.
+        placement: the rank of each stage.
     """
     ranks = placement.rank_of[: placement.chain]
     ends = ((0, first), (placement.num_ranks - 1, last))
@@ -256,6 +272,11 @@ def _nearest(
     """Return (first, last), the layers closest to the given ones that divide; None without any.
 
     A number that is not given stays None in the pair.
+
+    Args:
+        num_layers: layers of the model.
+        placement: the rank of each stage.
+        first, last: the given layers of the first and of the last pipeline rank.
     """
     ranks = placement.num_ranks
     if ranks == 1:

@@ -138,6 +138,9 @@ class Copies:
     def _exchange(self, header: dict[str, Any], own: Slot) -> None:
         """Send the state to the others of the clique, receive theirs, and mark them as valid.
 
+        Args:
+            header: the header of this rank's slot, with the checksum of its state.
+            own: the slot with this rank's state.
         Raises: CheckpointError if a state has changed on its way.
         """
         axis = self.clique.axis
@@ -174,7 +177,11 @@ class Copies:
     # The states that are found in memory when ranks have started again.
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """Return (rank, generation, slot) of each state in memory here, by its readable header."""
+        """Return (rank, generation, slot) of each state in memory here, by its readable header.
+
+        The generation is the number of steps before the state. The slot is 0 or 1, one of two
+        copies.
+        """
         found = []
         for rank, pair in self._slots.items():
             for n, slot in enumerate(pair):
@@ -194,24 +201,31 @@ class Copies:
 
         Args:
             rank: the rank of the world.
-            generation: the step count at which the state was copied.
+            generation: the number of steps before the state.
             slot: 0 or 1, the rank's copy to look at.
         """
         return self._slots[rank][slot].sound(generation)
 
     def give(self, rank: int, slot: int, to: int) -> None:
-        """Send a rank's state to the rank `to` of the clique, which calls `take`.
+        """Send a rank's state to another rank of the clique, which receives it by `take`.
 
-        slot: 0 or 1, the copy of the state to send.
+        Args:
+            rank: the rank whose state it is.
+            slot: 0 or 1, the copy that is sent.
+            to: the rank that receives.
         """
         source = self._slots[rank][slot]
         self._message("send", source.data, to)
         self._message("send", source.head, to)
 
     def take(self, rank: int, slot: int, generation: int, source: int) -> None:
-        """Receive the state of `rank` into its copy `slot`; the rank `source` calls `give`.
+        """Receive a rank's state, which another rank sends by `give`.
 
-
+        Args:
+            rank: the rank whose state it is.
+            slot: 0 or 1, the copy that is written here.
+            generation: the number of steps before the state.
+            source: the rank of the clique that sends.
         Raises: CheckpointError if the state has changed on its way.
         """
         target = self._slots[rank][slot]
@@ -230,9 +244,13 @@ class Copies:
         getattr(axis.group, way)([x], axis.ranks.index(other), 3).wait()
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:
-        """Copy this rank's tensors of a generation back into the run, and return its other state.
+        """Copy this rank's tensors from memory back into the run, and return its other state.
 
-        All other generations are dropped. They may be newer, of a run that does not go on.
+        States of other steps are dropped. They may be newer, of a run that does not go on.
+
+        Args:
+            generation: the number of steps before the state.
+            slot: 0 or 1, the copy that has this state.
         """
         for pair in self._slots.values():
             for one in pair:

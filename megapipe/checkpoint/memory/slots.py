@@ -97,7 +97,13 @@ class Slot:
             return zlib.crc32(memory[HEADER:])
 
     def sound(self, generation: int) -> bool:
-        """Return whether the slot has this generation, and the bytes that were written."""
+        """Return whether the slot has this generation, and the bytes that were written.
+
+        It compares the number of steps in the header, and the checksum of the bytes.
+
+        Args:
+            generation: the number of steps before the state.
+        """
         header = self.header()
         if header is None or header["generation"] != generation:
             return False
@@ -146,7 +152,11 @@ def own_folder() -> Path:
 
 
 def remove(own: Path) -> None:
-    """Remove a process's folder. The last process of the machine also removes its launcher's."""
+    """Remove a process's folder. The last process of the machine also removes its launcher's.
+
+    Args:
+        own: the process's folder, from `own_folder`.
+    """
     shutil.rmtree(own, ignore_errors=True)
     with suppress(OSError):
         own.parent.rmdir()
@@ -161,7 +171,11 @@ def _clear() -> None:
 
 
 def _started(pid: int) -> str:
-    """Return when a process has started, in ticks since boot; empty if there is no such process."""
+    """Return when a process has started, in ticks since boot; empty if there is no such process.
+
+    Args:
+        pid: the process id.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -146,7 +146,7 @@ class Launched:
         return found
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to every process of the command."""
+        """Send the signal of this number to every process of the command."""
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -280,18 +280,18 @@ class Fault:
 
 
 def variables(pid: int) -> dict[str, str]:
-    """Return the environment of a process by name; empty if the process has ended."""
+    """Return the environment of the process `pid` by name; empty if the process has ended."""
     pairs = [word.partition("=") for word in _words(pid, "environ")]
     return {name: value for name, _, value in pairs}
 
 
 def _rank_of(pid: int) -> str | None:
-    """Return the rank in the environment of a process; None if it has none."""
+    """Return the rank in the environment of the process `pid`; None if it has none."""
     return variables(pid).get("RANK")
 
 
 def _name(pid: int) -> str:
-    """Return the name of a process for the log: a rank, or the checkpoint writer of one."""
+    """Return a name of the process `pid` for the log: its rank, or the rank it writes for."""
     rank = _rank_of(pid) or "0"
     if "megapipe.checkpoint.writer" in _words(pid, "cmdline"):
         return f"the writer of rank {rank}"
@@ -299,10 +299,9 @@ def _name(pid: int) -> str:
 
 
 def _words(pid: int, file: str) -> list[str]:
-    """Return the words of /proc/PID/FILE of a process; none if the process has ended.
+    """Return the words of /proc/PID/FILE of the process `pid`; none if the process has ended.
 
-    Args:
-        file: environ or cmdline, whose words are separated by zero bytes.
+    file: environ or cmdline, whose words are separated by zero bytes.
     """
     try:
         return Path(f"/proc/{pid}/{file}").read_text(errors="replace").split("\0")
@@ -311,7 +310,7 @@ def _words(pid: int, file: str) -> list[str]:
 
 
 def newest_sound(root: Path) -> Path | None:
-    """Return the newest checkpoint whose files match its manifest; None if there is none."""
+    """Return the newest undamaged checkpoint in the folder `root`; None if there is none."""
     for iteration in reversed(commit.iterations_in(root)):
         folder = commit.folder_of(root, iteration)
         # The last faults may have damaged the newest ones.
@@ -383,6 +382,6 @@ def numbers(logs: Path, unbroken: Path, until: int) -> tuple[int, list[int]]:
 
 
 def _printed(log: Path) -> list[tuple[int, str]]:
-    """Return (iteration, text) of each iteration line. The text goes from the loss to the norms."""
+    """Return (iteration, its losses and norms as text) of each iteration line of a log file."""
     found = map(_ITERATION.search, log.read_text(errors="replace").splitlines())
     return [(int(match[1]), match[2]) for match in found if match]

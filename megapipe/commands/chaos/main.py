@@ -171,7 +171,12 @@ class Chaos:
                 self.inject(self.draw.choice(self.kinds), run)
 
     def inject(self, kind: str, run: Launched) -> None:
-        """Inject one fault and print it. Nothing happens if there is nothing to break."""
+        """Inject one fault of a kind and print it. Do nothing if there is nothing to break.
+
+        Args:
+            kind: a name of KINDS, such as "kill".
+            run: the launch to break.
+        """
         fault = Fault(kind, run)
         breaks: Callable[[Launched], str] = getattr(self, kind)
         if detail := breaks(run):

@@ -62,7 +62,12 @@ def _folders(run: Launched) -> dict[str, Path]:
 
 
 def _flip(path: Path, draw: random.Random) -> bool:
-    """Change one bit of a state. Return whether it has any bytes."""
+    """Change one bit of a state in memory. Return False if the state has no bytes.
+
+    Args:
+        path: the state's file in shared memory.
+        draw: chooses the bit.
+    """
     size = path.stat().st_size - HEADER
     if size <= 0:
         return False

@@ -151,7 +151,12 @@ def _results(f: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute value of `want`."""
+    """Return the largest absolute difference, divided by the largest absolute value of `want`.
+
+    Args:
+        got: the result.
+        want: the expected result, of the same shape.
+    """
     return float((got.detach().double().cpu() - want).abs().max() / want.abs().max())
 
 

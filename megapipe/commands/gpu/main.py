@@ -313,6 +313,7 @@ def judge(case: Case, steps: Steps, before: Mapping[str, Outcome]) -> tuple[str,
     """Return (result, figure) for the `Outcome` of a training that has ended.
 
     Args:
+        case: the training.
         steps: the numbers of its iterations.
         before: the outcomes of earlier cases, by name; the reference is among them.
     """

@@ -49,7 +49,14 @@ from megapipe.training.steps.step import StepResult, train_step
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a model and its sequences: channels, heads, tokens of a sequence, vocabulary."""
+    """The sizes of a model and of its sequences.
+
+    Attributes:
+        hidden: channels of a hidden state.
+        heads: attention heads.
+        seq: tokens of a sequence.
+        vocab: rows of the vocabulary.
+    """
 
     hidden: int
     heads: int
@@ -284,8 +291,10 @@ def training(
     """Build a model in bf16 on one rank. Return a function that trains it for one step.
 
     A step has four microbatches of two random sequences.
+
     Args:
         schedule: a name of the catalogue.
+        size: the sizes of model and sequences.
         layers: the number of layers.
         by: replays the passes as CUDA graphs; None launches each kernel.
     Returns: a function without arguments; it returns the step's result, such as its loss.
@@ -329,7 +338,12 @@ def _runs_alone(name: str) -> bool:
 
 
 def _model(size: Size, layers: int) -> ModelConfig:
-    """Return the configuration of a GPT of these sizes without dropout."""
+    """Return the configuration of a GPT of these sizes without dropout.
+
+    Args:
+        size: the sizes.
+        layers: the number of layers.
+    """
     return ModelConfig(
         num_layers=layers,
         hidden_size=size.hidden,
@@ -343,7 +357,11 @@ def _model(size: Size, layers: int) -> ModelConfig:
 
 
 def _stage(model: ModelConfig, span: LayerSpan, device: torch.device) -> nn.Module:
-    """Return the module of a range of layers, with initial weights, on the device."""
+    """Return the module of a range of layers, with initial weights, on the device.
+
+    Args:
+        span: the layers, and whether embedding and loss belong to them.
+    """
     module = gpt_provider(model, span, Axis(device=device)).to(device)
     initialize(module, 1, Axis(device=device))
     return module

@@ -104,7 +104,7 @@ def forecast(config: Config, plan: Plan, shown: Shown, device: Device = NOTHING)
 
 
 def _durations(costs: Costs, table: Schedule) -> Callable[[Pass], float]:
-    """Return a function of a pass of the table that returns its seconds."""
+    """Return a function from a pass of the table to its seconds."""
     # None is the part of a pass of whole microbatches, or of a whole stage.
     durations = {}
     for part in (*table.parts, None):

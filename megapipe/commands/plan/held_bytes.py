@@ -17,6 +17,9 @@ def parts_of(training: Training) -> dict[str, float]:
 
     The keys are weights, gradients, optimizer, activations and head, which is the logits. On a GPU
     the key `other` has the rest of the allocator's peak.
+
+    Args:
+        training: the training of a rank.
     """
     run = training.run
     device = run.mesh.device
@@ -62,6 +65,7 @@ def held_in_step(training: Training, wide: int = 0) -> Held:
     """Run a step and return the bytes that its autograd graphs held.
 
     Args:
+        training: the training of a rank.
         wide: the size of the vocabulary on this rank. Tensors with this last dimension count as
             logits in `Held.of_head`; 0 counts none of them.
     """
@@ -108,7 +112,11 @@ class Held:
         return kept
 
     def unpack(self, saved: Tensor | Kept) -> Tensor:
-        """Return the tensor that `pack` was given."""
+        """Return the tensor that `pack` was given.
+
+        Args:
+            saved: the object that `pack` returned.
+        """
         if isinstance(saved, Kept):
             return saved.tensor
         return saved

@@ -143,7 +143,11 @@ def _measure(config: Config, dtype: torch.dtype) -> Alone:
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Return (FLOP, FLOP/s) of a product of two square matrices."""
+    """Return (FLOP, FLOP/s) of a product of two square matrices.
+
+    Args:
+        side: rows and columns of each matrix.
+    """
     a = torch.randn(side, side, device=device).to(dtype)
     b = torch.randn(side, side, device=device).to(dtype)
     flop = 2.0 * side**3

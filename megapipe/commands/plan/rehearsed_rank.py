@@ -222,6 +222,8 @@ def _answers(config: Config, plan: Plan, rank: int) -> list[Any]:
 def _answer(question: Callable[[], object]) -> Any:
     """Run a function up to its first gather over the pipeline. Return the value to be gathered.
 
+    Args:
+        question: the function.
     Raises: AssertionError if the function returns without a gather.
     """
     try:
@@ -368,6 +370,8 @@ def _noise(shape: torch.Size, device: torch.device) -> Tensor:
 def timed_step(training: Training) -> tuple[list[Ran], list[Ran], float]:
     """Run a step with the two passes of a pair one after the other, so that each has its own time.
 
+    Args:
+        training: the rank's training.
     Returns: (its passes with their times, its copies to and from the host, seconds of the step).
     """
     stages = training.run.stages

@@ -174,9 +174,10 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> int | None:
-        """The value of the flag that gives a rank several stages; None if neither flag is given.
+        """The value of the flag that gives a rank several stages; None without such a flag.
 
-        It counts layers of a stage, or stages of a rank.
+        It counts layers, for --num-layers-per-virtual-pipeline-stage, or stages, for
+        --num-virtual-stages-per-pipeline-rank.
         """
         return (
             self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank

@@ -26,7 +26,7 @@ SAME = "{} and {} say the same"
 
 # An update of post-validation comes before the sums of the whole batch are known.
 def _early(other: str, why: str) -> Refused:
-    """Return the note that refuses --enable-optimizer-post-validation next to another flag.
+    """Return the annotation that refuses --enable-optimizer-post-validation next to another flag.
 
     Args:
         other: the field of the other flag.

@@ -21,7 +21,7 @@ _COPIES = {"embed_tokens.weight": WORDS, "shared_head.head.weight": HEAD}
 
 
 class Depths(Meaning):
-    """The meaning of a key with the number of depths of multi-token prediction.
+    """A config.json key with the number of depths of multi-token prediction.
 
     It is only written. An import counts the depths among the folder's tensors instead.
     """

@@ -46,7 +46,7 @@ def _sparse(model: ModelConfig) -> list[bool]:
 
 @dataclass(frozen=True)
 class DenseFirst(Meaning):
-    """The meaning of a key with the number of dense layers before the first one with experts.
+    """A config.json key with the number of dense layers before the first one with experts.
 
     Attributes:
         default: the value that transformers assumes for a missing key; NEEDED if it must be there.
@@ -68,12 +68,12 @@ class DenseFirst(Meaning):
 
 @dataclass(frozen=True)
 class MlpTypes(Meaning):
-    """The meaning of a key with a list of "dense" and "sparse", one for each layer.
+    """A config.json key with a list of "dense" and "sparse", one for each layer.
 
     Attributes:
-        dense: name of another key, the number of dense layers before the first one with experts. It
-            is read where the list is missing. None if the family has no such key: one layer is
-            then dense where the list is missing.
+        dense: name of another key, which counts the dense layers at the beginning. It is read if
+            the list is missing. None if the family has no such key; without a list the first layer
+            is then dense.
     """
 
     dense: str | None = None
@@ -123,7 +123,7 @@ class SparseStep(Meaning):
 
 @dataclass(frozen=True)
 class SharedExperts(Meaning):
-    """The meaning of a key with the number of shared experts; null and 0 are none.
+    """A config.json key with the number of shared experts; null and 0 are none.
 
     Each is as wide as one of the other experts.
 
@@ -146,7 +146,7 @@ class SharedExperts(Meaning):
 
 @dataclass(frozen=True)
 class Renormalised(Meaning):
-    """The meaning of a key that divides the weights of a token's experts by their sum.
+    """A config.json key that divides the weights of a token's experts by their sum.
 
     Only the value true can be converted.
 
@@ -173,7 +173,7 @@ class Renormalised(Meaning):
 
 
 class Chosen(Same):
-    """The meaning of a key with the number of experts of a token.
+    """A config.json key with the number of experts of a token.
 
     The family always divides the weights of these experts by their sum, so that 1 is refused.
     """
@@ -186,7 +186,7 @@ class Chosen(Same):
 
 @dataclass(frozen=True)
 class ExpertGroups(Meaning):
-    """The meaning of n_group, the number of groups of experts, and of two more keys.
+    """The config.json key n_group, the number of groups of experts, and of two more keys.
 
     topk_group is the number of groups whose experts a token may use. topk_method may turn groups
     off.

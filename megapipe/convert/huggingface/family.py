@@ -122,7 +122,11 @@ class Family:
         return "kv_lora_rank" in self.defaults
 
     def filled(self, content: Json) -> Fields:
-        """Return a config.json with the family's default for each key that it leaves out."""
+        """Return a config.json with the family's default for each key that it leaves out.
+
+        Args:
+            content: the config.json.
+        """
         # A file's null stays: it may mean something else than a missing key.
         filled = {key: value for key, value in self.defaults.items() if value is not NEEDED}
         filled |= content
@@ -135,6 +139,9 @@ class Family:
         """Yield a text for each key of a config.json that the table does not know.
 
         A key with the value null passes.
+
+        Args:
+            content: the config.json.
         """
         # A key that changes the model and is not read makes it another model, without any error.
         for key, value in content.items():

@@ -67,17 +67,26 @@ class Meaning(ABC):
         return {}
 
     def write(self, key: str, model: ModelConfig) -> Fields:
-        """Return the keys, with their values, of a config.json of this model."""
+        """Return the keys, with their values, of a config.json of this model.
+
+        Args:
+            key: the key's name.
+        """
         return {}
 
     def write_last(self, key: str, content: Json) -> Fields:
-        """Return the keys whose values follow from the other keys in `content`."""
+        """Return the keys whose values follow from other keys.
+
+        Args:
+            key: the key's name.
+            content: the keys that `write` has returned, of the whole config.json.
+        """
         return {}
 
 
 @dataclass(frozen=True)
 class Same(Meaning):
-    """The meaning of a key with the value of one field of ModelConfig, or of several fields.
+    """A config.json key with the value of one field of ModelConfig, or of several fields.
 
     Attributes:
         fields: names of fields, with spaces between. All are read, and the first one is written.
@@ -116,7 +125,7 @@ class Same(Meaning):
 
 @dataclass(frozen=True)
 class Not(Meaning):
-    """The meaning of a key that is true where a field of ModelConfig is false.
+    """A config.json key that is true where a field of ModelConfig is false.
 
     Attributes:
         field: name of the field.
@@ -138,7 +147,7 @@ class Not(Meaning):
 
 @dataclass(frozen=True)
 class Choice(Meaning):
-    """The meaning of a key that has other names for the values of a field.
+    """A config.json key that has other names for the values of a field.
 
     Attributes:
         field: name of the field of ModelConfig.
@@ -167,7 +176,7 @@ class Choice(Meaning):
 
 @dataclass(frozen=True)
 class Reciprocal(Meaning):
-    """The meaning of a key whose value is 1 divided by a field of ModelConfig.
+    """A config.json key whose value is 1 divided by a field of ModelConfig.
 
     Attributes:
         field: name of the field.
@@ -199,7 +208,7 @@ _ALL = {*ATTENTION, *MLP}
 
 @dataclass(frozen=True)
 class Biases(Meaning):
-    """The meaning of a key that gives some matrices a bias, with another such key or without.
+    """A config.json key that gives some matrices a bias, with another such key or without.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
@@ -236,7 +245,7 @@ class Biases(Meaning):
 
 
 class Only(Meaning):
-    """The meaning of a key with one value that can be converted, or several equivalent ones.
+    """A config.json key with one value that can be converted, or several equivalent ones.
 
     Args:
         values: the values that can be converted; the first one is written.
@@ -263,7 +272,7 @@ class Only(Meaning):
 
 @dataclass(frozen=True)
 class Unread(Meaning):
-    """The meaning of a key that changes nothing in the models that can be converted.
+    """A config.json key that changes nothing in the models that can be converted.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.
@@ -277,7 +286,7 @@ class Unread(Meaning):
 
 @dataclass(frozen=True)
 class Twin(Meaning):
-    """The meaning of a key that must have the value of another key, since one flag sets both.
+    """A config.json key that must have the value of another key, since one flag sets both.
 
     Attributes:
         other: the other key, whose own meaning sets the field.
@@ -305,7 +314,7 @@ class Twin(Meaning):
 
 @dataclass(frozen=True)
 class Equals(Meaning):
-    """The meaning of a key whose value follows from other keys. Null is accepted as well.
+    """A config.json key whose value follows from other keys. Null is accepted as well.
 
     Attributes:
         value: returns the key's value, given a whole config.json.
@@ -328,7 +337,7 @@ class Equals(Meaning):
 
 @dataclass(frozen=True)
 class Groups(Meaning):
-    """The meaning of a key with the number of key and value heads; null is one per query head.
+    """A config.json key with the number of key and value heads; null is one per query head.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.

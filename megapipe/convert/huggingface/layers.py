@@ -92,7 +92,7 @@ def window_of(n: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Window(Meaning):
-    """The meaning of a key with a sliding window for all layers; null is no window.
+    """A config.json key with a sliding window for all layers; null is no window.
 
     Its value counts tokens, the query's own included.
 
@@ -114,7 +114,7 @@ class Window(Meaning):
 
 @dataclass(frozen=True)
 class SwitchedWindow(Meaning):
-    """The meaning of Qwen's sliding window, which use_sliding_window turns on.
+    """A config.json key with Qwen's sliding window, which use_sliding_window turns on.
 
     Attributes:
         default: the window that transformers assumes in this family for a missing key, in tokens.
@@ -122,7 +122,8 @@ class SwitchedWindow(Meaning):
         typed: layer_types lists the layers with a window. If the list is missing, layers from
             max_window_layers on have one. False: all layers have one.
         stated: layer_types must be given.
-        switch: the class has use_sliding_window. Otherwise there is a window if it is not null.
+        switch: the family has the key use_sliding_window. Otherwise there is a window unless the
+            window's own key is null.
     """
 
     default: int | None = 4096
@@ -167,7 +168,7 @@ class SwitchedWindow(Meaning):
 
 @dataclass(frozen=True)
 class LayerWindow(Meaning):
-    """The meaning of a key with a sliding window, in the layers that layer_types names.
+    """A config.json key with a sliding window, in the layers that layer_types names.
 
     Attributes:
         default: the window that transformers assumes in this family for a missing key, in tokens.
@@ -207,7 +208,7 @@ class LayerWindow(Meaning):
 
 
 class RotatedLayers(Meaning):
-    """The meaning of a list with 1 for each layer that rotates queries and keys, 0 for others.
+    """A config.json key with a list: 1 for each layer that rotates queries and keys, 0 for others.
 
     The key's name, no_rope_layers, suggests the opposite.
     """

@@ -40,7 +40,12 @@ class Layout:
         return parts[0]
 
     def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
-        """Return Hugging Face's tensors for one of megapipe's: the inverse of `join`."""
+        """Return Hugging Face's tensors for one of megapipe's: the inverse of `join`.
+
+        Args:
+            tensor: megapipe's tensor.
+            model: the configuration of the tensor's layer.
+        """
         return (tensor,)
 
 
@@ -87,7 +92,7 @@ class ExpertHalves(Layout):
 
 
 class OfNorms(Layout):
-    """One of two names: the first if attention and MLP each have a norm, in parallel; or else."""
+    """A tensor with one of two names: the first if parallel attention and MLP have two norms."""
 
     def parts(self, model: ModelConfig) -> list[str]:
         return [self.names[model.parallel_attention_mlp != "two_norms"]]

@@ -54,7 +54,11 @@ def lacking(name: str) -> tuple[str, str] | None:
 
 
 def nearest_by_keys(content: Mapping[str, Any]) -> str:
-    """Return the family whose table has the most similar keys to a config.json."""
+    """Return the family whose table has the most similar keys to a config.json.
+
+    Args:
+        content: the config.json.
+    """
     # Keys say more than names: a fine-tuned model often has a model_type of its own.
     own = content.keys() - IGNORED
 
@@ -66,7 +70,11 @@ def nearest_by_keys(content: Mapping[str, Any]) -> str:
 
 
 def refusal(content: Mapping[str, Any]) -> str:
-    """Return a text: why a config.json's model_type is refused, and the nearest family."""
+    """Return a text: why a config.json's model_type is refused, and the nearest family.
+
+    Args:
+        content: the config.json.
+    """
     name = content.get("model_type")
     if isinstance(name, str) and (found := lacking(name)):
         nearest, what = found

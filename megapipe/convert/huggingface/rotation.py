@@ -43,7 +43,7 @@ _STRETCHES = (
 
 @dataclass(frozen=True)
 class Rotation(Meaning):
-    """The meaning of rope_parameters: the rotation of queries and keys.
+    """The config.json key rope_parameters: the rotation of queries and keys.
 
     It is plain, or stretched for long sequences: as in Llama 3.1, by YaRN, or linearly.
 
@@ -70,7 +70,12 @@ class Rotation(Meaning):
         return self.of_settings(self.settings(content), problems)
 
     def of_settings(self, rope: Json, problems: list[str]) -> Fields:
-        """Return the fields of ModelConfig for the rotation's settings, from `settings`."""
+        """Return the fields of ModelConfig that the rotation's settings mean.
+
+        Args:
+            rope: the settings, from `settings`.
+            problems: receives a text for each setting that ModelConfig cannot express.
+        """
         for name in (FULL, SLIDING):
             if name in rope:
                 problems.append(
@@ -173,7 +178,7 @@ class Rotation(Meaning):
 
 @dataclass(frozen=True)
 class LayerRotation(Rotation):
-    """The meaning of rope_parameters with settings for each kind of layer, full or sliding.
+    """The config.json key rope_parameters with settings for each kind of layer, full or sliding.
 
     Attributes:
         missing_kinds: returns each layer's kind if layer_types is missing, given the config.json.
@@ -232,7 +237,7 @@ class LayerRotation(Rotation):
 
 @dataclass(frozen=True)
 class RotaryDim(Rotation):
-    """The meaning of rope_parameters with a number of rotated channels, rotary_dim."""
+    """The config.json key rope_parameters with a number of rotated channels, rotary_dim."""
 
     def keys(self, key: str) -> Fields:
         return super().keys(key) | {"rotary_dim": None}
@@ -252,7 +257,14 @@ class RotaryDim(Rotation):
 
 
 def _yarn(rope: Json, problems: list[str]) -> Fields:
-    """Return the fields of ModelConfig for YaRN's settings, of plain attention."""
+    """Return the fields of ModelConfig that YaRN's settings mean, for plain attention.
+
+    Latent attention has YaRN by other settings.
+
+    Args:
+        rope: the rotation's settings, by their names in rope_parameters.
+        problems: receives a text for each setting that ModelConfig cannot express.
+    """
     factor = rope["factor"]
     original = rope[_ORIGINAL]
     if factor is None:
@@ -305,7 +317,7 @@ def _yarn_settings(model: ModelConfig) -> Fields:
 
 @dataclass(frozen=True)
 class LatentRotation(Rotation):
-    """The meaning of rope_parameters for DeepSeek's latent attention.
+    """The config.json key rope_parameters for DeepSeek's latent attention.
 
     The rotation is plain, or stretched for long sequences by YaRN.
     """

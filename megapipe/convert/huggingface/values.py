@@ -67,7 +67,11 @@ _NESTED = ("rope_parameters", "rope_scaling")
 
 
 def unfit(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a text for each value of a config.json of a wrong type, or of an impossible size."""
+    """Yield a text for each value of a config.json of a wrong type, or of an impossible size.
+
+    Args:
+        content: the config.json.
+    """
     values = dict(content)
     inside: set[str] = set()
     for outer in _NESTED:

@@ -114,6 +114,9 @@ def _of_tiktoken(ours: TikTokenizer) -> tokenizers.Tokenizer:
     """Return a tokenizer of the library `tokenizers` that cuts texts as tiktoken does.
 
     Its BPE merges the pair that gives the token with the lowest id first.
+
+    Args:
+        ours: the tokenizer that it replaces.
     """
     # GPT-2's characters for bytes: printable bytes stand for themselves.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]

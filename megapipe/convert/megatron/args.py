@@ -253,6 +253,10 @@ def _taken(args: Args, names: Iterable[str]) -> dict[str, Any]:
     """Return the named arguments that are not None, with tuples for lists.
 
     For the others, megapipe's default holds.
+
+    Args:
+        args: Megatron-LM's arguments by name.
+        names: the names to take.
     """
     taken = {}
     for key in names:

@@ -351,7 +351,7 @@ def rank_folder(rank: Rank, pp: int, ep: int) -> str:
 
 
 def _part(state: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
-    """Return elements start..stop-1 of a chunk's flat vector of a kind; master is called param."""
+    """Return elements start..stop-1 of a chunk's flat `state` vector of a kind; see `Row`."""
     key = "param" if kind == "master" else kind
     return state[key][start:stop]
 
@@ -375,7 +375,7 @@ def _files(folder: Path) -> dict[Rank, Path]:
 
 
 def _models(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state dict of each model chunk in a rank's file; none if it has no model."""
+    """Return the state dict of each model chunk in `content`, a rank's file; [] without a model."""
     if "model" in content:
         return [content["model"]]
     count = sum(re.fullmatch(r"model\d+", key) is not None for key in content)

@@ -114,6 +114,9 @@ class _Unpickler(pickle.Unpickler):
         """Return the stand-in for a class or function in the pickle, which is not imported.
 
         Equal names give the same stand-in.
+
+        Args:
+            module, name: the place of the class in the pickle.
         """
         full = f"{module}.{name}"
         return self._classes.setdefault(full, _named(full))

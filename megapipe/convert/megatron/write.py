@@ -322,6 +322,7 @@ def _state(export: Export, separate: bool) -> dict[str, Any]:
     The keys are optimizer and opt_param_scheduler; there are none if no state is exported.
 
     Args:
+        export: the opened checkpoint.
         separate: whether experts have an optimizer of their own.
     """
     if export.steps is None:

@@ -78,6 +78,9 @@ class BPETokenizer:
 def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None) -> BPETokenizer:
     """Return GPT-2's byte-level BPE from vocab.json and merges.txt.
 
+    Args:
+        vocab_file: the path of vocab.json.
+        merge_file: the path of merges.txt.
     Raises: DataError for a file that is missing, of another kind, or without <|endoftext|>.
     """
     if vocab_file is None or merge_file is None:
@@ -202,6 +205,9 @@ def _converted(folder: Path, flag: str) -> tokenizers.Tokenizer:
 def _json(flag: str, path: str) -> dict[str, Any]:
     """Return the JSON object in a file.
 
+    Args:
+        flag: the flag and its value, for the error.
+        path: the file.
     Raises: DataError if the file cannot be read or holds anything else.
     """
     try:
@@ -216,6 +222,9 @@ def _json(flag: str, path: str) -> dict[str, Any]:
 def _read(flag: str, path: str) -> bytes:
     """Return the content of a file.
 
+    Args:
+        flag: the flag and its value, for the error.
+        path: the file.
     Raises: DataError with the flag if it cannot be read.
     """
     try:

@@ -115,6 +115,8 @@ class NullTokenizer:
 def build_tokenizer(data: TokenizerConfig) -> Tokenizer:
     """Return the tokenizer of --tokenizer-type, with the flags of its kind.
 
+    Args:
+        data: the flags.
     Raises: DataError for flags that do not fit the kind, and for files that cannot be read.
     """
     kind = data.tokenizer
@@ -159,7 +161,11 @@ def build_tokenizer(data: TokenizerConfig) -> Tokenizer:
 
 
 def tokenizer_files(data: TokenizerConfig) -> list[str]:
-    """Return the paths of the files that decide the ids."""
+    """Return the paths of the tokenizer's files, which decide the ids of a text.
+
+    Args:
+        data: the flags.
+    """
     if data.tokenizer == "GPT2BPETokenizer":
         return [path for path in (data.vocab_file, data.merge_file) if path is not None]
     path = data.tokenizer_model
@@ -173,7 +179,11 @@ def tokenizer_files(data: TokenizerConfig) -> list[str]:
 
 
 def assumed_vocab_size(data: TokenizerConfig) -> int:
-    """Return a vocabulary size for a plan that is made without the tokenizer's files."""
+    """Return a vocabulary size for a plan that is made without the tokenizer's files.
+
+    Args:
+        data: the flags of the tokenizer.
+    """
     # The sizes of GPT-2's files, of Megatron-LM's default, and of Llama's model.
     defaults = {"GPT2BPETokenizer": 50257, "TikTokenizer": _TIKTOKEN_SIZE}
     return data.vocab_size or defaults.get(data.tokenizer, 32000)

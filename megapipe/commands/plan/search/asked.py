@@ -135,7 +135,12 @@ def own_values(own: Config) -> dict[str, str]:
 
 
 def _values(axis: str, text: str) -> Iterator[str | None]:
-    """Yield the values that a text such as "2,4" or "1..8" lists; None for an impossible one."""
+    """Yield the values that a text such as "2,4" or "1..8" lists; None for an impossible one.
+
+    Args:
+        axis: the axis, which decides what values are possible.
+        text: the text.
+    """
     for part in text.split(","):
         if axis in WORDS:
             yield part if part in WORDS[axis] else None

@@ -162,6 +162,9 @@ def is_movable(cell: Config) -> bool:
     """Return whether a search may offload or recompute single activations under this schedule.
 
     Such a table has one copy of the model and more than one stage.
+
+    Args:
+        cell: a configuration with its schedule.
     """
     par = cell.parallel
     entry = SCHEDULES[par.pipeline_schedule or PLAIN]

@@ -86,7 +86,12 @@ class Search:
         return Limits(steps, last)
 
     def note(self, candidate: Candidate, answer: Sketch | Out) -> None:
-        """Store the result of a candidate: a plan that fits, or why it is out."""
+        """Store the result of a candidate: a plan that fits, or why it is out.
+
+        Args:
+            candidate: the plan that was tried.
+            answer: the plan if it fits, or why it is out.
+        """
         if isinstance(answer, Out):
             if answer.movable and answer.step is not None:
                 self.tight.append(candidate._replace(least=answer.step, moves=True))
@@ -96,7 +101,11 @@ class Search:
             self.keep(answer)
 
     def keep(self, sketch: Sketch) -> None:
-        """Store a plan that fits if it is the best of its layout and kind."""
+        """Store a plan that fits if it is the best of its layout and kind.
+
+        Args:
+            sketch: the plan.
+        """
         key = (sketch.layout, sketch.kind, sketch.moves)
         other = self.sketches.get(key)
         if other is None or sketch.step < other.step:

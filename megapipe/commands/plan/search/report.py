@@ -55,6 +55,9 @@ def best_of(found: Search) -> list[Timed]:
 
     A kind is whether weights are sharded, whether there is a pipeline, and whether single
     activations move. A lean plan needs at least a tenth less memory than every faster one.
+
+    Args:
+        found: the result of the search.
     """
     ranked = sorted(found.best.values(), key=lambda x: x.step)
     first: dict[tuple[object, ...], Timed] = {}
@@ -111,6 +114,7 @@ def _of_yours(yours: Yours, best: list[Timed], memory: float, device: Device) ->
     """Return lines on the user's own plan: its numbers, its place, and why it is not the first.
 
     Args:
+        yours: the user's plan.
         best: the plans of the report, fastest first.
         memory: bytes of a device.
     """
@@ -160,7 +164,12 @@ def _moved(x: Timed) -> str:
 
 
 def _without(found: Search, first: Timed) -> str:
-    """Return a line on the best plan that neither offloads nor recomputes single activations."""
+    """Return a line on the best plan that neither offloads nor recomputes single activations.
+
+    Args:
+        found: the result of the search.
+        first: the best plan of all, to compare with.
+    """
     without = "without copies to the host and second forwards of single activations"
     x = found.plain
     if x is None:

@@ -119,6 +119,7 @@ class Screen:
         """Return a plan that fits, or why it is out.
 
         Args:
+            candidate: the plan to try.
             limit: seconds that a step must not exceed to be of interest.
         """
         cell = self.cells[candidate.cell]

@@ -25,10 +25,12 @@ from megapipe.schedule.recipe import Recipe
 
 @lru_cache(maxsize=512)
 def table(name: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return a schedule of the catalogue, which is not verified, as tests verify them all.
+    """Return a schedule of the catalogue. It is not verified, as tests verify them all.
 
     Args:
         name: the schedule's name.
+        ranks: the number of pipeline ranks.
+        microbatches: the number of microbatches.
         chunks: stages on each rank; None for the schedule's own number.
     """
     given = {} if chunks is None else {"chunks": chunks}

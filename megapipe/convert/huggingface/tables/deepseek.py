@@ -25,7 +25,7 @@ SHARED = {
 
 
 class _Epsilon(Same):
-    """The meaning of a key with the epsilon of norms; norms of latents have another one.
+    """A config.json key with the epsilon of norms, except of the norms of latents.
 
     transformers gives 1e-6 to the norms of latents, whatever the key says.
     """

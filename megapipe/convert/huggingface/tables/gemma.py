@@ -27,7 +27,7 @@ _TANH = Only("gelu_pytorch_tanh", "gelu")
 
 
 class _ScaledWidth(Meaning):
-    """The meaning of hidden_size, whose root is the factor on the embeddings."""
+    """The config.json key hidden_size, whose root is the factor on the embeddings."""
 
     def keys(self, key: str) -> Fields:
         return {key: NEEDED}
@@ -42,7 +42,7 @@ class _ScaledWidth(Meaning):
 
 @dataclass(frozen=True)
 class _Scalar(Meaning):
-    """The meaning of a number whose inverse root is the scale of attention scores."""
+    """A config.json key with a number whose inverse root is the scale of attention scores."""
 
     default: int
 

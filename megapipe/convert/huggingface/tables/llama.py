@@ -20,7 +20,11 @@ from megapipe.convert.huggingface.rotation import Rotation
 
 
 def head_share(content: Json) -> int:
-    """Return the channels of a head where head_dim is null: hidden size / number of heads."""
+    """Return the channels of a head where head_dim is null: hidden size / number of heads.
+
+    Args:
+        content: the config.json.
+    """
     hidden: int = content["hidden_size"]
     return hidden // int(content["num_attention_heads"])
 

@@ -30,7 +30,7 @@ from megapipe.convert.huggingface.tables.llama import LLAMA, PLAIN, head_share
 
 
 class _Scale(Same):
-    """The meaning of a key with the factor on attention scores."""
+    """A config.json key with the factor on attention scores."""
 
     def write(self, key: str, model: ModelConfig) -> Fields:
         return {key: model.softmax_scale or model.head_dim**-0.5}
@@ -178,7 +178,7 @@ COHERE = PLAIN.but(
 
 
 class _AlwaysWindowed(LayerWindow):
-    """A window that is never null: layers without one rotate nothing, whatever the others do."""
+    """A config.json key with a sliding window for some layers, which may not be null."""
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         if content[key] is None:
@@ -207,10 +207,11 @@ COHERE2 = COHERE.but(
 
 @dataclass(frozen=True)
 class _FalconLayers(Meaning):
-    """The meaning of new_decoder_architecture, and of the keys that it makes others of.
+    """Falcon's config.json key new_decoder_architecture, and the keys that depend on it.
 
-    The new architecture has groups of queries, and two norms before parallel halves. The old one
-    has one group, or none; and one norm, or halves in sequence.
+    The new architecture has query groups, and attention and MLP in parallel after two norms. The
+    old one has a single group or none. Its attention and MLP are parallel after one norm, or in
+    sequence.
     """
 
     def keys(self, key: str) -> Fields:
