@@ -67,10 +67,12 @@ def vocabulary(config: Config, tokenizer: Tokenizer | None) -> tuple[int, list[s
 
 
 def with_vocabulary(config: Config, size: int) -> Config:
-    """Return the configuration with the embedding's rows and the text of --per-layer-overrides.
+    """Return the configuration with the number of rows of the embedding filled in.
+
+    If --per-layer-overrides names a file, its text takes the place of the name.
 
     Args:
-        size: the tokens of the tokenizer.
+        size: the number of ids of the tokenizer.
     """
     model = inline(config.model)
     return replace(config, model=replace(model, padded_vocab_size=model.padded_vocab(size)))
