@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Entry] = dict(
 
 
 def usual(chunks: int | None) -> str:
-    """Return the name of the schedule of a run whose user names none.
+    """Return the name of the schedule that a run uses if its user names none.
 
     Args:
         chunks: stages on each rank; None for one.
@@ -62,7 +62,7 @@ def usual(chunks: int | None) -> str:
 
 
 def entry_of(name: str) -> Entry:
-    """Return the entry of a name, in any case, or of a user's function.
+    """Return the entry of a schedule, given by its name in any case or as a user's function.
 
     Args:
         name: a name of the catalogue, FILE.py:NAME or MODULE:NAME.
@@ -90,8 +90,8 @@ def entry_of(name: str) -> Entry:
 def own_entry(name: str) -> Entry:
     """Return a catalogue entry that describes a user's schedule.
 
-    It has the placement, the chunks, and whether the backward is split. A file is read to find
-    them; a function is called for 4 ranks and 8 microbatches.
+    It has the placement, the chunks, and whether the backward is split. To find these, a file is
+    read, and a function is called for 4 ranks and 8 microbatches.
 
     Args:
         name: a .json or .csv file, FILE.py:NAME or MODULE:NAME.
@@ -121,7 +121,7 @@ def own_entry(name: str) -> Entry:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is a file with a table, which has its own ranks and microbatches."""
+    """Return whether a name is that of a file with a table, for fixed ranks and microbatches."""
     return name.lower().endswith((".json", ".csv"))
 
 
@@ -135,16 +135,16 @@ def build(
     memory: float | None = None,
     **options: object,
 ) -> Schedule:
-    """Make a schedule by its name, by a user's function, or from a file.
+    """Make a schedule, given by its name, by a user's function, or by a file.
 
     Args:
         name: a name of the catalogue in any case, FILE.py:NAME of a function, or a .json or .csv
             file.
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
-        costs: a search minimises the time under these costs. Other schedules put W (weight
-            gradient) into waits under these costs. None keeps the papers' orders of passes.
-        memory: limit on a rank's activation; None for no limit. A search respects it. Any other
-            schedule is refused if it holds more.
+        costs: a search minimises the time under these costs. Other schedules use these costs to put
+            W (weight gradient) where a rank would wait. None keeps the papers' orders of passes.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit. A search
+            respects it. Any other schedule is refused if it holds more.
         options: further arguments of the generator, such as microbatch_group_size_per_vp_stage.
     Returns: a schedule that `verify` has passed.
     Raises: ScheduleError if there is no such schedule, if it does not exist for these numbers, or

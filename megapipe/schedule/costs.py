@@ -32,11 +32,11 @@ _TURNS = 256
 
 
 class Memory(NamedTuple):
-    """The memory that F leaves, by stage.
+    """The activation memory that a forward (F) leaves on each stage.
 
     Attributes:
-        b: held from F until B.
-        w: the part of it held on from B until W.
+        b: [num_stages] memory held from F until B.
+        w: [num_stages] the part of it that is still held from B until W.
     """
 
     b: list[float]
@@ -47,25 +47,30 @@ class Memory(NamedTuple):
 class CoreCosts:
     """Time and memory of F, B, W and messages.
 
+    A single number is for one device share, 1/p of the model's layers on p ranks. A tuple has one
+    value for each stage of a chain (one copy of the model).
+
     Attributes:
-        f, b, w: forward, input gradient, weight gradient. BW costs b + w.
+        f, b, w: time of forward, input gradient and weight gradient. BW costs b + w.
         fb: time of a forward and a fused backward as one overlapped pair, per device share. None
             computes it from the pieces of both. A pair whose backward is split takes w less. No
             pair takes less than either of its passes alone.
         comm: time of a message between two ranks (latency and transfer; of one slice where
-            microbatches are cut). A tuple has link r between ranks r and r+1, and last the link
-            between p-1 and 0. A message occupies neither rank. Within a rank it takes no time.
-        mem_b: activation held from the start of F to the end of B (or BW).
-        mem_w: the part of it held on from the end of B to the end of W.
+            microbatches are cut). Entry r of a tuple is for the link between ranks r and r+1, an
+            optional last one for the link from p-1 to 0. A message occupies neither rank. Within a
+            rank it takes no time.
+        mem_b: activation of one microbatch, held from the start of F to the end of B (or BW).
+        mem_w: the part of mem_b that is still held from the end of B to the end of W.
         overhead: added to every F, B, W and BW whatever the stage's size: host time and kernel
             launches. An overlapped pair costs it once, two passes run in sequence twice.
         link_f, link_b, link_w: the share of f, b and w that is communication within the pass: of
             experts, tensor or context parallelism. If all are 0 a pair takes the sum of its passes.
-        piece: time of one such communication, which gives the number of turns of a pass. 0 makes
-            pieces so short that a pair takes the longer of its arithmetic and its communication.
+        piece: time of one such communication. A pass alternates between arithmetic and pieces of
+            this length. 0 makes them so short that a pair takes the longer of its arithmetic and
+            its communication.
         attention_f, attention_b, attention_w: the share of f, b and w that is causal attention. It
             grows with a slice's position in the sequence, all else with the slice's length.
-        mem_k: keys and values of a microbatch, a part of mem_b.
+        mem_k: memory of the keys and values of a microbatch, a part of mem_b.
         wide_k: size of the gradients of keys and values, as a multiple of mem_k. In slices they are
             held from the backward of the last slice to the backward of their own slice.
     """
@@ -91,7 +96,7 @@ class CoreCosts:
 
 @dataclass(frozen=True)
 class Costs(FamilyCosts, CoreCosts):
-    """Durations in any unit of time and memory in any unit; the defaults are the papers' F = B = W.
+    """Time and memory of passes and messages, each in any unit. The defaults are F = B = W = 1.
 
     The fields are those in `CoreCosts` and in the costs of each family of passes. Methods compute
     the time of a pass, pair or message (`durations`, `of_step`, `lag`) and memory (`memory`).
@@ -127,7 +132,10 @@ class Costs(FamilyCosts, CoreCosts):
         return found
 
     def of_positions(self, count: int) -> Costs:
-        """Return the costs of a chain's first `count` stages, such as those without MTP depths."""
+        """Return the costs with tuples cut to the first `count` stages of a chain.
+
+        They are the costs of a chain without its depths of multi-token prediction, which are last.
+        """
         lists = {}
         for name, value in vars(self).items():
             if name != "comm" and isinstance(value, tuple):
@@ -135,10 +143,12 @@ class Costs(FamilyCosts, CoreCosts):
         return replace(self, **cast(dict[str, Any], lists))
 
     def lag(self, src: int, dst: int, ranks: int) -> float:
-        """Return the time of a message from rank src to rank dst of `ranks` ranks.
+        """Return the time of a message from rank `src` to rank `dst`; 0 if they are equal.
 
-        Between ranks without a link of their own it is the time of the slowest link.
+        Between ranks that are not neighbours it is the time of the slowest link.
 
+        Args:
+            ranks: number of pipeline ranks.
         Raises: ScheduleError if `comm` is a tuple with too few links.
         """
         if src == dst:
@@ -160,11 +170,12 @@ class Costs(FamilyCosts, CoreCosts):
         return max(self.comm)
 
     def of_slice(self, cuts: Sequence[float], of: Part | None) -> Costs:
-        """Return the costs of one slice.
+        """Return the costs of one slice of a microbatch.
 
         Args:
-            cuts: lengths of the slices of a microbatch.
-            of: (slice, first slice of its document, slice after its last); None for a microbatch.
+            cuts: lengths of all slices of a microbatch, in any unit.
+            of: (slice, first slice of its document, slice after its last); None for a whole
+                microbatch.
         Raises: ScheduleError if attention's shares are tuples by stage and the times are not.
         """
         if of is None:
@@ -203,9 +214,9 @@ class Costs(FamilyCosts, CoreCosts):
         return replace(self, **parts)
 
     def check(self, placement: Placement) -> None:
-        """Check that every tuple names the stages of this placement.
+        """Check that every tuple has a value for each stage of this placement's chain.
 
-        Raises: ScheduleError naming the first field that does not.
+        Raises: ScheduleError naming the first field that has another number of values.
         """
         self.durations(placement)
         for name in vars(self):
@@ -213,7 +224,7 @@ class Costs(FamilyCosts, CoreCosts):
                 self.by_stage(name, placement)
 
     def memory(self, placement: Placement) -> Memory:
-        """Return the memory that F leaves until B and until W, each as [num_stages]."""
+        """Return the memory that F leaves on each stage, until B and until W."""
         return Memory(self.by_stage("mem_b", placement), self.by_stage("mem_w", placement))
 
     def gradients_of_keys(self, stage: int, placement: Placement) -> float:
@@ -224,7 +235,8 @@ class Costs(FamilyCosts, CoreCosts):
         """Return the duration of a step: of one pass, or of an overlapped pair.
 
         Args:
-            table: gives the slices of microbatches; None if microbatches are not cut.
+            step: one pass, or the two passes of an overlapped pair.
+            table: the table of the step, if its microbatches are cut into slices; else None.
         """
         parts = [self] * len(step)
         if table:
@@ -247,9 +259,14 @@ class Costs(FamilyCosts, CoreCosts):
         return max(max(piece.end for piece in pieces(chains)) + self.overhead, *alone)
 
     def chains(self, kind: Kind, stage: int, placement: Placement) -> list[Chain]:
-        """Return the pieces of a pass: a `Chain` for each of its cost fields f, b and w.
+        """Return the pieces of arithmetic and communication of a pass: one `Chain` for F, B or W.
 
-        BW has two, b and w. Turn i of its weight gradients (w) follows turn i of b.
+        BW has two chains, for b and w. Piece i of its weight gradient (w) follows piece i of its
+        input gradient (b).
+
+        Args:
+            kind: F, B, W or BW.
+            stage: the stage of the pass.
         """
         # W alternates as its B does: its products run between the communications of B.
         lead = "f" if kind.is_forward else "b"
@@ -266,16 +283,20 @@ class Costs(FamilyCosts, CoreCosts):
         return chains
 
     def _of_pass(self, kind: Kind, stage: int, placement: Placement) -> float:
-        """Return the duration of one pass, without the lists that `durations` builds."""
+        """Return the duration of one pass of a kind on a stage.
+
+        It does without the lists that `durations` builds.
+        """
         letters = kind.traits.costs
         parts = [self._at(letter, stage, placement) for letter in letters]
         base = self.overhead if letters[0] in _OF_LAYERS else 0.0
         return sum(parts, base)
 
     def by_stage(self, name: str, placement: Placement) -> list[float]:
-        """Return the field `name` for each stage.
+        """Return the field called `name` as one value for each stage.
 
-        Raises: ScheduleError if the field names another number of stages than the placement has.
+        Raises: ScheduleError if the field is a tuple with another number of values than the chain
+            has stages.
         """
         if isinstance(getattr(self, name), tuple):
             return [self._at(name, stage, placement) for stage in range(placement.num_stages)]
@@ -303,12 +324,14 @@ _OF_A_RANK = {*ATTENTION, *(name for family in FAMILIES for name in family.of_a_
 
 
 def _of_slice(whole: float, attention: float, begin: float, end: float, first: float) -> float:
-    """Return the part of `whole` that the tokens from `begin` to `end` cost.
+    """Return the part of a microbatch's time that its tokens from `begin` to `end` cost.
 
     Args:
+        whole: the time of the microbatch.
         attention: the share of `whole` that is causal attention.
-        begin, end, first: places in the sequence from 0 to 1. A token attends to all tokens before
-            it from `first`, where its document begins.
+        begin, end: where the tokens begin and end in the sequence, from 0 to 1.
+        first: where their document begins, from 0 to 1. A token attends to all earlier tokens from
+            there.
     """
     by_length = end - begin
     # The token at x attends to x - first tokens. Their sum from begin to end is half of this area.
@@ -324,14 +347,16 @@ def _mean(value: PerStage) -> float:
 
 
 class Chain(NamedTuple):
-    """Pieces of a pass that follow one another, alternating arithmetic and communication.
+    """The pieces of a pass: arithmetic and communication in alternation, one after another.
 
     Attributes:
-        compute, link: total time of arithmetic and of communication.
-        turns: number of turns. A turn is one piece of each. 0 stands for arbitrarily many.
-        link_first: begins with communication. A backward does, as its forward ended with it.
-        follows: each turn begins after the turn of the same index in the previous chain ends, as a
-            weight gradient follows the gradient of its output.
+        compute, link: total time of the arithmetic and of the communication.
+        turns: number of turns. A turn is one piece of arithmetic and one of communication. 0 stands
+            for arbitrarily many.
+        link_first: a turn begins with its communication. It does in a backward, whose forward ended
+            with communication.
+        follows: this chain is a weight gradient. Its turn i begins after turn i of the chain before
+            it in the list, the input gradient, has ended.
     """
 
     compute: float
@@ -342,11 +367,12 @@ class Chain(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of one chain, with times from the start of its step.
+    """One piece of arithmetic or communication of a pass.
 
     Attributes:
-        chain: index of its chain.
-        link: communication, not arithmetic.
+        chain: index of its `Chain` in the list of the step's chains.
+        link: it is communication, not arithmetic.
+        start, end: times from the start of its step, in the unit of the costs.
     """
 
     chain: int
@@ -356,11 +382,14 @@ class Piece(NamedTuple):
 
 
 def pieces(chains: Sequence[Chain]) -> list[Piece]:
-    """Return the pieces of all chains, each with its times, if they run on two streams.
+    """Return the pieces of all chains with their times, if they run on two streams.
 
     One stream is for arithmetic, one for communication. The piece that can start first runs first.
-    Among equals it is the one whose chain has most work left. Chains with arbitrarily many turns
-    have one piece on each stream, both from time 0.
+    Of pieces that can start at one time, the one whose chain has most work left runs first. Chains
+    with arbitrarily many turns have one piece on each stream, both from time 0.
+
+    Args:
+        chains: the chains of the passes of one step.
     """
     played: list[Piece] = []
     free = [0.0, 0.0]

@@ -24,7 +24,7 @@ _SINGLE = ("fb", "overhead", "piece", "wide_k", *SHARES)
 def load_costs(path: str | Path) -> Costs:
     """Read a costs file.
 
-    Raises: ScheduleError in one line that names the file and the field.
+    Raises: ScheduleError with one line that names the file and the field.
     """
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -41,9 +41,10 @@ def load_costs(path: str | Path) -> Costs:
 
 
 def read_costs(given: object, path: str | Path = "costs.json") -> Costs:
-    """Return the costs that the parsed JSON of a costs file gives.
+    """Return the costs that a costs file describes, given its parsed JSON.
 
     Args:
+        given: the parsed JSON.
         path: names the file in errors.
     Raises: ScheduleError as `load_costs`.
     """
@@ -74,7 +75,7 @@ def dump_costs(costs: Costs) -> str:
 
 
 def by_field(costs: Costs) -> dict[str, Any]:
-    """Return the object that a costs file contains: all fields that are not None."""
+    """Return the JSON object of a costs file: {field: value} for all fields that are not None."""
     return {name: value for name, value in vars(costs).items() if value is not None}
 
 
@@ -83,11 +84,14 @@ def _numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _value(path: str | Path, name: str, value: object) -> float | tuple[float, ...]:
-    """Return a field's value from its JSON. For `comm` it may come from the parts of a message.
+    """Return a field's value from its JSON.
+
+    The JSON of `comm` may be an object with latency, bytes and bandwidth of a message.
 
     Args:
         path: names the file in errors.
-        name: the field.
+        name: the name of the field.
+        value: its parsed JSON.
     Raises: ScheduleError that names file and field.
     """
     # Latency and bandwidth are what people know of a link; the clock needs the time of a message.
@@ -119,11 +123,13 @@ def _value(path: str | Path, name: str, value: object) -> float | tuple[float, .
 def _message(
     path: str | Path, parts: dict[str, float | tuple[float, ...]]
 ) -> float | tuple[float, ...]:
-    """Return latency + bytes / bandwidth: one number, or one for each link if a part is a list.
+    """Return the time of a message: latency + bytes / bandwidth.
+
+    It is one number, or one for each link if a part is a list.
 
     Args:
         path: names the file in errors.
-        parts: the three parts by name.
+        parts: "latency", "bytes" and "bandwidth", each a number or one for each link.
     """
     links = max(len(_numbers(x)) for x in parts.values())
     # One number is the same for all links, such as the bytes of a message.

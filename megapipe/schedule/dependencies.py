@@ -22,8 +22,8 @@ _OF_MICROBATCH = {Where.OWN, Where.PREV, Where.NEXT, *OF_SLICES}
 class Dependencies:
     """The dependencies of a table's passes.
 
-    `of` lists the passes that one pass waits for. `beyond_microbatch` lists, for all passes, the
-    dependencies on passes of another microbatch or of a whole stage.
+    `of` returns the passes that one pass waits for. `beyond_microbatch` returns, for all passes,
+    the ones among these that belong to another microbatch or to a whole stage.
 
     Args:
         schedule: the table; its passes are read once.
@@ -44,10 +44,10 @@ class Dependencies:
     def of(self, item: Pass, *, beyond: bool = False) -> list[Pass]:
         """Return the passes that must be done before `item`.
 
-        A pass that the table lacks is included, as the first kind that would produce the result.
+        If the table lacks the pass that would produce a needed result, that pass is included too.
 
         Args:
-            beyond: leave out dependencies within the pass's own microbatch, see `is_beyond`.
+            beyond: leave out passes of `item`'s own microbatch, see `is_beyond`.
         """
         makers: list[Pass] = []
         for need in self._schedule.needs[item.kind]:
@@ -59,9 +59,9 @@ class Dependencies:
         return makers
 
     def beyond_microbatch(self) -> dict[Pass, list[Pass]]:
-        """Return {pass: passes that it waits for beyond its own microbatch}, see `is_beyond`.
+        """Return {pass: passes it waits for that are not of its own microbatch}, see `is_beyond`.
 
-        Passes that wait for nothing beyond it are left out.
+        Passes that wait only for passes of their own microbatch are left out.
         """
         found = {}
         for item in self._there:
@@ -90,6 +90,7 @@ class Dependencies:
 
         Args:
             item: the pass that has the need.
+            need: a result that `item` needs.
             stage: stage of the passes that produce the result.
         """
         schedule = self._schedule
@@ -117,7 +118,7 @@ class Dependencies:
 
 
 def wrong_documents(schedule: Schedule) -> str | None:
-    """Return a sentence on why the table's `documents` are invalid; None if they are valid."""
+    """Return a sentence on what is wrong with the table's `documents`; None if they are valid."""
     n = len(schedule.cuts)
     m = schedule.num_microbatches
     rows = schedule.documents
@@ -164,11 +165,12 @@ def closed_prefix(schedule: Schedule) -> list[int]:
 
 
 def share_of_window(schedule: Schedule, n: int) -> tuple[frozenset[int], ...]:
-    """Choose n microbatches (or slices) of every window. Return a set of them for each stage.
+    """Choose `n` microbatches (or slices) of every window. Return the chosen ones for each stage.
 
     A window is a sequence of consecutive forwards of a stage. Its length is the largest number of
     microbatches whose forward has run and whose backward has not. The first n of each window are
-    chosen, as Megatron-LM does with max_outstanding_backprops.
+    chosen, as Megatron-LM does with max_outstanding_backprops. A set has microbatches (or slices)
+    by their number, see `Schedule.number`.
     """
     stages = schedule.placement.num_stages
     begun: list[list[int]] = [[] for _ in range(stages)]
@@ -194,16 +196,20 @@ def can_repeat(kind: Kind) -> bool:
 
 
 def is_beyond(kind: Kind, need: Need) -> bool:
-    """Return whether a need reaches beyond the pass's own microbatch.
+    """Return whether a need of a pass reaches beyond the pass's own microbatch.
 
     It does if it refers to a whole stage, to other microbatches, or to a pass that not every
     microbatch has.
+
+    Args:
+        kind: the kind of the pass.
+        need: the result that it needs.
     """
     return kind.traits.per_stage or need.optional or need.where not in _OF_MICROBATCH
 
 
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
-    """Return which microbatches of a training step run through a stage, by number.
+    """Return the numbers of the microbatches of a training step that run through a stage.
 
     These are all of them, or half of them if the placement has two chains.
 

@@ -34,10 +34,10 @@ EXCLUDED = (
 
 
 class Refused(ScheduleError):
-    """An error that names the part of a recipe that cannot be made.
+    """An error about a part of a recipe that cannot be made.
 
     Attributes:
-        part: the field of `Recipe`.
+        part: the name of the field of `Recipe`.
     """
 
     def __init__(self, part: str, error: ScheduleError) -> None:
@@ -46,11 +46,11 @@ class Refused(ScheduleError):
 
 
 class Terms(Protocol):
-    """The costs and memory limits by which a table is judged while it is made.
+    """The costs and memory limits under which a table is made.
 
-    `costs` returns times and memory of the table's stages, `room` the memory limits of its ranks. A
-    plan computes them from the layers that it puts on the stages. `Fixed` returns the same values
-    for every table.
+    `costs` returns times and memory of a table's stages, and `room` the memory limits of its ranks.
+    Both depend on the table: a plan computes them from the layers that it puts on the stages.
+    `Fixed` returns the same values for every table.
     """
 
     def costs(self, table: Schedule) -> Costs:
@@ -58,9 +58,9 @@ class Terms(Protocol):
         ...
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        """Return the most activation that each rank may hold, in the unit of the costs.
+        """Return the limit on each rank's activation; None for no limit.
 
-        Returns None for no limit.
+        It is in the unit of the costs.
         """
         ...
 
@@ -94,12 +94,13 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Settings of pairs: two passes that run overlapped, so that communication is hidden.
+    """Settings of overlapped pairs: two passes run together, so that communication is hidden.
 
-    `linked` returns the costs to use.
+    `linked` returns the costs under which the pairs are chosen.
 
     Attributes:
-        split: backwards that run without a forward are split even if the table has them fused.
+        split: a backward that is not in a pair is split into B and W, even if the table has it
+            fused.
         share: part of F and of B that is communication, if the costs name none; 0 keeps the costs.
     """
 
@@ -107,7 +108,10 @@ class Pairing:
     share: float = 0.0
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs with `share` as communication of F and B; unchanged if they name any."""
+        """Return the costs in which `share` of F and B is communication.
+
+        They are unchanged if they already give a communication or the time of a pair.
+        """
         # Measured costs say more than a share that a flag guesses.
         named = costs.fb is not None or any(getattr(costs, name) for name in SHARES)
         if named or not self.share:
@@ -116,7 +120,7 @@ class Pairing:
 
 
 def refuse_idle(costs: Costs) -> None:
-    """Refuse costs without communication in any pass: pairs would hide nothing.
+    """Refuse costs in which no pass has communication: pairs would hide nothing.
 
     Raises: ScheduleError that names the flag.
     """
@@ -133,10 +137,11 @@ class Search:
 
     Attributes:
         placements: the placements to choose from.
-        objective: "makespan", or "period" (longest span of a rank).
-        effort: about the seconds to spend on one core.
+        objective: to be minimised: "makespan", or "period" (longest time from a rank's first start
+            to its last end).
+        effort: about the seconds of one core to spend.
         seconds: CPU seconds of this process after which the search ends early.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     """
 
     placements: tuple[Placement, ...]
@@ -154,12 +159,13 @@ def placements(
     costs: Costs,
     objective: str,
 ) -> list[Placement]:
-    """Return the placements that zb-auto tries.
+    """Return the placements that zb-auto, the search for an order of passes, tries.
 
     Args:
         placement: "loop", "v", or None for both.
         chunks: stages on each rank; None for 1, 2 and 4 in a loop.
-        costs: tuples by stage leave only placements with this number of stages.
+        costs: if they have tuples with a value for each stage, only placements with as many stages
+            are returned.
         objective: only checked: "makespan" or "period".
     Raises: ScheduleError if arguments contradict each other.
     """

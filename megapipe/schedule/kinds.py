@@ -35,7 +35,7 @@ share such a stream, see `passes.Shared`.
 
 
 class Made(StrEnum):
-    """Results that a pass produces for other passes."""
+    """The results that a pass can produce for other passes."""
 
     OUTPUT = "output"
     KEYS = "keys and values"
@@ -60,7 +60,7 @@ class Made(StrEnum):
 
 
 class Where(StrEnum):
-    """The passes that a need refers to, seen from the pass that has the need.
+    """The passes that produce a needed result, seen from the pass that needs it.
 
     A pass of a whole stage is numbered by its training step, any other pass by its microbatch. "The
     same number" means the same step or microbatch.
@@ -97,8 +97,8 @@ class Need(NamedTuple):
         where: the passes that produce it, seen from the pass that needs it.
         back: number of training steps before this one.
         optional: applies only if the table has a pass that produces the result.
-        unless: letter of a kind; the need applies only in tables without this kind.
-        at: if given, applies only to passes of these stages.
+        unless: letters of a kind of pass; the need applies only in tables without this kind.
+        at: the need applies only to passes on these stages; None for all stages.
     """
 
     made: Made
@@ -111,17 +111,18 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """The row of a kind: all that clock, verifier, lowering and pictures know about it.
+    """The properties of a kind of pass: all that simulation, verification and pictures use of it.
 
     Attributes:
         meaning: the kind in words, for legends.
         colour: #rrggbb in pictures.
-        costs: the fields of `Costs` whose sum is its duration, one letter each.
-        needs: results that must exist before it can start.
-        makes: results that it produces; the first one is sent to other ranks.
+        costs: its duration is the sum of these fields of `Costs`, one letter for each.
+        needs: results that must exist before a pass can start.
+        makes: results that a pass produces; the first one is sent to other ranks.
         memory: change of the memory held, as {letter: count} over the fields `mem_<letter>` of
             `Costs`. If the first count is positive the change applies at the start of the pass,
             else at its end.
+        lane: the stream on which it runs.
         per_stage: runs once per training step and stage, and not once per microbatch.
         at: the only stages that run it, where ranks share the vocabulary; None for all stages.
         reads: takes the next microbatch from the data iterator.
@@ -245,7 +246,7 @@ class Kind(StrEnum):
     and any other pass for AB. RS reduce-scatters all gradients accumulated since the previous RS,
     and carries the number of the last pass that added to them. See `families.sharding.runs`.
 
-    Each member has its row as `traits`.
+    The properties of a kind are its `traits`.
     """
 
     _value_: str

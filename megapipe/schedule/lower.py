@@ -19,7 +19,12 @@ from megapipe.schedule.simulate import Clock, run_clock
 
 
 class Message(NamedTuple):
-    """The result of a pass, the tensor `made_by` it, sent from rank src to rank dst."""
+    """A message from one rank to another: the result of a pass.
+
+    Attributes:
+        made_by: the pass whose result is sent.
+        src, dst: the sending and the receiving rank.
+    """
 
     made_by: Pass
     src: int
@@ -31,7 +36,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that one rank posts together, in the global order."""
+    """Messages that one rank posts together, in an order that all ranks have in common."""
 
     messages: tuple[Message, ...]
 
@@ -50,10 +55,10 @@ of a message).
 def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
     """Return the program of each rank: its steps in order, with exchanges of messages between them.
 
-    A send stands immediately after the pass that makes the tensor. Its receive stands, in the
-    receiver's program, where the sender is done by the clock, before the pass that takes the
-    tensor. Costs move messages between steps; every choice is correct. Messages with no step
-    between them form one exchange. That only posts some messages earlier, so it is safe.
+    A send stands immediately after the pass that makes the tensor. Its receive stands in the
+    receiver's program before the pass that takes the tensor, at the simulated time at which the
+    sender is done. Costs move messages between steps; every choice is correct. Messages with no
+    step between them form one exchange. That only posts some messages earlier, so it is safe.
 
     1F1B on two ranks with two microbatches. Messages in one cell form one exchange:
 
@@ -71,7 +76,7 @@ def lower(schedule: Schedule, costs: Costs = UNIT) -> tuple[Program, ...]:
 
 
 def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
-    """Return the programs as `lower` does, without simulating the schedule again.
+    """Return each rank's program as `lower` does, without simulating the schedule again.
 
     Args:
         clock: start and end of every step of the schedule, from `run_clock`.
@@ -114,7 +119,7 @@ def lower_timed(schedule: Schedule, clock: Clock) -> tuple[Program, ...]:
 
 
 def most_in_flight(schedule: Schedule, clock: Clock) -> tuple[int, ...]:
-    """Return, for each rank, the most messages that it has sent and no receiver has yet taken.
+    """Return, for each rank, the most messages it has sent that no receiver has taken yet.
 
     Args:
         clock: start and end of every step, from `run_clock`.
@@ -146,6 +151,9 @@ def forward_only(schedule: Schedule) -> Schedule:
     """Return the table of an evaluation: only forwards and the passes that forwards need.
 
     Depths of multi-token prediction are left out.
+
+    Args:
+        schedule: the table of training.
     """
     place = schedule.placement
     named: dict[Pass, Pass | None] = {}
@@ -176,7 +184,8 @@ def _program(entries: list[_Entry]) -> Program:
     """Return a rank's program: its entries sorted, adjacent messages joined in one exchange.
 
     Args:
-        entries: steps and messages of the rank, each with its place in the global order.
+        entries: steps and messages of the rank, each with its place in the order that all ranks
+            have in common.
     """
     entries.sort()
     program: list[Step | Exchange] = []

@@ -19,14 +19,15 @@ from megapipe.schedule.placement import Placement as Placement
 
 
 class Pass(NamedTuple):
-    """One microbatch, or one slice of it, through one stage.
+    """One microbatch, or one slice of it, going through one stage once.
 
     A pass prints as stage, kind, microbatch: `2F0`, `1BW3`, and `2F0.1` for its slice 1.
 
     Attributes:
         microbatch: number of the microbatch. For kinds with `traits.per_stage`, which run once per
             training step and stage, it is the number of the step.
-        slice: number of the slice along the sequence; None where microbatches are not cut.
+        slice: number of the slice along the sequence, within the microbatch; None where
+            microbatches are not cut.
     """
 
     kind: Kind
@@ -36,7 +37,7 @@ class Pass(NamedTuple):
 
     @property
     def of(self) -> str:
-        """Return the label in pictures: microbatch, or microbatch.slice."""
+        """Return the pass's label in pictures: "microbatch" or "microbatch.slice"."""
         if self.slice is None:
             return f"{self.microbatch}"
         return f"{self.microbatch}.{self.slice}"
@@ -50,7 +51,7 @@ Step = tuple[Pass, ...]
 
 
 class Link(NamedTuple):
-    """The tensors that passes of one kind and stage take, and the ranks that take their result.
+    """The tensors that passes of one kind and stage take, and the ranks to which they send.
 
     Attributes:
         takes: the tensors from other stages, each as (result, stage that produced it).
@@ -66,9 +67,9 @@ Part = tuple[int, int, int]
 
 
 class Last(NamedTuple):
-    """The microbatches (or slices) of the last passes of a stage, by number.
+    """The last passes of a stage, by the number of their microbatch (or slice).
 
-    A pass has the number of its microbatch, or of its slice among the slices of all microbatches.
+    Slices are numbered through all microbatches.
 
     Attributes:
         backward: number of the last backward.
@@ -135,7 +136,11 @@ class Schedule:
         return chain.from_iterable(self.steps())
 
     def map(self, change: Callable[[Step], Iterable[Step]]) -> Schedule:
-        """Return the table with each step replaced by the steps that `change` returns for it."""
+        """Return the table with each step replaced by the steps that `change` returns for it.
+
+        Args:
+            change: takes a step and returns the steps that replace it: none, one or several.
+        """
         rows = (chain.from_iterable(map(change, row)) for row in self.ranks)
         return replace(self, ranks=tuple(map(tuple, rows)))
 
@@ -156,9 +161,9 @@ class Schedule:
         return range(len(self.cuts)) if self.cuts else (None,)
 
     def number(self, item: Pass) -> int:
-        """Return the number of a pass's slice among the slices of all microbatches.
+        """Return the number of a pass's slice, counted through all microbatches.
 
-        Where microbatches are not cut it is the number of the microbatch.
+        If microbatches are not cut, it is the number of the pass's microbatch.
         """
         # With 4 slices, slice 1 of microbatch 2 is number 9.
         if item.slice is None:
@@ -166,7 +171,7 @@ class Schedule:
         return item.microbatch * len(self.cuts) + item.slice
 
     def document(self, item: Pass) -> range:
-        """Return the slices of the document to which a pass's slice belongs.
+        """Return the numbers of all slices in the document to which a pass's slice belongs.
 
         A slice attends to the keys and values of its own document only.
         """
@@ -184,7 +189,10 @@ class Schedule:
 
     @property
     def parts(self) -> set[Part]:
-        """Return all values of `part` in this table, except None."""
+        """Return the parts of a microbatch that the table's passes compute, see `part`.
+
+        None, for a whole microbatch, is left out.
+        """
         return {
             (n, document.start, document.stop)
             for row in self._documents
@@ -193,7 +201,7 @@ class Schedule:
 
     @cached_property
     def _documents(self) -> list[list[range]]:
-        """Return, for each row of `documents`, the range of slices of each slice's document."""
+        """Return [row of `documents`][slice]: the range of slices in the document of the slice."""
         # Five slices with documents that begin at 0 and 3:
         #
         #     slice      0       1       2     |  3       4
@@ -226,9 +234,9 @@ class Schedule:
 
     @cached_property
     def needs(self) -> dict[Kind, tuple[Need, ...]]:
-        """Return what passes of each kind in the table wait for: {kind: its needs}.
+        """Return {kind: the results that passes of this kind wait for} for the table's kinds.
 
-        Needs that apply only to other tables are left out.
+        Needs that apply only to tables with other kinds are left out.
         """
         return {kind: tuple(filter(self._applies, kind.traits.needs)) for kind in self.kinds}
 
@@ -243,7 +251,7 @@ class Schedule:
 
     @cached_property
     def links(self) -> dict[tuple[Kind, int], Link]:
-        """Return what passes receive and send, by (kind, stage).
+        """Return {(kind, stage): which tensors such passes take, and to which ranks they send}.
 
         A result that no pass of the table takes is sent nowhere.
         """
@@ -278,7 +286,7 @@ class Schedule:
 
     @cached_property
     def last(self) -> dict[int, Last]:
-        """Return for each stage which microbatch (or slice) has the last backward, see `Last`.
+        """Return {stage: its last backward and its last pass with weight gradients}.
 
         Stages without a backward are left out. Microbatches may be in any order.
         """
@@ -293,9 +301,10 @@ class Schedule:
         return {stage: Last(backward[stage], weights[stage]) for stage in backward}
 
     def chain_of(self, microbatch: int) -> int:
-        """Return the chain that a microbatch runs through.
+        """Return the number of the chain that a microbatch runs through.
 
-        Each chain carries an equal number of consecutive microbatches of a training step.
+        A chain is the sequence of stages of one copy of the model; DualPipe has two. Each chain
+        carries an equal number of consecutive microbatches of a training step.
         """
         # DualPipe with 8 microbatches: 0 to 3 run through chain 0, 4 to 7 through chain 1.
         of_step = microbatch % self.num_microbatches
@@ -303,16 +312,20 @@ class Schedule:
 
 
 def unpaired(schedule: Schedule, keep: Callable[[Step], bool] = lambda step: False) -> Schedule:
-    """Return the table with the two passes of every pair one after the other.
+    """Return the table with the two passes of each overlapped pair one after the other.
 
     Args:
-        keep: returns whether a pair remains a pair.
+        keep: takes a pair and returns whether it remains one.
     """
     return schedule.map(lambda step: (step,) if keep(step) else ((x,) for x in step))
 
 
 def repeated(schedule: Schedule, training_steps: int) -> Schedule:
-    """Return the table of one training step repeated, with no barrier between the steps."""
+    """Return a table of one training step repeated, with no barrier between the steps.
+
+    Args:
+        training_steps: number of training steps of the returned table.
+    """
     m = schedule.num_microbatches
 
     # G, U, A and V are numbered by training steps, all other passes by microbatches.

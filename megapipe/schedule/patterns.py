@@ -47,21 +47,25 @@ MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
 
 @dataclass(frozen=True)
 class Entry:
-    """One schedule of the catalogue.
+    """The description of one schedule of the catalogue.
+
+    Its properties say which numbers a user may choose.
 
     Attributes:
-        generate: the function that makes its table. It takes (ranks, microbatches), and chunks,
-            costs, memory and options if it has arguments of these names.
-        placement: loop, v, wave or mirror; "loop or v" for the search; OWN for a user's function.
+        generate: the function that makes its table. It takes (ranks, microbatches). If it has
+            arguments named chunks, costs or memory, or options of its own, it gets these too.
+        placement: which stages a rank has: "loop", "v", "wave" or "mirror"; "loop or v" for the
+            search; OWN for a user's function.
         chunks: stages on each rank; None for any number.
-        about: a line of description.
-        split: B and W are separate passes.
+        about: a line of description, for lists.
+        split: the backward is split into the passes B and W.
         copies: copies of the parameters that the ranks hold together, 2 in DualPipe.
-        searched: it is searched for the costs and the memory limit, which takes seconds.
+        searched: its order is found by a search under given costs and memory limit, which takes
+            seconds.
         dominated: another schedule takes no longer and holds less, whatever passes cost.
-        pairs: has overlapped pairs of a forward and a backward.
-        choices: a function from (ranks, microbatches) to (tables, memory limit), if costs choose
-            among several tables; else None.
+        pairs: its table has overlapped pairs of a forward and a backward.
+        choices: if the best of several tables is taken under the costs, a function from (ranks,
+            microbatches) to (the tables, memory limit); else None.
     """
 
     generate: Callable[..., Schedule]
@@ -87,7 +91,10 @@ class Entry:
 
     @property
     def any_chunks(self) -> bool:
-        """Return whether a user may choose the number of stages on a rank. A search chooses it."""
+        """Return whether a user may choose the number of stages on a rank.
+
+        For a searched schedule it is False, because the search chooses the number.
+        """
         return self.chunks is None and not self.searched
 
 
@@ -210,13 +217,13 @@ def fixed(
 ) -> Iterator[Schedule]:
     """Yield every pattern with one copy of the parameters that these ranks and microbatches allow.
 
-    A pattern is a schedule that is not searched. Tables are not verified, because a search asks for
-    dozens of them and simulates each anyway.
+    A pattern is a schedule that no search has to find. Tables are not verified, because a search
+    asks for dozens of them and simulates each anyway.
 
     Args:
         chunks: stages on each rank.
-        costs: put W (weight gradient) into waits under these costs; None for the papers' tables.
-        placement: only patterns of this placement; None for all.
+        costs: used to put W (weight gradient) where a rank would wait; None for the papers' tables.
+        placement: yield only patterns with this placement; None for all.
     """
     arguments = ranks, microbatches, chunks, costs, placement
     # Large tables are yielded one by one, so that a search may stop and memory has one at a time.
@@ -248,11 +255,12 @@ def _each(
 def one_of(
     name: str, ranks: int, microbatches: int, chunks: int, costs: Costs | None = None
 ) -> Iterator[Schedule]:
-    """Yield the unverified table of a schedule; nothing if it has none for these arguments.
+    """Yield the unverified table of a schedule, or nothing if there is none for these arguments.
 
     Args:
+        name: a name of the catalogue.
         chunks: stages on each rank.
-        costs: put W into waits under these costs; None for the paper's table.
+        costs: used to put W (weight gradient) where a rank would wait; None for the paper's table.
     """
     with suppress(ScheduleError):
         yield made(name, PATTERNS[name], ranks, microbatches, chunks=chunks, costs=costs)
@@ -268,7 +276,12 @@ def _shape(entry: Entry, ranks: int, chunks: int) -> Placement:
 
 
 def check_size(name: str, ranks: int, microbatches: int, chunks: int) -> None:
-    """Check that a table is small enough to be made. Raises: ScheduleError if it is not."""
+    """Check that a table is small enough to be made. Raises: ScheduleError if it is not.
+
+    Args:
+        name: the schedule's name, for the error.
+        chunks: stages on each rank.
+    """
     stages = ranks * chunks
     cells = stages * microbatches
     # A typing error, such as a batch in tokens, would otherwise fill the memory of the machine.
@@ -291,13 +304,15 @@ def make(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return a verified table of an entry.
+    """Return the verified table of a schedule of the catalogue.
 
     Args:
         name: the table's name, also in errors.
+        entry: the schedule.
         chunks: stages on each rank; None for the entry's default.
-        costs: a search, or the placing of W, is for these costs; None for the paper's table.
-        memory: limit on a rank's activation; None for no limit.
+        costs: costs for a search, or for putting W where a rank would wait; None for the paper's
+            table.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         options: further arguments of the generator.
     Raises: ScheduleError if there is no table for these numbers, or if it cannot run.
     """
@@ -318,10 +333,11 @@ def made(
     memory: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """Return an unverified table of an entry.
+    """Return the unverified table of a schedule of the catalogue.
 
     Args:
         name: the table's name, also in errors.
+        entry: the schedule.
         chunks, costs, memory: number of stages on each rank, costs and limit for the generator;
             None for its defaults.
         options: further arguments of the generator.

@@ -25,17 +25,17 @@ from megapipe.schedule.kinds import Need, Where
 class Placement:
     """A placement of stages on ranks.
 
-    The model is cut into consecutive parts, and a chain is one stage for each part, in order. The
-    part of a stage is its *position*. Usually there is one chain, and the position of a stage is
-    its number. DualPipe has two chains through the ranks, in opposite directions: stages s and s +
-    chain are replicas of one part on mirrored ranks.
+    The model is cut into consecutive parts. A *chain* is one stage for each part, in order: one
+    copy of the model. The part of a stage is its *position*. Usually there is one chain, and the
+    position of a stage is its number. DualPipe has two chains through the ranks, in opposite
+    directions: stages s and s + chain are replicas of one part on mirrored ranks.
 
     Methods say, for a stage, its position, its neighbours and replicas, and whether it has
     embedding or loss; for a rank, its stages.
 
     Attributes:
         rank_of: rank of each stage.
-        chain: length of a chain: its number of stages, depths included.
+        chain: number of stages in each chain, depths included.
         vocabulary: each rank holds an equal share of the rows of embedding and head. A rank with
             stages in two chains holds one share for each of the two.
         depths: number of depths of multi-token prediction. They are the last stages of each chain,
@@ -74,10 +74,13 @@ class Placement:
         return replace(self, rank_of=tuple(rank_of), chain=self.main, depths=0)
 
     def with_depths(self, ranks: Sequence[int]) -> Placement:
-        """Return the placement with a depth of multi-token prediction on each of these ranks.
+        """Return the placement with one depth of multi-token prediction on each of these ranks.
 
         The depths follow the other stages of each chain. In DualPipe the second chain has its
         depths on the mirrored ranks.
+
+        Args:
+            ranks: the rank of each depth, from depth 1.
         """
         # Two ranks and two depths, both on rank 1:
         #
@@ -109,17 +112,17 @@ class Placement:
         return max(self.position(stage) - self.main + 1, 0)
 
     def reads(self, stage: int) -> bool:
-        """Return whether the stage reads tokens or labels."""
+        """Return whether the stage reads tokens or labels from the data iterator."""
         return self.is_first(stage) or self.is_last(stage) or self.depth(stage) > 0
 
     def prev(self, stage: int) -> int | None:
-        """Return the stage whose output this one takes, None at the embedding."""
+        """Return the stage whose output this stage takes; None for the stage with the embedding."""
         if self.is_first(stage):
             return None
         return stage - 1
 
     def next(self, stage: int) -> int | None:
-        """Return the stage that takes this one's output.
+        """Return the stage that takes the output of this stage.
 
         Returns None at the end of the chain: at the loss, or at the last depth after it.
         """
@@ -128,13 +131,16 @@ class Placement:
         return stage + 1
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank in ascending order. Their indices number its model chunks."""
+        """Return the stages of a rank in ascending order.
+
+        The index in this tuple is the number of the model chunk.
+        """
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     def needed(self, stage: int, need: Need) -> tuple[int, ...]:
-        """Return the stages whose results a pass of `stage` needs.
+        """Return the stages whose results a pass of `stage` needs, for one of its needs.
 
-        There are none if `need.at` leaves out this stage.
+        It is () if the need does not apply to this stage, see `Need.at`.
         """
         # Such as the loss: a backward needs it at the last stage, not at the others.
         if need.at is not None and stage not in self.meant(stage, need.at):
@@ -142,7 +148,7 @@ class Placement:
         return self.meant(stage, need.where)
 
     def meant(self, stage: int, where: Where) -> tuple[int, ...]:
-        """Return the stages that `where` of a need refers to, seen from `stage`."""
+        """Return the stages that `where` refers to, seen from `stage`."""
         first = stage - self.position(stage)
         if where is Where.SHARES:
             return self.shares(stage)
@@ -168,7 +174,7 @@ class Placement:
         """Return the stages that hold the shares of the vocabulary for the chain of `stage`.
 
         A rank's share is on its first stage of the model's own chain. The stages are in ascending
-        order. There are none if the first and the last stage hold the whole vocabulary.
+        order. It is () if the vocabulary is not shared over the ranks.
         """
         return self._shares[stage // self.chain]
 
@@ -220,7 +226,7 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
 
 
 def vee(ranks: int) -> Placement:
-    """Return the V: two stages on each rank, numbered down the ranks and up again.
+    """Return the placement V: two stages on each rank, numbered down the ranks and up again.
 
     Rank 0 has both ends of the model. ZB-V, V-Half, V-Min and DualPipeV use it.
     """
@@ -228,13 +234,17 @@ def vee(ranks: int) -> Placement:
 
 
 def wave(ranks: int, waves: int) -> Placement:
-    """Return the V repeated `waves` times, for Hanayo. Each V begins and ends on rank 0."""
+    """Return the V repeated `waves` times, for the schedule Hanayo.
+
+    A V has two stages on each rank, numbered down the ranks and up again. It begins and ends on
+    rank 0.
+    """
     return Placement((*range(ranks), *reversed(range(ranks))) * waves, 2 * ranks * waves)
 
 
 def mirror(ranks: int) -> Placement:
     """Return the placement of two copies of the model in opposite directions: DualPipe and Chimera.
 
-    Its stages are on the ranks of the V, cut into two chains. A chain has all stages of one copy.
+    The stages of one copy go down the ranks, and the stages of the other copy go up.
     """
     return Placement((*range(ranks), *reversed(range(ranks))), ranks)

@@ -52,13 +52,14 @@ _PLAIN = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW})
 
 @dataclass(frozen=True)
 class Built:
-    """A table with the tables before its last transforms.
+    """A table, together with the tables from which its last transforms made it.
 
     Attributes:
         recipe: the recipe of the table.
         table: the result.
-        plain: the table before offload and sharding.
-        chain: the table of the model's own chain with its pairs, before depths and vocabulary.
+        plain: the table before passes of offload and sharding were added.
+        chain: the table with its overlapped pairs, before depths of multi-token prediction and the
+            shared vocabulary were added.
     """
 
     recipe: Recipe
@@ -71,25 +72,28 @@ class Built:
 class Recipe:
     """A description of how a table is made, with the parts in the order of their application.
 
-    `build` makes the table. A plan that needs costs of the finished chain calls `chain`,
-    `with_pairs`, `with_ends` and `finish` one after another. `problems` yields contradictions.
+    `build` makes the table. A plan needs to know costs between the steps, so it calls `chain`,
+    `with_pairs`, `with_ends` and `finish` one after another. `whole` also adds the passes that run
+    once a step. `problems` yields contradictions.
 
     Attributes:
         order: a name of the catalogue, a .json or .csv file, or FILE.py:NAME of a function.
         ranks, microbatches: the size of the table.
         chunks: stages on each rank, where the order leaves a choice.
         options: further arguments of the generator.
-        fitted: costs by which the generator puts W into waits; None for the papers' tables.
+        fitted: costs that the generator uses to put W where a rank would wait; None for the papers'
+            tables.
         table: the order itself if it exists already; `order` is then only its name.
         search: settings of the search, for an order that is searched.
-        cuts: lengths of the slices of a microbatch.
-        documents: slices that begin a document.
-        room_of_slices: limit on a rank's activation. Up to it forwards of slices may come
-            earlier than necessary.
-        pairs: True keeps the pairs of the order, False separates them, a Pairing forms the best
-            pairs.
+        cuts: lengths of the slices of a microbatch along the sequence; () to leave microbatches
+            whole.
+        documents: slices that begin a document, as in `Schedule.documents`.
+        room_of_slices: limit on a rank's activation in a table with slices. Forwards may come
+            earlier than necessary as long as it is respected.
+        pairs: True keeps the overlapped pairs of the order, False separates them. A Pairing chooses
+            the best pairs anew.
         depths: the rank of each depth of multi-token prediction.
-        vocabulary: ranks share embedding and head.
+        vocabulary: each rank holds an equal share of the rows of embedding and head.
         offload, sharding, step: the settings of these families; None for none of their passes.
         replicas: each stage's state is copied to a peer once a step.
         lenient: if nothing fits the memory limit, make the table that needs least. The caller then
@@ -117,10 +121,10 @@ class Recipe:
     lenient: bool = False
 
     def problems(self, flags: Mapping[str, str]) -> Iterator[str]:
-        """Yield a sentence for each two parts that exclude each other.
+        """Yield a sentence for every two parts of the recipe that exclude each other.
 
         Args:
-            flags: {field of this class: the flag by which the sentence names it}.
+            flags: {field of this class: the flag that the sentence names}.
         """
         asked = {
             "cuts": bool(self.cuts),
@@ -139,13 +143,21 @@ class Recipe:
     def build(self, terms: Terms) -> Built:
         """Return the table with all parts but `step` and `replicas`, which `around` adds.
 
+        Args:
+            terms: costs and memory limits under which the table is made.
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
         chain = self.with_pairs(self.chain(terms), terms)
         return self.finish(self.with_ends(chain, terms), terms, chain)
 
     def whole(self, costs: Costs = UNIT, memory: float | None = None) -> Schedule:
-        """Return the table with all parts, `step` too, under fixed costs; errors as `build`."""
+        """Return the table with all parts, including `step` and `replicas`, under fixed costs.
+
+        Args:
+            costs: the costs of the table's stages.
+            memory: limit on a rank's activation; None for no limit.
+        Raises: as `build`.
+        """
         recipe = self
         # A search without settings has the catalogue's, and searches under these costs.
         named = not (self.table or self.search or self.cuts or is_file(self.order))
@@ -156,24 +168,47 @@ class Recipe:
         return self.around(built.table, costs)
 
     def around(self, table: Schedule, costs: Costs = UNIT) -> Schedule:
-        """Return a table with the passes of `step` and `replicas`, which it has once a step."""
+        """Return a table with the passes of `step` and `replicas` added.
+
+        They run once a training step.
+
+        Args:
+            table: a table of this recipe without them.
+            costs: costs that decide where the passes stand in the rows.
+        """
         table = self.step.around(table, costs)
         return with_replicas(table) if self.replicas else table
 
     def chain(self, terms: Terms) -> Schedule:
-        """Return the table of the order, before a Pairing forms pairs and before depths.
+        """Return the table of the order, before pairs are chosen and depths are added.
 
-        A plan splits the layers by this table. Pairs are chosen under the costs of that split.
+        A plan splits the layers by this table, and chooses pairs under the costs of that split.
+
+        Args:
+            terms: costs and memory limits under which the table is made.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return `chain` with the pairs of a Pairing. With depths `finish` forms the pairs."""
+        """Return a table with overlapped pairs, if the recipe asks for a choice of pairs.
+
+        With depths of multi-token prediction the table is unchanged: `finish` chooses the pairs
+        then.
+
+        Args:
+            chain: the table that the method `chain` returned.
+            terms: costs and memory limits under which pairs are chosen.
+        """
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return the chain with depths of multi-token prediction and a shared vocabulary."""
+        """Return a table with depths of multi-token prediction and passes of a shared vocabulary.
+
+        Args:
+            chain: the table that `with_pairs` returned.
+            terms: costs and memory limits under which the passes are placed.
+        """
         if not (self.depths or self.vocabulary):
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
@@ -183,10 +218,13 @@ class Recipe:
             return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
 
     def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
-        """Return the table with passes of offload and sharding, and with pairs if it has depths.
+        """Return the table with passes of offload and sharding, and what it was made from.
+
+        With depths of multi-token prediction, overlapped pairs are chosen here.
 
         Args:
             table: what `with_ends` returned.
+            terms: costs and memory limits under which the passes are placed.
             chain: what `with_pairs` returned, for `Built.chain`.
         """
         plain = self._paired(table, terms) if self.depths else table
@@ -204,7 +242,7 @@ class Recipe:
         return Built(self, made, plain, chain or table)
 
     def _ordered(self, terms: Terms) -> Schedule:
-        """Return the table of the order, with microbatches cut if `cuts` are given."""
+        """Return the table of the order, with microbatches cut into slices if `cuts` are given."""
         if self.table is not None:
             return self.table
         if self.search is not None:
@@ -239,7 +277,7 @@ class Recipe:
         return _built(self.order, *size, self.options, self.fitted)
 
     def _searched(self, search: Search, terms: Terms) -> Schedule:
-        """Return the best order that a search finds, on any of its placements."""
+        """Return the best table that a search finds on any of the placements of its settings."""
         # Only a search takes the time to import it.
         from megapipe.schedule.search.auto import Candidate, limits, search_among
         from megapipe.schedule.search.sliced import fastest_slices
@@ -264,9 +302,10 @@ class Recipe:
         return search_among(candidates, self.microbatches, **chosen).schedule
 
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
-        """Return the memory of each rank for activations; None for no limit.
+        """Return the memory that each rank has for activations; None for no limit.
 
-        Gathered weights and gradients are subtracted, held for the shortest possible time.
+        With sharding, the memory of gathered weights and full gradients is subtracted. It is
+        computed as if they were held for the shortest possible time.
         """
         room = terms.room(table)
         if room is None or self.sharding is None:
@@ -275,7 +314,10 @@ class Recipe:
         return tuple(most - held for most, held in zip(room, least, strict=True))
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs by which pairs are chosen: a part of each pass is communication."""
+        """Return the costs under which pairs are chosen.
+
+        If the recipe names a share of F and B that is communication, it is in them.
+        """
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: Terms) -> Schedule:
@@ -296,6 +338,11 @@ class Recipe:
         """Return the fastest table with sharded weights or gradients.
 
         Where gathered weights leave too little memory, activations are offloaded or recomputed.
+
+        Args:
+            asked: the settings of sharding.
+            tables: tables to choose from, the preferred one first.
+            room: limit of each rank; None for no limit.
         """
         start, *_ = tables
         moved = None
@@ -322,7 +369,13 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the first table, or the fastest, with activations offloaded or recomputed."""
+        """Return the first table, or the fastest one, with activations offloaded or recomputed.
+
+        Args:
+            asked: the settings of offload. They say whether it is only used if it is needed.
+            tables: tables to choose from, the preferred one first.
+            room: limit of each rank; None for no limit.
+        """
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -344,24 +397,38 @@ def _built(
     options: tuple[tuple[str, Any], ...],
     costs: Costs | None,
 ) -> Schedule:
-    """Return a verified table of the catalogue, cached: a launch builds the same one repeatedly."""
+    """Return a verified table of the catalogue, from a cache if it was made before.
+
+    A launch builds one table repeatedly.
+    """
     return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
 
 
 def _fitted(
     asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]
 ) -> Schedule:
-    """Return the fastest of the tables, with offload and recomputation, that fits the limits."""
+    """Return the fastest of the tables, with offload or recomputation, within memory limits.
+
+    Args:
+        asked: the settings of offload.
+        room: the limit of each rank, or one for all.
+    """
     return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
 def _where_needed(
     asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]
 ) -> Schedule:
-    """Return `plain` if it fits the limits, else the fastest table that fits, else `plain` too.
+    """Return a table within the memory limits, with offload or recomputation if it needs them.
 
-    If any order is allowed, a table with offloaded or recomputed activations replaces `plain` where
-    it is more than 1% faster.
+    It is `plain` if that fits, else the fastest table that fits. It is also `plain` if nothing
+    fits. If the settings allow any order, a table with offload or recomputation also replaces a
+    `plain` that fits where it is more than 1% faster.
+
+    Args:
+        asked: the settings of offload.
+        plain: the table without offload and recomputation.
+        room: the limit of each rank.
     """
     time = simulate(plain, costs)
     tight = any(held > most for held, most in zip(time.peak, room, strict=True))
@@ -383,7 +450,11 @@ def _where_needed(
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Turn a ScheduleError within the block into a Refused that names this part of the recipe."""
+    """Turn a ScheduleError within the block into a Refused for a field of the recipe.
+
+    Args:
+        part: the name of the field.
+    """
     try:
         yield
     except ScheduleError as error:

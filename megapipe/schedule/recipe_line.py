@@ -16,20 +16,20 @@ from megapipe.schedule.recipe import Recipe
 
 
 def to_line(recipe: Recipe) -> str:
-    """Return the arguments of `show` that make the recipe's table, as one shell line.
+    """Return the arguments of the command `show` that make the recipe's table, as a shell line.
 
-    For a searched order `show` searches again.
+    If the order comes from a search, `show` repeats the search.
     """
     return shlex.join((*_words(recipe), *_parts(recipe)))
 
 
 def parts_line(recipe: Recipe) -> str:
-    """Return the flags of `show` and `compare` for the parts that a recipe adds to its order."""
+    """Return the flags of the commands `show` and `compare` for what a recipe adds to its order."""
     return shlex.join(_parts(recipe))
 
 
 def _words(recipe: Recipe) -> Iterator[str]:
-    """Yield the words of the line for the order, its numbers, slices and pairs."""
+    """Yield the words of the shell line for the order, its numbers, slices and pairs."""
     yield recipe.order
     # A file has its own ranks and microbatches, and `show` refuses them next to it.
     if not is_file(recipe.order):
@@ -57,7 +57,7 @@ def _words(recipe: Recipe) -> Iterator[str]:
 
 
 def _parts(recipe: Recipe) -> Iterator[str]:
-    """Yield the words of the line for depths, vocabulary, offload, sharding and the whole step."""
+    """Yield the words of the shell line for depths, vocabulary, offload, sharding and the step."""
     # In the order in which a recipe applies them, so that the line reads as the table is made.
     if recipe.depths:
         yield from ("--depths", _numbers(recipe.depths))

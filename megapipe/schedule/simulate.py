@@ -32,9 +32,9 @@ class Timeline:
         busy: time each rank computes, without copies and collectives on other streams.
         span: each rank's time from its first start to its last end.
         makespan: the last end of any rank.
-        curves: for each rank (time, activation held from then on), in order of time.
+        curves: for each rank, (time, activation held from then on) in order of time.
         sent: number of tensors each rank sends to another rank.
-        parameters: each rank's parameters in device shares, 1/P of the model each.
+        parameters: each rank's parameters, where 1 stands for 1/p of the model on p ranks.
     """
 
     start: Mapping[Pass, float]
@@ -63,7 +63,7 @@ class Timeline:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Return the most activation each rank holds at any time."""
+        """Return, for each rank, the most activation that it holds at any time."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Timeline:
 
 
 def _left(time: float, busy: float) -> float:
-    """Return time - busy, and 0 if the difference is within rounding of the sums."""
+    """Return time - busy; 0 if the difference is only rounding of the sums."""
     left = time - busy
     if left > 1e-9 * time:
         return left
@@ -85,7 +85,7 @@ class Clock:
 
     Attributes:
         start, end: times of every step, [rank][step].
-        order: all (rank, step) in an order in which each follows its inputs.
+        order: all steps as (rank, step), in an order in which each step follows its inputs.
     """
 
     start: list[list[float]]
@@ -115,7 +115,8 @@ def simulate(
     """Return the times and memory of a schedule under these costs.
 
     Args:
-        took: measured durations of single passes, overhead included; they replace the costs.
+        took: {pass: measured duration, overhead included}. It replaces the costs of these passes;
+            None for no measurements.
     Raises: ScheduleError if ranks deadlock, with each waiting rank, its step and what it lacks.
         TypeError for a name in place of a schedule, or numbers in place of costs.
     """
@@ -171,7 +172,8 @@ def run_clock(
     Each rank advances until a step lacks an input. The pass that produces the input then wakes it.
 
     Args:
-        took: measured durations of single passes; they replace the costs.
+        took: {pass: measured duration}. It replaces the costs of these passes; None for no
+            measurements.
     Raises: ScheduleError if ranks deadlock.
     """
     rows = schedule.ranks
@@ -249,11 +251,11 @@ _Arrival = tuple[dict[int, float], int, float]
 
 
 def _places(schedule: Schedule) -> tuple[list[int], int]:
-    """Return (index of each slice of each microbatch, number of indices).
+    """Return ([slice of any microbatch] its index, number of indices), for keys of results.
 
-    The clock stores a result of a stage under the key stage * number + index. An unused index
-    follows each document, so that no slice finds a neighbour in another document. Where
-    microbatches are not cut the list is empty, and the index is the microbatch's number.
+    The clock stores a result of a stage under the key stage * number of indices + index. An unused
+    index follows each document, so that no slice finds a neighbour in another document. If
+    microbatches are not cut, the list is empty, and the index is the microbatch's number.
     """
     # Two microbatches of three slices, where slices 0 and 1 are a document. Dots are empty places.
     #
@@ -273,12 +275,12 @@ class _Wires(NamedTuple):
     """The dependencies of a table, prepared for the clock's inner loop.
 
     Attributes:
-        lane_of: index of each kind's stream.
-        needs: what a pass waits for within its own microbatch, by kind and stage.
-        makes: by kind and stage, the results of a pass. Each is a dict to which the clock adds
-            when a microbatch's result is there, and the rank that may wait for it.
-        others: what each pass waits for beyond its own microbatch, with the time of the message.
-        waiters: the ranks that may wait for a pass in `others`.
+        lane_of: {kind: index of its stream}.
+        needs: {kind: [stage] the results that a pass waits for within its own microbatch}.
+        makes: {kind: [stage] the results of a pass}. Each result is (dict to which the clock adds
+            the time when it is there, the rank that may wait for it).
+        others: {pass: (pass it waits for, time of the message)} beyond its own microbatch.
+        waiters: {pass that others wait for: the ranks that may wait}.
     """
 
     lane_of: dict[Kind, int]
@@ -337,7 +339,7 @@ def _wire(schedule: Schedule, costs: Costs) -> _Wires:
 
 
 def _travels(maker: Pass, item: Pass, place: Placement, costs: Costs) -> float:
-    """Return the time between the end of `maker` and the earliest start of `item`."""
+    """Return the time from the end of the pass `maker` to the earliest start of the pass `item`."""
     # Two copies that follow each other on a shared stream exchange no message.
     if maker.kind.traits.lane is item.kind.traits.lane in COPIES:
         return 0.0
@@ -351,7 +353,12 @@ _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 def _lengths(
     costs: Costs, place: Placement, cuts: tuple[float, ...], documents: tuple[tuple[int, ...], ...]
 ) -> Callable[[Step], float]:
-    """Return the function from a step to its duration, under these costs and slices."""
+    """Return a function that takes a step and returns its duration under these costs and slices.
+
+    Args:
+        cuts: lengths of the slices of a microbatch; () if microbatches are not cut.
+        documents: slices that begin a document, as in `Schedule.documents`.
+    """
     # An empty table, which only answers how its microbatches are cut.
     like = Schedule("", place, len(documents) or 1, (), cuts=cuts, documents=documents)
     parts = (*like.parts, None)

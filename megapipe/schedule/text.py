@@ -42,7 +42,7 @@ _NOT_A_PASS = re.compile(r"\d+((SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)"
 
 
 def load(path: str | Path) -> Schedule:
-    """Read and verify a .json or .csv file.
+    """Read a table from a .json or .csv file and verify it.
 
     Raises: ScheduleError naming the file and every problem with its rank, line, step and pass.
     """
@@ -64,7 +64,7 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
 
     Args:
         costs: also write these costs, the makespan and the start of each step under them.
-        recipe: the arguments of `show` that make the table again.
+        recipe: also write these arguments of the command `show`, which make the table again.
     """
     place = schedule.placement
     head: dict[str, Any] = {
@@ -98,13 +98,16 @@ def to_json(schedule: Schedule, costs: Costs | None = None, recipe: str | None =
 
 
 def _lines(rows: Iterable[object]) -> str:
-    """Return a JSON list, with each of its items in a line."""
+    """Return a JSON list with one item on each line."""
     text = ",\n  ".join(map(json.dumps, rows))
     return f"[\n  {text}\n]"
 
 
 def from_json(text: str, source: str = "schedule.json") -> Schedule:
-    """Read and verify what `to_json` writes. `source` names the text in errors."""
+    """Read a table from the text that `to_json` writes, and verify it.
+
+    `source` names the text in errors.
+    """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -151,7 +154,7 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
     """Return the table as CSV: one row per rank, all of one length.
 
     Args:
-        torch: writes the letters of torch.distributed.pipelining.
+        torch: write the letters of torch.distributed.pipelining instead of this package's.
     Raises: ScheduleError for a table that CSV, or those letters, cannot express.
     """
     of_torch = "and torch.distributed.pipelining has"
@@ -184,13 +187,15 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 
 
 def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
-    """Read and verify a table in either dialect.
+    """Read a table from CSV text and verify it.
 
-    Placement and number of microbatches follow from the passes. Torch's cells for sends, receives
-    and shards are skipped, because programs are lowered here.
+    The letters may be this package's or those in torch.distributed.pipelining. Placement and number
+    of microbatches follow from the passes. Torch's cells for sends, receives and shards are
+    skipped, because programs are lowered here.
 
     Args:
-        source: names the text in errors; its last part names the schedule.
+        source: names the text in errors. Its file name without the folder becomes the schedule's
+            name.
     """
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
@@ -233,7 +238,7 @@ def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
 
 
 def _cut_off(schedule: Schedule) -> Iterator[str]:
-    """Yield a hint for each rank whose row lacks its last microbatches and nothing else."""
+    """Yield a hint for each rank whose row lacks passes only at its end, as if the line was cut."""
     place = schedule.placement
     m = schedule.num_microbatches
     for rank, row in enumerate(schedule.ranks):
@@ -258,13 +263,18 @@ def _cut_off(schedule: Schedule) -> Iterator[str]:
 
 
 def _is_torch(rows: list[list[str]]) -> bool:
-    """Return whether the letters are torch's: there is an I, or a B without any W or BW."""
+    """Return whether rows of cells have torch's letters: an I, or a B without any W or BW."""
     found = {match[2] for row in rows for cell in row for match in _PASS.finditer(cell)}
     return "I" in found or ("B" in found and not found & {"W", "BW"})
 
 
 def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
-    """Return the passes that the texts of a cell name, or a sentence on the mistake."""
+    """Return the step that the texts of one cell describe, or a sentence on the mistake in them.
+
+    Args:
+        texts: one text for each pass.
+        letters: {letters of a kind in this dialect: the kind}.
+    """
     step = []
     for text in texts:
         match = _PASS.fullmatch(text.strip())
@@ -281,7 +291,13 @@ def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
 
 
 def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
-    """Return (placement, number of microbatches) of the rows; errors name `source`."""
+    """Return (placement, number of microbatches) that follow from the rows.
+
+    Args:
+        rows: [rank][step] as read from the file.
+        source: names the file in errors.
+    Raises: ScheduleError if no placement fits the rows.
+    """
     rank_of: dict[int, int] = {}
     through: dict[int, set[int]] = {}
     twice: dict[tuple[int, int], str] = {}
@@ -358,7 +374,7 @@ _OPTIONAL = {"shared", "vocabulary", "documents"}
 
 
 def _shape_problems(data: Any) -> Iterator[str]:
-    """Yield a sentence for each part of parsed JSON that has not the format of `to_json`."""
+    """Yield a sentence for each part of parsed JSON that differs from the format of `to_json`."""
     if not isinstance(data, dict):
         needed = ", ".join(key for key in _FIELDS if key not in _OPTIONAL)
         yield f"an object with {needed} is needed"

@@ -28,9 +28,9 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
     """Check that a schedule trains every microbatch exactly once and can run without deadlock.
 
     Args:
-        memory: most activation a rank may hold, in the unit of `costs`; None for no limit. The unit
-            of the default costs is what one microbatch leaves in one device share. 1F1B then peaks
-            at its number of ranks.
+        memory: most activation a rank may hold, in the unit of `costs`; None for no limit. With the
+            default costs the unit is the activation of one microbatch in 1/p of the layers, on p
+            ranks. 1F1B then peaks at p.
     Raises: ScheduleError naming every problem with its rank, step and pass.
     """
     problems = list(_table_problems(schedule))
@@ -46,8 +46,12 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
 
 
 def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """Play programs with rendezvous semantics, where an exchange waits for all its messages.
+    """Check programs by running them with rendezvous semantics.
 
+    An exchange waits until the other ranks have posted all its messages.
+
+    Args:
+        programs: the program of each rank, as `lower` returns it.
     Raises: ScheduleError if ranks deadlock, or if a pass runs before its input has arrived. Also if
         two ranks disagree about the order of the messages between them.
     """
@@ -103,7 +107,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
-    """Return why a pass cannot be on this rank; None if it can."""
+    """Return a sentence that says why a pass cannot be on this rank; None if it can."""
     place = schedule.placement
     kind, stage, _, piece = item
     if not 0 <= stage < place.num_stages:
@@ -121,7 +125,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 
 
 def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
-    """Return why the stage cannot have a pass of this kind and microbatch; None if it can."""
+    """Return why the stage of a pass cannot have its kind and microbatch; None if it can."""
     place = schedule.placement
     kind, stage, microbatch, _ = item
     if kind.traits.per_stage:
@@ -150,7 +154,7 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
     """Yield a sentence for each F, B, W or BW that is missing, doubled, or before its input.
 
     Args:
-        seen: the step of each pass in its row.
+        seen: {pass: index of its step in its row}.
     """
     place = schedule.placement
     for microbatch, piece in product(range(schedule.all_microbatches), schedule.slices):
@@ -189,10 +193,13 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that reads microbatches in another order than its chain.
+    """Yield a sentence for each stage that reads microbatches in another order than others.
 
-    Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
-    all must be read in one order.
+    It is compared with the first stage of its chain. Inputs and labels come from iterators on
+    different ranks. Each returns its next microbatch, so all must be read in one order.
+
+    Args:
+        seen: {pass: index of its step in its row}.
     """
     place = schedule.placement
     orders: dict[tuple[Kind, int], list[Pass]] = {}
@@ -222,12 +229,20 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
-    """Return each (kind, training step) of passes that run once per step and stage, sorted."""
+    """Return each (kind, training step) of the passes that run once per step and stage, sorted.
+
+    Args:
+        seen: {pass: index of its step in its row}.
+    """
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that lacks a pass that other stages run once per step."""
+    """Yield a sentence for each stage that lacks a pass that other stages run once per step.
+
+    Args:
+        seen: {pass: index of its step in its row}.
+    """
     # A table may have none of a kind. The run then does that after the table, such as the update.
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -238,9 +253,10 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 
 
 def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for two ranks that run collectives of common replicas in different orders.
+    """Yield a sentence for two ranks that run common collectives in different orders.
 
-    Collectives match only by their order, so ranks that share several must agree on it.
+    Two ranks with replicas of several stages take part in several collectives. Collectives match
+    only by their order, so both ranks must have the same one.
     """
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -270,7 +286,8 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 def _never_again(schedule: Schedule) -> Iterator[str]:
     """Yield a sentence for each pass before V that cannot run a second time.
 
-    These passes ran on weights that V (validation) may take back, and then all of them run again.
+    These passes ran with weights that V (validation of an update) may take back. Then all of them
+    run again.
     """
     borders = {kind for kind in schedule.kinds if kind.traits.border}
     if not borders:
@@ -295,7 +312,12 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(
     schedule: Schedule, memory: float, costs: Costs, clock: Clock
 ) -> Iterator[str]:
-    """Yield a sentence on each rank's first pass that exceeds the memory limit."""
+    """Yield a sentence for each rank that exceeds the memory limit, with its first pass that does.
+
+    Args:
+        memory: limit on each rank's activation, in the unit of the costs.
+        clock: start and end of every step.
+    """
     for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
         # Sums of shares are rounded, so allow for a relative error of 1e-9.
         over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]
@@ -309,7 +331,11 @@ def _memory_problems(
 
 
 def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a sentence for each link whose two ends list its messages in different orders."""
+    """Yield a sentence for each two ranks that list the messages between them in different orders.
+
+    Args:
+        programs: the program of each rank.
+    """
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for rank, program in enumerate(programs):
@@ -338,7 +364,11 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    """Play the programs; yield a sentence for a pass without its input, and for a stuck rank."""
+    """Run programs; yield a sentence for each pass without its input and each rank that is stuck.
+
+    Args:
+        programs: the program of each rank.
+    """
     # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
     # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is

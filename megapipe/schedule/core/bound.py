@@ -16,9 +16,13 @@ from megapipe.schedule.passes import Kind, Placement, Schedule
 
 
 class Overheads(NamedTuple):
-    """The least multiple of `Costs.overhead` that each F, B and W costs.
+    """The multiples of `Costs.overhead` that a lower bound counts for F, B and W.
 
-    A fused backward costs one overhead for its B and its W, and a pair costs one for two passes.
+    Passes that pay one overhead together have multiples whose sum is one. A fused backward pays one
+    for its B and W, and an overlapped pair pays one for both of its passes.
+
+    Attributes:
+        f, b, w: the multiple for a forward, an input gradient and a weight gradient.
     """
 
     f: float
@@ -41,9 +45,9 @@ def lower_bound(
 ) -> float:
     """Return a lower bound of the makespan or period of any schedule of one copy of the model.
 
-    Pairs whose passes hide each other's communication may be faster than the bound. Let stages be
-    uniform, messages take no time, memory be p and m >= 2p. With one chunk on each rank the bound
-    is then
+    Pairs whose passes hide each other's communication may be faster than the bound. Take uniform
+    stages on p ranks, m >= 2p microbatches, messages that take no time, and a memory limit of p
+    microbatches. With one chunk on each rank the bound is then
 
         m(F+B+W) + (p-1) max(B, F + max(0, B-W)),
 
@@ -145,7 +149,7 @@ def bound_of_any(
 
 
 def _beside_backwards(costs: Costs) -> Costs:
-    """Return costs in which a forward takes only the time that it adds to a backward in a pair."""
+    """Return the costs with f reduced to the time that a forward adds to a backward in a pair."""
     if costs.fb is None:
         return costs
     if isinstance(costs.f, tuple) or isinstance(costs.b, tuple) or isinstance(costs.w, tuple):
@@ -158,7 +162,11 @@ def _beside_backwards(costs: Costs) -> Costs:
 
 
 def _scaled(costs: Costs, shares: list[float]) -> Costs:
-    """Return the costs with f, b and w multiplied by these three factors."""
+    """Return the costs with f, b and w multiplied by factors.
+
+    Args:
+        shares: the factors of f, b and w, in this order.
+    """
 
     def part(time: PerStage, share: float) -> PerStage:
         if isinstance(time, tuple):
@@ -174,12 +182,13 @@ def _scaled(costs: Costs, shares: list[float]) -> Costs:
 def _most(
     limit: float, microbatches: int, stages: tuple[int, ...], time: list[float], memory: list[float]
 ) -> float:
-    """Return the longest time of passes that a rank can run within its memory limit.
+    """Return the longest total time of passes of one kind that fits a rank's memory limit.
 
     Args:
-        limit: memory of the rank.
-        stages: stages of the rank, each with at most one pass for each microbatch.
-        time, memory: [num_stages] time of a pass, and the memory that it takes.
+        limit: memory limit of the rank.
+        microbatches: number of microbatches of a training step.
+        stages: stages of the rank. Each has at most one such pass for each microbatch.
+        time, memory: [num_stages] time of one pass on each stage, and memory that it takes.
     """
     everything = microbatches * sum(time[s] for s in stages)
     sizes = {memory[s] for s in stages}
@@ -193,11 +202,14 @@ def _most(
 
 
 def paired_bound(schedule: Schedule, costs: Costs, memory: float) -> float | None:
-    """Return a lower bound on the makespan of any table of this placement, with or without pairs.
+    """Return a lower bound on the makespan of any table with the schedule's placement.
+
+    The table may have pairs or not.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs.
-    Returns: None for two copies of the model, and for costs that name the time of a pair, fb.
+    Returns: a time in the unit of the costs. None for two copies of the model, and for costs that
+        give the time of a pair (`Costs.fb`).
     """
     place = schedule.placement
     # The bound does not know two copies, nor a time of pairs that their passes do not give.

@@ -59,7 +59,9 @@ def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
 
 
 def given_to_c(of: Problem, rows: list[int]) -> _Problem:
-    """Return the C struct of a problem, with a limit that rounding alone does not exceed.
+    """Return the C struct of a problem.
+
+    Its memory limits are raised slightly, so that rounding alone exceeds none.
 
     Args:
         rows: if the orders of all ranks are joined in one array, the index of each rank's first
@@ -86,7 +88,8 @@ def compiled_fill(of: Problem, orders: Orders) -> Fill | None:
     """Return a function that inserts W as `fit.fill_weights` does, with bitwise equal times.
 
     Args:
-        orders: each rank's order of F and B.
+        of: the placement with its costs and memory limits.
+        orders: each rank's order of F and B, as integers.
     Returns: a function from an overrun, the fraction of a W that may extend beyond a wait, to
         (orders with W, end of every pass). That function returns None if the order deadlocks or
         does not fit. Without a C compiler there is None in place of the function.

@@ -63,6 +63,7 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
 
     Args:
         how: "equal" for slices of equal length, "work" for slices of equal compute time.
+        costs: for "work", these say which part of the time is attention.
         documents: number of documents in the sequence, all of one length.
     Raises: ScheduleError for more slices than MOST_SLICES.
     """
@@ -86,9 +87,12 @@ def shares(count: int, how: str, costs: Costs, documents: int = 1) -> tuple[floa
 
 
 def _shorter(costs: Costs, times: int) -> Costs:
-    """Return costs whose attention has the share that it has in a sequence `times` times as short.
+    """Return costs with attention's share of the time as in a shorter sequence.
 
     Only the shares of attention are right in these costs; the times are not.
+
+    Args:
+        times: how many times as short the sequence is.
     """
     # A token attends to 1 / times as many tokens. All other work of a token stays.
     a = attention_of_all(costs) / times

@@ -35,12 +35,13 @@ Filled = tuple[Orders, list[float]]
 
 
 def shortest(candidates: Sequence[Schedule], costs: Costs, memory: float) -> Schedule:
-    """Return the table of least makespan: a candidate, or a candidate with its W moved into waits.
+    """Return the table of least makespan: a candidate as it is, or with its W moved into waits.
 
     Among equal tables the first candidate is taken.
 
     Args:
         candidates: tables with split backwards and one placement that hold at most `memory`.
+        costs: the costs under which the makespan is simulated.
         memory: limit for tables with moved W, in microbatches of a rank's activations. The memory
             fields of `costs` are not used.
     """
@@ -75,8 +76,10 @@ def refilled(of: Problem, orders: Orders, overruns: Sequence[float] = OVERRUNS) 
     yielded if no order fits the limit.
 
     Args:
-        orders: each rank's passes as integers, with or without W.
-        overruns: a W may extend beyond the wait in which it starts by this fraction of itself.
+        of: the placement with its costs and memory limits.
+        orders: each rank's passes as integers; W among them are ignored.
+        overruns: fractions to try. A W may extend beyond the wait in which it starts by this
+            fraction of its own time.
     """
     bare: Orders = []
     for rank, order in enumerate(orders):
@@ -99,8 +102,9 @@ def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | N
     """Return (orders with W, end of every pass), with W where a rank waits or lacks memory.
 
     Args:
+        problem: the placement with its costs and memory limits.
         orders: each rank's F and B, without W. The oldest pending W of a rank runs first.
-        overrun: a W may extend beyond the wait in which it starts by this fraction of itself.
+        overrun: a W may extend beyond the wait in which it starts by this fraction of its own time.
     Returns: None if the order deadlocks or exceeds a rank's memory limit.
     """
     # Local names: the loops below run for every pass of every candidate and overrun.

@@ -42,7 +42,9 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
     pending T and W are tried; the best by the clock of `costs` is returned.
 
     Args:
+        table: the table without the added passes.
         added: the passes to add, of a shared vocabulary or of multi-token prediction.
+        costs: costs under which the orders are simulated and compared.
         room: limit on each rank's activation, in the unit of the costs, without the memory of the
             vocabulary's shares. It may be exceeded if the order of the rows requires it.
     """
@@ -70,7 +72,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
 
 
 def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float, ...]:
-    """Return the most activation of layers that each rank holds, in the unit of the costs.
+    """Return the largest activation of layers that each rank holds, in the unit of the costs.
 
     The memory of the vocabulary's shares is not counted.
 
@@ -84,18 +86,19 @@ def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float,
 
 @dataclass
 class _Rank:
-    """A rank while passes are added to its row, the steps that it has in the given table.
+    """The state of one rank while passes are added to its row.
 
-    `of` makes it from a row. `next` returns the steps that may follow, `take` removes one of them.
+    Its row has the steps that the rank has in the given table. `of` makes it from a row. `next`
+    returns the steps that may follow, `take` removes one of them.
 
     Attributes:
         forwards: forwards left in the row.
         others: other steps left in the row, each with the number of forwards after it in the row.
         free: when its last step ends.
-        lookups: number of E done, which look up a rank's rows of the embedding, by chain. A chain
-            is one copy of the model.
-        due: added passes with all inputs, by kind. Each is (arrival, turn, pass); passes of one
-            arrival run in the order of their turns.
+        lookups: {chain: number of E done}. E looks up the rank's rows of the embedding. A chain is
+            one copy of the model.
+        due: {kind: added passes that have all inputs}. Each is (time of its last input, counter,
+            pass). Passes with inputs at one time run in the order of the counter.
         out: the merged row so far.
     """
 
@@ -110,7 +113,11 @@ class _Rank:
 
     @classmethod
     def of(cls, row: tuple[Step, ...]) -> Self:
-        """Return the rank that has all steps of this row left."""
+        """Return the rank that has all steps of this row left.
+
+        Args:
+            row: the rank's steps in the given table, in order.
+        """
         forwards: deque[Step] = deque()
         others: deque[tuple[int, Step]] = deque()
         # From the end, so that the forwards found so far are those after the step.
@@ -125,7 +132,7 @@ class _Rank:
         """Return the steps of the row that may come next, the first choice first.
 
         Args:
-            delay: forwards that may overtake another step of the row.
+            delay: the number of forwards by which any other step may come later in the row.
         """
         forward = [*islice(self.forwards, 1)]
         if not self.others:
@@ -153,9 +160,11 @@ class _Merge:
     FIRST and LATER are the added kinds of pass. `run` returns the merged rows.
 
     Args:
+        schedule: the table without the added passes.
         added: the passes to add.
-        delay: forwards that may overtake another step of the row.
-        waiting: number of passes of a kind in LATER that may be pending.
+        costs: costs under which the simulation runs.
+        delay: the number of forwards by which any other step may come later in the row.
+        waiting: number of passes of one kind in LATER that may be pending on a rank.
     """
 
     def __init__(
@@ -190,8 +199,11 @@ class _Merge:
         """Return the passes E of each rank, [rank][chain], in the order in which they will run.
 
         E looks up a rank's rows of a vocabulary that all ranks share. A chain is one copy of the
-        model. E follow the order of the forwards of the chain's first stage, which need their
-        results.
+        model. The lookups have the order of the forwards of the chain's first stage, which need
+        their results.
+
+        Args:
+            schedule: the table without the added passes.
         """
         orders = _first_forwards(schedule)
         found: list[list[list[Pass]]] = [[] for _ in self.ranks]
@@ -258,7 +270,7 @@ class _Merge:
         return (waits.pop(0)[-1],)
 
     def _arrival(self, step: Step) -> float:
-        """Return when the last input of a step arrives; inf if one has not been made yet."""
+        """Return when the last input of a step arrives; inf if one is not computed yet."""
         comes = 0.0
         for x in step:
             lacks = self.lacks[x]

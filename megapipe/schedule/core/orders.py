@@ -18,10 +18,11 @@ KINDS = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """A placement with its costs as lists of numbers, which a search of orders reads.
+    """A placement with its costs as lists of numbers, for a search for the best order of passes.
 
-    A list has one entry for each pass, at the integer of the pass, and a last entry for "no pass",
-    which ends at time 0. Times and memory are in the units of the costs.
+    Each pass F, B or W of a stage and microbatch has an integer. A list has one entry for each
+    pass, at its integer. Its last entry stands for "no pass", which ends at time 0. Times and
+    memory are in the units of the costs.
 
     Attributes:
         costs: the costs from which the lists are computed.
@@ -33,7 +34,8 @@ class Problem:
         source: the pass whose result each pass takes; "no pass" for none.
         target: the pass on another rank that takes the result of each pass; "no pass" for none.
         rank: the rank of each pass.
-        holds: memory that each pass adds, negative if it frees memory. B swaps mem_b for mem_w.
+        holds: memory that each pass adds, negative if it frees memory. F adds mem_b, B adds mem_w -
+            mem_b, and W adds -mem_w.
         unit: duration of the longest pass, the scale of random changes.
     """
 
@@ -63,7 +65,7 @@ class Problem:
 def problem(
     placement: Placement, microbatches: int, costs: Costs, memory: tuple[float, ...], period: bool
 ) -> Problem:
-    """Return the Problem of a placement, a number of microbatches and costs.
+    """Return the placement and its costs as lists of numbers, see `Problem`.
 
     Args:
         memory: limit of each rank, in the memory unit of the costs.
@@ -108,7 +110,7 @@ def problem(
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
-    """Return the end of every pass, by its integer, if each starts as soon as it can.
+    """Return when every pass ends, by its integer, if each starts as soon as it can.
 
     Args:
         orders: each rank's passes as integers.
@@ -172,7 +174,7 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
     Args:
         orders: each rank's passes as integers.
         end: end of every pass, as `clock` returns it.
-        spread: this multiple of the mean over ranks is added, so that a search sees gains on ranks
+        spread: this multiple of the ranks' mean time is added. So a search also sees gains on ranks
             other than the slowest.
     """
     ends = [end[order[-1]] for order in orders]
@@ -189,12 +191,20 @@ def length(problem: Problem, orders: Orders, end: list[float], spread: float = 0
 
 
 def fits(problem: Problem, orders: Orders) -> bool:
-    """Return whether every rank stays within its memory limit in its order of passes."""
+    """Return whether every rank stays within its memory limit in its order of passes.
+
+    Args:
+        orders: each rank's passes as integers.
+    """
     return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
 
 
 def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
-    """Return whether one rank stays within its memory limit if it runs its passes in `order`."""
+    """Return whether one rank stays within its memory limit if it runs its passes in `order`.
+
+    Args:
+        order: the rank's passes as integers.
+    """
     holds = problem.holds
     # Rounding alone does not exceed a limit.
     limit = problem.memory[rank] * (1 + 1e-9)
@@ -207,7 +217,7 @@ def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
 
 
 def encode(problem: Problem, schedule: Schedule) -> Orders:
-    """Return each rank's passes of a table as integers, in order.
+    """Return each rank's passes of a table as integers, in the order of its row.
 
     A BW becomes B and W. An overlapped pair becomes its two passes, one after the other.
     """
@@ -221,7 +231,11 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
 
 
 def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
-    """Return the table of these orders, with the given name and one pass in each step."""
+    """Return the table of these orders, with the given name and one pass in each step.
+
+    Args:
+        orders: each rank's passes as integers.
+    """
     m = problem.microbatches
     rows = []
     for order in orders:
@@ -231,7 +245,10 @@ def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
 
 
 def one_by_one(problem: Problem) -> Orders:
-    """Return orders of least memory: a rank ends one microbatch before it begins the next."""
+    """Return the orders of least memory: each rank ends one microbatch before it begins the next.
+
+    Returns: each rank's passes as integers.
+    """
     m = problem.microbatches
     rows = []
     for rank in range(problem.placement.num_ranks):

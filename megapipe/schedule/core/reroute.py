@@ -28,10 +28,13 @@ _PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
 
 @dataclass(frozen=True)
 class Joint:
-    """The ranks and microbatches of a joint table.
+    """The joint table of several data-parallel replicas, of which one may have lost a rank.
 
-    `rank` and `microbatch` turn the numbers of one replica into numbers in the joint table. `peer`
-    returns the replica that runs a microbatch instead of the lost rank.
+    Each replica runs the table of one pipeline. The joint table has the ranks and microbatches of
+    all replicas. If a rank is lost, the same pipeline rank of the other replicas (its peers) runs
+    its passes in addition to their own. `rank` and `microbatch` turn a number within one replica
+    into the number in the joint table. `peer` returns the replica that runs a microbatch instead of
+    the lost rank. `placement` and `queues` return the stages and the steps of the joint table.
 
     Attributes:
         table: the table of one replica.
@@ -44,7 +47,10 @@ class Joint:
     lost: tuple[int, int] | None = None
 
     def rank(self, replica: int, rank: int) -> int:
-        """Return a rank's number in the joint table: replica by replica, without the lost rank."""
+        """Return the number in the joint table of pipeline rank `rank` of a replica.
+
+        Ranks are numbered replica by replica, and the lost rank has no number.
+        """
         ranks = len(self.table.ranks)
         number = replica * ranks + rank
         if self.lost is None:
@@ -53,20 +59,29 @@ class Joint:
         return number - (number > broken * ranks + gone)
 
     def microbatch(self, replica: int, microbatch: int) -> int:
-        """Return the number in the joint table of a replica's microbatch: replica by replica."""
+        """Return the number in the joint table of microbatch `microbatch` of a replica.
+
+        Microbatches are numbered replica by replica.
+        """
         return replica * self.table.num_microbatches + microbatch
 
     def peer(self, microbatch: int) -> int:
-        """Return the replica that runs a microbatch of the broken one at the lost rank's stages.
+        """Return the replica that runs a microbatch in place of the lost rank.
 
-        The peers take turns.
+        The other replicas take turns.
+
+        Args:
+            microbatch: number of a microbatch within the replica that lost the rank.
         """
         assert self.lost is not None
         broken, _ = self.lost
         return (broken + 1 + microbatch % (self.replicas - 1)) % self.replicas
 
     def placement(self) -> Placement:
-        """Return the placement, with a chain for each microbatch."""
+        """Return the joint placement. It has one chain of stages for each microbatch.
+
+        So each microbatch has its own rank for each stage.
+        """
         place = self.table.placement
         rank_of = []
         for replica in range(self.replicas):
@@ -80,9 +95,11 @@ class Joint:
         return replace(place, rank_of=tuple(rank_of))
 
     def queues(self) -> Iterator[tuple[int, list[Step]]]:
-        """Yield (rank, steps in order) of each rank's row, and of each peer's part of the lost row.
+        """Yield (rank of the joint table, its steps in order), possibly twice for one rank.
 
-        A rank has its own row first. Passes of a pair that go to different peers run one by one.
+        The first yield has the rank's own row, the second the passes that it runs in place of the
+        lost rank. The two passes of an overlapped pair run one after the other if they go to
+        different peers.
         """
         adopted: dict[int, list[Step]] = {}
         for replica in range(self.replicas):
@@ -110,7 +127,13 @@ class Joint:
 
 
 def joint(table: Schedule, replicas: int) -> Schedule:
-    """Return the joint table of replicas that all have their ranks. Raises: as `reroute`."""
+    """Return the joint table of replicas that all have their ranks.
+
+    Args:
+        table: the table of one replica, of one training step.
+        replicas: number of replicas.
+    Raises: ScheduleError if the table has other passes than F, B, W and BW, or several steps.
+    """
     return _unordered(Joint(table, replicas))
 
 
@@ -121,9 +144,10 @@ def reroute(
     costs: Costs = UNIT,
     memory: float | None = None,
 ) -> Schedule:
-    """Return the joint table of data-parallel replicas, one of them without a rank.
+    """Return the joint table of data-parallel replicas, if one of them has lost a rank.
 
-    It is the fastest of three ways to order the passes of a peer, as far as they fit.
+    The same pipeline rank of each other replica (a peer) runs part of the lost rank's passes. Three
+    ways to order the passes of a peer are tried, and the fastest that fits is returned.
 
     Args:
         table: the table of one replica, of one training step.
@@ -162,9 +186,13 @@ def reroute(
 
 
 def joint_costs(costs: Costs, table: Schedule) -> Costs:
-    """Return the costs of a table for its joint table, whose ranks have no more work each.
+    """Return the costs of a table for use with its joint table.
 
-    A message between two replicas takes as long as the slowest within one.
+    Costs per device share are adapted, because the joint table has more ranks with as much work
+    each. A message between two replicas takes as long as the slowest within one.
+
+    Args:
+        table: the table of one replica.
     """
     place = table.placement
     stated: dict[str, Any] = {}
@@ -183,12 +211,13 @@ next."""
 
 
 def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
-    """Yield ways to order a peer's own passes and the adopted ones.
+    """Yield three rules for the order of a peer's own passes and of the lost rank's passes it runs.
 
-    They are: by the time at which they would start without a loss, own ones first, adopted ones
-    first. The last two take less memory or less time for some tables.
+    The rules are: by the time at which a pass would start without a loss, own passes first, the
+    lost rank's passes first. The last two take less memory or less time for some tables.
 
     Args:
+        ranks: the joint table, with a lost rank.
         costs: the costs of the joint table.
     """
     whole = simulate(joint(ranks.table, ranks.replicas), costs)
@@ -198,9 +227,9 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
 
 
 def _unordered(ranks: Joint) -> Schedule:
-    """Return the joint table, in whose rows adopted passes stand after a peer's own.
+    """Return the joint table. A peer's own passes stand before the lost rank's passes that it runs.
 
-    Raises: ScheduleError for a table with other passes than F, B, W and BW.
+    Raises: ScheduleError for a table with other passes than F, B, W and BW, or of several steps.
     """
     table = ranks.table
     others = sorted(table.kinds - _LAYERS)
@@ -237,11 +266,12 @@ def _by_time(
     costs: Costs,
     priority: Priority,
 ) -> list[list[Step]]:
-    """Return the row of each rank: of its queues, whichever step can start first is next.
+    """Return the row of each rank. Its next step is the first of any of its queues that can start.
 
     Args:
-        table: the joint table, in any order.
-        queues: (rank, steps in order), a rank's own steps before adopted ones.
+        table: the joint table, whose order of steps is ignored.
+        queues: (rank, steps in order). A rank may have one for its own steps and one for the lost
+            rank's.
         costs: the costs of the joint table.
         priority: chooses among steps that can start at one time.
     """

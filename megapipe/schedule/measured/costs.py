@@ -36,12 +36,12 @@ StepsRan = Sequence[Sequence[Sequence[Ran]]]
 
 
 class Spent(NamedTuple):
-    """The times of a rank's step, in seconds.
+    """The durations that summarise one rank's training step, in seconds.
 
     Attributes:
-        makespan: from its first wait for an input to its last end.
-        span: from its first pass to its last end.
-        busy: the sum of its passes.
+        makespan: from the start of its first wait for an input to the end of its last pass.
+        span: from the start of its first pass to the end of its last pass.
+        busy: the sum of the durations of its passes.
         waited: waits for inputs between passes. The rest of `span` is host time.
     """
 
@@ -57,7 +57,7 @@ class Spent(NamedTuple):
 
 
 def spent(row: Sequence[Ran]) -> Spent:
-    """Return how long a rank was busy and how long it waited in one step.
+    """Return how long a rank computed and how long it waited in one step.
 
     Args:
         row: the rank's measured passes of the step, in order. A validation (V) counts as waiting.
@@ -76,7 +76,11 @@ def spent(row: Sequence[Ran]) -> Spent:
 
 
 def in_turn(row: Sequence[Ran]) -> Iterator[tuple[Ran, ...]]:
-    """Yield the passes of a row as groups: one pass, or both passes of an overlapped pair."""
+    """Yield the passes of a row as groups: one pass, or both passes of an overlapped pair.
+
+    Args:
+        row: measured passes of one rank in one step, in order.
+    """
     return (tuple(group) for _, group in groupby(row, lambda x: (x.begin, x.end)))
 
 
@@ -173,7 +177,7 @@ def _of_families(
     Args:
         took: the measured seconds, by (kind, position in the chain).
         counted: costs by the plan, for kinds that are not measured.
-        seconds: F, B and W of a microbatch through the whole chain, measured.
+        seconds: measured time of F, B and W of one microbatch through all stages.
     """
     time = replace(counted, overhead=0.0).durations(place)
     # Seconds of one unit of the plan's work, for kinds that were not measured by themselves.
@@ -192,7 +196,7 @@ def _of_families(
 
 
 def _scaled(cost: PerStage, unit: float) -> PerStage:
-    """Return `cost`, a number or one for each stage, times `unit`."""
+    """Return a cost, one number or one for each stage, multiplied by `unit`."""
     if isinstance(cost, tuple):
         return tuple(x * unit for x in cost)
     return cost * unit
@@ -201,14 +205,17 @@ def _scaled(cost: PerStage, unit: float) -> PerStage:
 def _copies(
     took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float
 ) -> PerStage:
-    """Return the seconds of a copy, O or L, at each position of the chain; 0.0 if there are none.
+    """Return the seconds of a copy to or from the host (O or L) at each position of the chain.
 
-    A position without a measured copy has its counted time, scaled by the measured copies.
+    It is 0.0 if there are no copies. A position without a measured copy has the time of the plan,
+    scaled by the measured copies.
 
     Args:
         took: the measured seconds, by (kind, position).
+        kind: O or L.
         counted: the plan's time at each position.
-        unit: seconds of a counted unit by the passes, used if no copy was measured.
+        unit: seconds that a unit of the plan's time took in the measured passes. It scales the
+            plan's times if no copy was measured.
     """
     timed = {at: median(took[kind, at]) for at in range(len(counted)) if (kind, at) in took}
     total = sum(counted[at] for at in timed)
@@ -222,7 +229,9 @@ def _copies(
 
 
 def _shares(took: Mapping[_At, list[float]], name: str) -> float:
-    """Return the median seconds of the kinds whose time is the field `name`; 0 if none ran.
+    """Return the median seconds of the passes whose time is the field `name` of `Costs`.
+
+    It is 0 if none ran.
 
     Args:
         took: the measured seconds, by (kind, position in the chain).
@@ -238,6 +247,7 @@ def _stages(
 
     Args:
         took: the measured seconds, by (kind, position).
+        place: the placement of the stages.
         counted: costs by the plan, which divide a fused backward into B and W.
     """
     time = replace(counted, overhead=0.0).durations(place)
@@ -255,12 +265,13 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 
 
 def _made(item: Pass, place: Placement, ran: dict[Pass, Ran]) -> Ran | None:
-    """Return the measured pass, on the stage before or after, whose output is this pass's input.
+    """Return the measured pass, on a neighbouring stage, whose output is the input of `item`.
 
-    Returns None at the ends of the model, for W, and if that pass was not measured.
+    For a forward it is on the stage before, for a backward on the stage after. Returns None at the
+    ends of the model, for W, and if that pass was not measured.
 
     Args:
-        ran: all measured passes of the step.
+        ran: {pass: its measurement} for all measured passes of the step.
     """
     if item.kind is Kind.F:
         source = place.prev(item.stage)
@@ -281,12 +292,12 @@ def arrivals(
 ) -> Iterator[tuple[tuple[int, int], Ran, float]]:
     """Yield ((sender, receiver), pass, lag) for each message between two ranks in a step.
 
-    The pass is the one that took the message. The lag is the time in seconds from the end of the
-    pass that made it to the start of this one. Between two hosts it has the difference of their
-    clocks.
+    The pass is the receiver's, which takes the message as its input. The lag is the time in seconds
+    from the end of the sender's pass to the start of the receiver's. Between two hosts the lag
+    includes the difference of their clocks.
 
     Args:
-        ranks: [pipeline rank] -> its measured passes.
+        ranks: for each pipeline rank, its measured passes of the step.
     """
     ran = {x.item: x for row in ranks for x in row}
     for rank, row in enumerate(ranks):
@@ -299,12 +310,13 @@ def arrivals(
 
 
 def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
-    """Return the host's seconds before each pass of a step: from the last one to its request.
+    """Return {pass: seconds of host time before it} for one step.
 
-    A rank's first pass has none. Both passes of a pair have the pair's.
+    Host time runs from the end of the rank's previous pass until it asks for the input of this one.
+    It is 0 for a rank's first pass. Both passes of an overlapped pair have the same time.
 
     Args:
-        ranks: [pipeline rank] -> its measured passes.
+        ranks: for each pipeline rank, its measured passes of the step.
     """
     found: dict[Pass, float] = {}
     for row in ranks:
@@ -319,7 +331,11 @@ def host_times(ranks: Sequence[Sequence[Ran]]) -> dict[Pass, float]:
 
 
 def links(ranks: int) -> list[tuple[int, int]]:
-    """Return (rank, next rank) for each link. More than two ranks form a ring."""
+    """Return (rank, next rank) for each link between neighbours. More than two ranks form a ring.
+
+    Args:
+        ranks: number of pipeline ranks.
+    """
     # Of two ranks the way around is the same link, and `Costs.comm` names it once.
     count = ranks
     if ranks <= 2:
@@ -331,7 +347,8 @@ def _lag(least: dict[tuple[int, int], dict[int, float]], one: int, two: int) -> 
     """Return the latency of the link between two ranks, in seconds; 0 if no message used it.
 
     Args:
-        least: {(sender, receiver): {step: least seconds of a message}}.
+        least: {(sender, receiver): {step: least seconds of any message in that step}}.
+        one, two: the two ranks.
     """
     # If the clocks differ by d, the measured lags are lag + d one way and lag - d the other way.
     ways = [median(least[way].values()) for way in ((one, two), (two, one)) if least[way]]

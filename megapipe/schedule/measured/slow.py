@@ -26,7 +26,7 @@ WORTH = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """Measurements of one pipeline over some steps, in seconds.
+    """The measurements of one pipeline replica over some steps, in seconds.
 
     Attributes:
         costs: the costs of its stages and links, from `measured.costs`.
@@ -38,12 +38,12 @@ class Sample:
 
 
 class Slow(NamedTuple):
-    """A slow stage or link.
+    """A slow stage or link, or one that was slow and is no longer.
 
     Attributes:
         name: the stage or link in words, such as "link 0->1".
         text: the sentence to print.
-        cost: the share of a step that it costs; None if it is no longer slow.
+        cost: the fraction of a step, 0 to 1, that it costs; None if it is no longer slow.
     """
 
     name: str
@@ -57,10 +57,13 @@ _Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class History:
-    """The history of all samples so far; `after` returns it with one more sample.
+    """The measurements so far from which slow stages and links are found.
+
+    `after` returns a new history with one more sample of each replica, and what it found.
 
     Attributes:
-        least: the least seconds, by ("stage" or "link", replica, its number in the pipeline).
+        least: the least seconds measured so far. A key is ("stage" or "link", replica, position of
+            the stage or number of the link).
         suspects: names of stages and links that were slow in the last sample.
         named: names of stages and links that were reported and are still slow.
     """
@@ -77,8 +80,9 @@ class History:
         Args:
             samples: one for each replica.
             schedule: the table that all of them ran.
-            counted: the plan's costs, which say whose work is equal.
-        Returns: (the new history, findings to report now, all findings of this sample).
+            counted: the plan's costs, which say which stages have equal work.
+        Returns: (the new history, slow stages and links to report now, all that are slow in this
+            sample).
         """
         slow = [
             *_slow_stages(self.least, samples, schedule, counted),
@@ -114,7 +118,12 @@ def _took(samples: Sequence[Sample], schedule: Schedule) -> Iterator[tuple[_Key,
 
 
 def stage_seconds(costs: Costs, schedule: Schedule) -> list[float]:
-    """Return the seconds of a microbatch, forward and backward, at each position of the chain."""
+    """Return the seconds of F, B and W of one microbatch at each position of the chain.
+
+    Args:
+        costs: measured costs, in seconds.
+        schedule: the table, for its placement.
+    """
     place = schedule.placement
     # The overhead is the same on every stage and would make slow stages look less slow.
     time = replace(costs, overhead=0.0).durations(place)
@@ -128,6 +137,7 @@ def extremes(samples: Sequence[Sample], schedule: Schedule, counted: Costs) -> s
 
     Args:
         samples: one for each replica of the pipeline.
+        schedule: the table that all replicas ran.
         counted: the plan's costs.
     """
     work = stage_seconds(counted, schedule)
@@ -158,7 +168,8 @@ def _slow_stages(
     Args:
         least: the least seconds of each stage so far, as in `History`.
         samples: one for each replica.
-        counted: the plan's costs, which say whose work is equal.
+        schedule: the table that all replicas ran.
+        counted: the plan's costs, which say which stages have equal work.
     """
     place = schedule.placement
     took = {(r, at): t for (what, r, at), t in _took(samples, schedule) if what == "stage"}
@@ -206,6 +217,7 @@ def _late_links(
     Args:
         least: the least seconds of each link so far, as in `History`.
         samples: one for each replica.
+        schedule: the table that all replicas ran.
     """
     took = {(r, n): t for (what, r, n), t in _took(samples, schedule) if what == "link"}
     for (r, n), seconds in took.items():
@@ -226,12 +238,16 @@ def _late_links(
 
 
 def _equal(a: float, b: float) -> bool:
-    """Return whether two amounts of work differ by at most 1%."""
+    """Return whether two amounts of work, `a` and `b`, differ by at most 1%."""
     return abs(a - b) <= 0.01 * max(a, b)
 
 
 def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
-    """Return the costs with F, B and W of the stage at a position multiplied by a factor."""
+    """Return the costs with f, b and w of one stage multiplied by `factor`.
+
+    Args:
+        at: position of the stage in its chain.
+    """
 
     def faster(value: float | tuple[float, ...]) -> tuple[float, ...]:
         assert isinstance(value, tuple)
@@ -241,12 +257,13 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
 
 
 def _cost(costs: Costs, usual: Costs, schedule: Schedule) -> float:
-    """Return the share of a step that would be saved with the usual costs.
+    """Return the fraction of a step, 0 to 1, that a slow stage or link costs.
 
     Args:
         costs: as measured, with a slow stage or link.
-        usual: the same costs without the slowness.
-        schedule: the table that is simulated with both."""
+        usual: the same costs with that stage or link as fast as it should be.
+        schedule: the table that is simulated with both.
+    """
     now = simulate(schedule, costs).makespan
     then = simulate(schedule, usual).makespan
     return (now - then) / now

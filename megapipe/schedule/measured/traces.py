@@ -32,9 +32,9 @@ _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 
 @dataclass(frozen=True)
 class Slice:
-    """A measured pass, in microseconds on the common clock.
+    """A measured pass, in microseconds on the clock that all ranks share.
 
-    `busy` returns its duration without waits. Another property is its stream.
+    `busy` is its duration without waits. `lane` is its stream: compute, collectives or copies.
 
     Attributes:
         waited: time inside the pass that it waited for a message.
@@ -56,7 +56,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank.
+    """The profiler's trace of one rank.
 
     Attributes:
         events: the rank's events, with times on the clock that all ranks share.
@@ -70,11 +70,11 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Milliseconds of one rank, as medians over steps.
+    """Where the step time of one rank goes, as medians over steps.
 
     Attributes:
-        step_ms: from the first start to the last end of any rank.
-        busy_ms: computing.
+        step_ms: milliseconds from the first start to the last end of any rank.
+        busy_ms: milliseconds in which this rank computes.
         bubble: the share of the step in which the rank does not compute.
         predicted_step_ms, predicted_bubble: the same, simulated with the measured passes.
     """
@@ -138,7 +138,10 @@ def _is_event(event: object) -> bool:
 
 
 def _slices(events: Sequence[Event]) -> list[Slice]:
-    """Return the passes that the labels of a rank's events name, in the order of their starts."""
+    """Return the measured passes that a rank's events show, in the order of their starts.
+
+    An event is a measured pass if its label is a pass.
+    """
     # Times of the GPU if the trace has any. The host's labels end when a kernel is launched.
     for category in _ANNOTATIONS:
         spans = [
@@ -181,7 +184,11 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
 
 
 def _label(match: re.Match[str]) -> Pass:
-    """Return the pass whose label this is: the reverse of `str(pass)`."""
+    """Return the pass that a label names. It is the inverse of `str(pass)`.
+
+    Args:
+        match: the match of a label's regular expression.
+    """
     piece = None
     if match[4] is not None:
         piece = int(match[4])
@@ -189,9 +196,13 @@ def _label(match: re.Match[str]) -> Pass:
 
 
 def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Return the training steps: each ends where a pass would run a second time.
+    """Return the measured passes grouped into training steps.
 
-    Evaluations and interrupted steps are shorter, and are left out.
+    A step ends where one of its passes would run a second time. Evaluations and interrupted steps
+    are shorter, and are left out.
+
+    Args:
+        slices: all measured passes of a rank, in the order of their starts.
     """
     steps: list[list[Slice]] = []
     seen: set[Pass] = set()
@@ -205,10 +216,10 @@ def _steps(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
-    """Return the traces of each replica of the pipeline, in rank order.
+    """Return the traces grouped into replicas of the pipeline, each in rank order.
 
-    A rank belongs to the first pipeline that has run none of its passes. Ranks that ran the same
-    passes are in different replicas, ranks without a whole step in none.
+    A rank joins the first replica in which no other rank ran its passes. So ranks that ran the same
+    passes are in different replicas. Ranks without a complete step are left out.
     """
     groups: list[tuple[set[Pass], list[RankTrace]]] = []
     # Replicas of a pipeline run the same passes, and one pipeline runs each pass once. The ranks of
@@ -230,6 +241,8 @@ def pipelines(traces: Sequence[RankTrace]) -> list[list[RankTrace]]:
 def table_of(ranks: Sequence[RankTrace]) -> Schedule:
     """Return the schedule that the ranks of a pipeline ran.
 
+    Args:
+        ranks: the traces of one pipeline, in rank order.
     Raises: DataError if a stage has no trace.
     """
     # All steps that `_steps` keeps have the same passes, so the first one stands for all.
@@ -257,7 +270,14 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
-    """Return costs in milliseconds, as medians over microbatches and steps, by position."""
+    """Return measured costs in milliseconds, by position in the chain.
+
+    They are medians over microbatches and steps.
+
+    Args:
+        ranks: the traces of one pipeline, in rank order.
+        schedule: the table that they ran.
+    """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for item in _items(ranks):
         at = schedule.placement.position(item.label.stage)
@@ -289,7 +309,13 @@ def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
 def summarise(
     ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
 ) -> list[RankSummary]:
-    """Return the summary of each rank of a pipeline. predicted: the simulated timeline."""
+    """Return the summary of each rank of a pipeline.
+
+    Args:
+        ranks: the traces of the pipeline, in rank order.
+        schedule: the table that they ran.
+        predicted: the timeline simulated with the measured costs.
+    """
     rows = []
     # Ranks may have stopped profiling at different steps. zip ends with the shortest.
     steps = [*zip(*(trace.steps for trace in ranks), strict=False)]
@@ -316,10 +342,15 @@ def summarise(
 def merge(
     pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
 ) -> Iterator[Event]:
-    """Yield the events of a pipeline's ranks and the predicted passes of each step.
+    """Yield the events of one trace file with the measured and the predicted passes of a pipeline.
 
     Each rank is a process of the trace, and the prediction is one more. The predicted passes of a
     step start with its first measured pass.
+
+    Args:
+        pipeline: the traces of the pipeline's ranks.
+        schedule: the table that they ran.
+        predicted: the timeline simulated with the measured costs.
     """
     for trace in pipeline:
         yield from _process(trace.rank, f"rank {trace.rank}", trace.rank)
@@ -350,7 +381,11 @@ def merge(
 
 
 def _process(pid: int, name: str, place: int) -> Iterator[Event]:
-    """Yield the events that name a process and its place from the top in the viewer."""
+    """Yield the trace events that give a process its name and its place from the top in the viewer.
+
+    Args:
+        pid: the process's number in the trace.
+    """
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}
 
@@ -371,6 +406,9 @@ def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:
     """Return the table that the ranks ran, and its timeline under the measured costs.
 
     Messages take no time.
+
+    Args:
+        ranks: the traces of one pipeline, in rank order.
     """
     schedule = table_of(ranks)
     took: dict[Pass, float] | None = None
@@ -391,5 +429,9 @@ def _items(ranks: Iterable[RankTrace]) -> Iterator[Slice]:
 
 
 def span(rows: Sequence[Sequence[Slice]]) -> tuple[float, float]:
-    """Return the first start and the last end of one step. rows: the passes of each rank."""
+    """Return the first start and the last end of one step, in microseconds.
+
+    Args:
+        rows: for each rank, its measured passes of the step.
+    """
     return min(row[0].start for row in rows), max(item.end for row in rows for item in row)

@@ -15,7 +15,10 @@ _CHANGE = {Kind.F: 1, Kind.BW: -1, Kind.W: -1}
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the most microbatches of a stage in flight at once, in the order of its rank's row."""
+    """Return the largest number of microbatches that a stage has in flight at once.
+
+    A microbatch is in flight from its forward to its BW, or to its W if the backward is split.
+    """
     row = schedule.ranks[schedule.placement.rank_of[stage]]
     changes = (_CHANGE.get(x.kind, 0) for step in row for x in step if x.stage == stage)
     return max(accumulate(changes), default=0)
