@@ -20,10 +20,10 @@ from megapipe.errors import ConfigError, DataError, UserError
 from megapipe.flags.parse import parse
 from megapipe.schedule import Placement, Schedule, Timeline
 from megapipe.schedule.kinds import Lane
+from megapipe.schedule.measured.merged import merge
 from megapipe.schedule.measured.traces import (
     RankSummary,
     RankTrace,
-    merge,
     pipelines,
     predict,
     read,

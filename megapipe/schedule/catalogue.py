@@ -121,7 +121,7 @@ def own_entry(name: str) -> Entry:
 
 
 def is_file(name: str) -> bool:
-    """Return whether a name is that of a file with a table, for fixed ranks and microbatches."""
+    """Return whether a name is a file with a table, which fixes its ranks and microbatches."""
     return name.lower().endswith((".json", ".csv"))
 
 

@@ -118,7 +118,7 @@ class Dependencies:
 
 
 def wrong_documents(schedule: Schedule) -> str | None:
-    """Return a sentence on what is wrong with the table's `documents`; None if they are valid."""
+    """Return a sentence on an error in the table's `documents`; None if they are valid."""
     n = len(schedule.cuts)
     m = schedule.num_microbatches
     rows = schedule.documents

@@ -122,7 +122,6 @@ class Traits:
         memory: change of the memory held, as {letter: count} over the fields `mem_<letter>` of
             `Costs`. If the first count is positive the change applies at the start of the pass,
             else at its end.
-        lane: the stream on which it runs.
         per_stage: runs once per training step and stage, and not once per microbatch.
         at: the only stages that run it, where ranks share the vocabulary; None for all stages.
         reads: takes the next microbatch from the data iterator.

@@ -58,8 +58,7 @@ class Built:
         recipe: the recipe of the table.
         table: the result.
         plain: the table before passes of offload and sharding were added.
-        chain: the table with its overlapped pairs, before depths of multi-token prediction and the
-            shared vocabulary were added.
+        chain: the table with its overlapped pairs, before depths and shared vocabulary were added.
     """
 
     recipe: Recipe
@@ -72,26 +71,23 @@ class Built:
 class Recipe:
     """A description of how a table is made, with the parts in the order of their application.
 
-    `build` makes the table. A plan needs to know costs between the steps, so it calls `chain`,
-    `with_pairs`, `with_ends` and `finish` one after another. `whole` also adds the passes that run
-    once a step. `problems` yields contradictions.
+    `build` makes the table. A plan needs costs between the steps, so it calls `chain`,
+    `with_pairs`, `with_ends` and `finish` in turn. `whole` also adds passes of the whole step.
+    `problems` yields contradictions.
 
     Attributes:
         order: a name of the catalogue, a .json or .csv file, or FILE.py:NAME of a function.
         ranks, microbatches: the size of the table.
         chunks: stages on each rank, where the order leaves a choice.
         options: further arguments of the generator.
-        fitted: costs that the generator uses to put W where a rank would wait; None for the papers'
-            tables.
+        fitted: costs used to put W where a rank would wait; None for the papers' tables.
         table: the order itself if it exists already; `order` is then only its name.
         search: settings of the search, for an order that is searched.
-        cuts: lengths of the slices of a microbatch along the sequence; () to leave microbatches
-            whole.
+        cuts: lengths of the slices of a microbatch; () for no slices.
         documents: slices that begin a document, as in `Schedule.documents`.
-        room_of_slices: limit on a rank's activation in a table with slices. Forwards may come
-            earlier than necessary as long as it is respected.
-        pairs: True keeps the overlapped pairs of the order, False separates them. A Pairing chooses
-            the best pairs anew.
+        room_of_slices: limit on a rank's activation. Forwards of slices may come early up to it.
+        pairs: True keeps the order's overlapped pairs, False separates them, a Pairing chooses
+            anew.
         depths: the rank of each depth of multi-token prediction.
         vocabulary: each rank holds an equal share of the rows of embedding and head.
         offload, sharding, step: the settings of these families; None for none of their passes.
@@ -143,8 +139,6 @@ class Recipe:
     def build(self, terms: Terms) -> Built:
         """Return the table with all parts but `step` and `replicas`, which `around` adds.
 
-        Args:
-            terms: costs and memory limits under which the table is made.
         Raises: Refused, which names the field, or ScheduleError for the order itself.
         """
         chain = self.with_pairs(self.chain(terms), terms)
@@ -153,10 +147,7 @@ class Recipe:
     def whole(self, costs: Costs = UNIT, memory: float | None = None) -> Schedule:
         """Return the table with all parts, including `step` and `replicas`, under fixed costs.
 
-        Args:
-            costs: the costs of the table's stages.
-            memory: limit on a rank's activation; None for no limit.
-        Raises: as `build`.
+        `memory` limits a rank's activation; None for no limit. Errors are as in `build`.
         """
         recipe = self
         # A search without settings has the catalogue's, and searches under these costs.
@@ -168,14 +159,7 @@ class Recipe:
         return self.around(built.table, costs)
 
     def around(self, table: Schedule, costs: Costs = UNIT) -> Schedule:
-        """Return a table with the passes of `step` and `replicas` added.
-
-        They run once a training step.
-
-        Args:
-            table: a table of this recipe without them.
-            costs: costs that decide where the passes stand in the rows.
-        """
+        """Return `table` with the passes of `step` and `replicas`, which run once per step."""
         table = self.step.around(table, costs)
         return with_replicas(table) if self.replicas else table
 
@@ -183,32 +167,19 @@ class Recipe:
         """Return the table of the order, before pairs are chosen and depths are added.
 
         A plan splits the layers by this table, and chooses pairs under the costs of that split.
-
-        Args:
-            terms: costs and memory limits under which the table is made.
         """
         table = self._ordered(terms)
         return unpaired(table) if self.pairs is False else table
 
     def with_pairs(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return a table with overlapped pairs, if the recipe asks for a choice of pairs.
+        """Return `chain`, the result of `chain()`, with pairs if they are to be chosen.
 
-        With depths of multi-token prediction the table is unchanged: `finish` chooses the pairs
-        then.
-
-        Args:
-            chain: the table that the method `chain` returned.
-            terms: costs and memory limits under which pairs are chosen.
+        With depths of multi-token prediction `finish` chooses the pairs instead.
         """
         return chain if self.depths else self._paired(chain, terms)
 
     def with_ends(self, chain: Schedule, terms: Terms) -> Schedule:
-        """Return a table with depths of multi-token prediction and passes of a shared vocabulary.
-
-        Args:
-            chain: the table that `with_pairs` returned.
-            terms: costs and memory limits under which the passes are placed.
-        """
+        """Return `chain`, from `with_pairs`, with depths and passes of a shared vocabulary."""
         if not (self.depths or self.vocabulary):
             return chain
         place = replace(chain.placement.with_depths(self.depths), vocabulary=self.vocabulary)
@@ -218,13 +189,10 @@ class Recipe:
             return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
 
     def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
-        """Return the table with passes of offload and sharding, and what it was made from.
-
-        With depths of multi-token prediction, overlapped pairs are chosen here.
+        """Return the table with passes of offload and sharding, and with pairs if it has depths.
 
         Args:
             table: what `with_ends` returned.
-            terms: costs and memory limits under which the passes are placed.
             chain: what `with_pairs` returned, for `Built.chain`.
         """
         plain = self._paired(table, terms) if self.depths else table
@@ -304,8 +272,8 @@ class Recipe:
     def _left(self, table: Schedule, costs: Costs, terms: Terms) -> tuple[float, ...] | None:
         """Return the memory that each rank has for activations; None for no limit.
 
-        With sharding, the memory of gathered weights and full gradients is subtracted. It is
-        computed as if they were held for the shortest possible time.
+        Gathered weights and full gradients are subtracted, as if held for the shortest possible
+        time.
         """
         room = terms.room(table)
         if room is None or self.sharding is None:
@@ -314,10 +282,7 @@ class Recipe:
         return tuple(most - held for most, held in zip(room, least, strict=True))
 
     def linked(self, costs: Costs) -> Costs:
-        """Return the costs under which pairs are chosen.
-
-        If the recipe names a share of F and B that is communication, it is in them.
-        """
+        """Return the costs under which pairs are chosen, with communication that can hide."""
         return self.pairs.linked(costs) if isinstance(self.pairs, Pairing) else costs
 
     def _paired(self, table: Schedule, terms: Terms) -> Schedule:
@@ -335,14 +300,9 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the fastest table with sharded weights or gradients.
+        """Return the fastest of the tables after sharding weights or gradients, within `room`.
 
-        Where gathered weights leave too little memory, activations are offloaded or recomputed.
-
-        Args:
-            asked: the settings of sharding.
-            tables: tables to choose from, the preferred one first.
-            room: limit of each rank; None for no limit.
+        If gathered weights leave too little memory, activations are offloaded or recomputed.
         """
         start, *_ = tables
         moved = None
@@ -369,13 +329,7 @@ class Recipe:
         costs: Costs,
         room: tuple[float, ...] | None,
     ) -> Schedule:
-        """Return the first table, or the fastest one, with activations offloaded or recomputed.
-
-        Args:
-            asked: the settings of offload. They say whether it is only used if it is needed.
-            tables: tables to choose from, the preferred one first.
-            room: limit of each rank; None for no limit.
-        """
+        """Return the first table, or the fastest one, with activations offloaded or recomputed."""
         plain, *_ = tables
         if asked.when == "needed":
             if room is None or plain.kinds & MOVES:
@@ -397,38 +351,23 @@ def _built(
     options: tuple[tuple[str, Any], ...],
     costs: Costs | None,
 ) -> Schedule:
-    """Return a verified table of the catalogue, from a cache if it was made before.
-
-    A launch builds one table repeatedly.
-    """
+    """Return a verified table of the catalogue, cached: a launch builds the same one repeatedly."""
     return build(order, ranks, microbatches, chunks=chunks, costs=costs, **dict(options))
 
 
 def _fitted(
     asked: Offload, tables: Sequence[Schedule], costs: Costs, room: float | tuple[float, ...]
 ) -> Schedule:
-    """Return the fastest of the tables, with offload or recomputation, within memory limits.
-
-    Args:
-        asked: the settings of offload.
-        room: the limit of each rank, or one for all.
-    """
+    """Return the fastest of the tables, with offload or recomputation, that fits `room`."""
     return solve(tables, costs, room, tries=asked.tries, most=asked.most).schedule
 
 
 def _where_needed(
     asked: Offload, plain: Schedule, costs: Costs, room: tuple[float, ...]
 ) -> Schedule:
-    """Return a table within the memory limits, with offload or recomputation if it needs them.
+    """Return `plain` if it fits `room`, else the fastest table with offload that fits, if any.
 
-    It is `plain` if that fits, else the fastest table that fits. It is also `plain` if nothing
-    fits. If the settings allow any order, a table with offload or recomputation also replaces a
-    `plain` that fits where it is more than 1% faster.
-
-    Args:
-        asked: the settings of offload.
-        plain: the table without offload and recomputation.
-        room: the limit of each rank.
+    With `asked.any_order`, a table more than 1% faster also replaces a `plain` that fits.
     """
     time = simulate(plain, costs)
     tight = any(held > most for held, most in zip(time.peak, room, strict=True))
@@ -450,11 +389,7 @@ def _where_needed(
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Turn a ScheduleError within the block into a Refused for a field of the recipe.
-
-    Args:
-        part: the name of the field.
-    """
+    """Turn a ScheduleError within the block into a Refused that names this part of the recipe."""
     try:
         yield
     except ScheduleError as error:

@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Return the time each rank does not compute until the last rank is done."""
+        """Return, for each rank, how long it does not compute until the last rank is done."""
         return tuple(_left(self.makespan, busy) for busy in self.busy)
 
     @cached_property

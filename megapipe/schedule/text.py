@@ -104,10 +104,7 @@ def _lines(rows: Iterable[object]) -> str:
 
 
 def from_json(text: str, source: str = "schedule.json") -> Schedule:
-    """Read a table from the text that `to_json` writes, and verify it.
-
-    `source` names the text in errors.
-    """
+    """Read a table from `to_json`'s text and verify it. `source` names the text in errors."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -189,13 +186,11 @@ def to_csv(schedule: Schedule, *, torch: bool = False) -> str:
 def from_csv(text: str, source: str = "schedule.csv") -> Schedule:
     """Read a table from CSV text and verify it.
 
-    The letters may be this package's or those in torch.distributed.pipelining. Placement and number
-    of microbatches follow from the passes. Torch's cells for sends, receives and shards are
-    skipped, because programs are lowered here.
+    Its letters are this package's or torch's. Placement and number of microbatches follow from the
+    passes. Torch's cells for sends, receives and shards are skipped.
 
     Args:
-        source: names the text in errors. Its file name without the folder becomes the schedule's
-            name.
+        source: file name, for errors. Without its folder it becomes the schedule's name.
     """
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text))]
@@ -269,12 +264,7 @@ def _is_torch(rows: list[list[str]]) -> bool:
 
 
 def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
-    """Return the step that the texts of one cell describe, or a sentence on the mistake in them.
-
-    Args:
-        texts: one text for each pass.
-        letters: {letters of a kind in this dialect: the kind}.
-    """
+    """Return the step that the texts of one cell describe, or a sentence on the mistake in them."""
     step = []
     for text in texts:
         match = _PASS.fullmatch(text.strip())
@@ -291,13 +281,7 @@ def _step(texts: list[str], letters: dict[str, Kind]) -> Step | str:
 
 
 def _infer(rows: list[list[Step]], source: str) -> tuple[Placement, int]:
-    """Return (placement, number of microbatches) that follow from the rows.
-
-    Args:
-        rows: [rank][step] as read from the file.
-        source: names the file in errors.
-    Raises: ScheduleError if no placement fits the rows.
-    """
+    """Return (placement, number of microbatches) of rows; `source` names them in errors."""
     rank_of: dict[int, int] = {}
     through: dict[int, set[int]] = {}
     twice: dict[tuple[int, int], str] = {}

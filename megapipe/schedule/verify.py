@@ -46,12 +46,8 @@ def verify(schedule: Schedule, *, memory: float | None = None, costs: Costs = UN
 
 
 def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """Check programs by running them with rendezvous semantics.
+    """Run the program of each rank. An exchange waits until both ranks post all its messages.
 
-    An exchange waits until the other ranks have posted all its messages.
-
-    Args:
-        programs: the program of each rank, as `lower` returns it.
     Raises: ScheduleError if ranks deadlock, or if a pass runs before its input has arrived. Also if
         two ranks disagree about the order of the messages between them.
     """
@@ -193,13 +189,10 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that reads microbatches in another order than others.
+    """Yield a sentence for each stage that reads microbatches in another order than its chain.
 
-    It is compared with the first stage of its chain. Inputs and labels come from iterators on
-    different ranks. Each returns its next microbatch, so all must be read in one order.
-
-    Args:
-        seen: {pass: index of its step in its row}.
+    Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
+    all must be read in one order.
     """
     place = schedule.placement
     orders: dict[tuple[Kind, int], list[Pass]] = {}
@@ -229,20 +222,12 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
-    """Return each (kind, training step) of the passes that run once per step and stage, sorted.
-
-    Args:
-        seen: {pass: index of its step in its row}.
-    """
+    """Return each (kind, training step) of the passes that run once per step and stage, sorted."""
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
 
 def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that lacks a pass that other stages run once per step.
-
-    Args:
-        seen: {pass: index of its step in its row}.
-    """
+    """Yield a sentence for each stage that lacks a pass that other stages run once per step."""
     # A table may have none of a kind. The run then does that after the table, such as the update.
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -255,8 +240,8 @@ def _missing_of_stages(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[st
 def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Yield a sentence for two ranks that run common collectives in different orders.
 
-    Two ranks with replicas of several stages take part in several collectives. Collectives match
-    only by their order, so both ranks must have the same one.
+    Collectives match only by their order. Two ranks with replicas of several stages have several in
+    common.
     """
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -312,12 +297,7 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(
     schedule: Schedule, memory: float, costs: Costs, clock: Clock
 ) -> Iterator[str]:
-    """Yield a sentence for each rank that exceeds the memory limit, with its first pass that does.
-
-    Args:
-        memory: limit on each rank's activation, in the unit of the costs.
-        clock: start and end of every step.
-    """
+    """Yield a sentence for each rank above its memory limit, with its first pass that is."""
     for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
         # Sums of shares are rounded, so allow for a relative error of 1e-9.
         over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]
@@ -331,11 +311,7 @@ def _memory_problems(
 
 
 def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
-    """Yield a sentence for each two ranks that list the messages between them in different orders.
-
-    Args:
-        programs: the program of each rank.
-    """
+    """Yield a sentence for each two ranks that order the messages between them differently."""
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for rank, program in enumerate(programs):
@@ -364,11 +340,7 @@ def _order_problems(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _replay(schedule: Schedule, programs: Sequence[Program]) -> Iterator[str]:
-    """Run programs; yield a sentence for each pass without its input and each rank that is stuck.
-
-    Args:
-        programs: the program of each rank.
-    """
+    """Run programs; yield a sentence for each pass without its input and each stuck rank."""
     # Every send waits for its receive here. A real backend may buffer sends, which only lets ranks
     # run further: programs that end here end everywhere.
     at = [0] * len(programs)  # the item where each rank is

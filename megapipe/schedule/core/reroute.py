@@ -28,7 +28,7 @@ _PER_STAGE = ("f", "b", "w", "mem_b", "mem_w", "mem_k")
 
 @dataclass(frozen=True)
 class Joint:
-    """The joint table of several data-parallel replicas, of which one may have lost a rank.
+    """The joint table of data-parallel replicas, one of them perhaps without one of its ranks.
 
     Each replica runs the table of one pipeline. The joint table has the ranks and microbatches of
     all replicas. If a rank is lost, the same pipeline rank of the other replicas (its peers) runs
@@ -47,9 +47,9 @@ class Joint:
     lost: tuple[int, int] | None = None
 
     def rank(self, replica: int, rank: int) -> int:
-        """Return the number in the joint table of pipeline rank `rank` of a replica.
+        """Return the rank of the joint table that is pipeline rank `rank` of a replica.
 
-        Ranks are numbered replica by replica, and the lost rank has no number.
+        Ranks are numbered replica by replica, and the lost rank is left out.
         """
         ranks = len(self.table.ranks)
         number = replica * ranks + rank
@@ -59,7 +59,7 @@ class Joint:
         return number - (number > broken * ranks + gone)
 
     def microbatch(self, replica: int, microbatch: int) -> int:
-        """Return the number in the joint table of microbatch `microbatch` of a replica.
+        """Return the microbatch of the joint table that is `microbatch` of a replica.
 
         Microbatches are numbered replica by replica.
         """

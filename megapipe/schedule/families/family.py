@@ -59,7 +59,12 @@ def _no_change(*_: Any) -> Any:
 
 
 def times(share: float, whole: PerStage) -> PerStage:
-    """Return a field of costs, `whole`, multiplied by `share`: a number, or one for each stage."""
+    """Return a field of costs multiplied by a factor.
+
+    Args:
+        share: the factor.
+        whole: the field, one number or one for each stage.
+    """
     if isinstance(whole, tuple):
         return tuple(share * x for x in whole)
     return share * whole
@@ -67,27 +72,28 @@ def times(share: float, whole: PerStage) -> PerStage:
 
 @dataclass(frozen=True)
 class Family:
-    """The answers of a family, a group of kinds of pass, to what the core asks about a table.
+    """A group of kinds of pass, with the functions by which core modules ask about its passes.
 
-    Each callable takes the Schedule first, except `of_slice`. Clock and verifier call them.
+    Each function takes the Schedule first, except `of_slice`. Simulation and verification call
+    them.
 
     Attributes:
-        name: its folder here, in `pipeline_parallel.families` and in `plan.families`.
+        name: the name of its folder in the packages named `families`.
         kinds: its kinds of pass.
-        problems: yields a sentence for each mistake in its passes. It takes, for each pass, the
-            index of its step in its rank's row.
-        needs: returns which passes make a result that a pass needs with Where.RUN. The keys are
-            (pass that needs it, result).
-        instead: returns the passes that hold other memory than their kind says. The value is the
-            letter of the costs field `mem_<letter>` that they hold.
-        whole: yields further changes of a rank's memory as (time, size, step of its row). It takes
-            costs, the start and end of each step, and the rank.
-        evaluated: returns the pass that takes the place of a pass in an evaluation; None leaves it
-            out.
-        of_slice: returns its costs of a slice by name. It takes the costs of a microbatch by name,
-            then the length of the slice as a share of the sequence. The third argument is, if a
-            document ends with the slice, the length of that document as such a share; else 0.
-        of_a_rank: names of its costs whose plain number is per rank, for any number of stages.
+        problems: yields a sentence for each mistake in its passes. Its second argument is {pass:
+            index of its step in its rank's row}.
+        needs: returns {(pass, result it needs with Where.RUN): the passes that produce the result}.
+        instead: returns {pass: letter} for passes that hold other memory than usual for their kind:
+            the costs field `mem_<letter>`.
+        whole: yields further changes of a rank's memory as (time, size, index of the step in its
+            row). It also takes the costs, the times of each step, and the rank.
+        evaluated: returns {pass: the pass that replaces it in an evaluation}. None as replacement
+            leaves the pass out.
+        of_slice: returns {cost field: value for one slice}. It takes {cost field: value for a
+            microbatch} and the length of the slice, a fraction of the sequence. The third argument
+            is the length of the document that ends with the slice, also a fraction; 0 if none ends.
+        of_a_rank: names of its cost fields whose single number is for a rank, however many stages
+            it has.
     """
 
     name: str

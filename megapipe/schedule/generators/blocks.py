@@ -36,7 +36,8 @@ def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     It holds (p+2)//2 times a rank's activations of one microbatch.
 
     Args:
-        costs: W moves into the waits under these costs; F and B keep their order.
+        costs: W (weight gradient) is put where a rank would wait under these costs; F and B keep
+            their order.
     """
     patterns, memory = v_half_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
@@ -45,11 +46,13 @@ def v_half(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
 def v_min(ranks: int, microbatches: int, costs: Costs = UNIT) -> Schedule:
     """Return V-Min for p ranks: a third of 1F1B's memory.
 
-    It holds (p+4)//3 times a rank's activations of one microbatch. In the block each pass waits for
-    the pass before it, so unequal costs add up and make the table slow.
+    It holds (p+4)//3 times a rank's activations of one microbatch. Its order repeats a block of
+    passes for each microbatch. In the block each pass waits for the pass before it, so unequal
+    costs add up and make the table slow.
 
     Args:
-        costs: W moves into the waits under these costs; F and B keep their order.
+        costs: W (weight gradient) is put where a rank would wait under these costs; F and B keep
+            their order.
     """
     patterns, memory = v_min_patterns(ranks, microbatches)
     return shortest(patterns, costs, memory)
@@ -105,14 +108,15 @@ def v_min_patterns(ranks: int, microbatches: int) -> tuple[tuple[Schedule, ...],
 def _patterns(
     name: str, ranks: int, microbatches: int, block: Callable[[int], Block], memory: int
 ) -> tuple[tuple[Schedule, ...], int]:
-    """Return (two tables of a building block, `memory`).
+    """Return (two tables that repeat a building block, `memory`).
 
-    In the first table warm-up and cool-down are packed; in the second each rank runs, slot by slot,
-    the first pass that can run.
+    In the first table the passes of warm-up and cool-down are moved to earlier free slots. In the
+    second each rank runs, slot by slot, the first pass that can run. A slot is the time of one
+    pass.
 
     Args:
         name: name of both tables.
-        block: returns the building block of a rank.
+        block: takes a rank and returns its building block.
         memory: limit on a rank's activation, in microbatches.
     """
     blocks = [block(rank) for rank in range(ranks)]
@@ -132,6 +136,7 @@ def _squeeze(blocks: list[Block], microbatches: int, limit: int) -> tuple[tuple[
     no rank deadlocks.
 
     Args:
+        blocks: the building block of each rank.
         limit: most microbatches that a rank holds, counted for both of its stages.
     """
     stages = 2 * len(blocks)
@@ -168,7 +173,8 @@ class _Rank:
     each stage. `choose` returns the pass to run in a slot.
 
     Args:
-        down, up: the rank's two stages, from which a forward goes down and up the V.
+        down: the rank's stage from which a forward goes down the V.
+        up: the rank's stage from which a forward goes up the V.
         block: slots of the rank's passes for microbatch 0.
         limit: most microbatches that both stages together may hold.
     """
@@ -196,7 +202,7 @@ class _Rank:
         """Return the pass to run in slot `now` and record it as run; None if no pass can run.
 
         Args:
-            ready: the first slot in which (kind, stage, microbatch) has its input.
+            ready: {(kind, stage, microbatch): the first slot in which that pass has its input}.
         """
         full = sum(self.held.values()) == self.limit
         can = []

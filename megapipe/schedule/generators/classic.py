@@ -17,7 +17,7 @@ from megapipe.schedule.passes import Schedule
 def naive(ranks: int, microbatches: int) -> Schedule:
     """Return a table with one microbatch at a time in the whole model.
 
-    Each of the p ranks computes 1/p of the time.
+    Each of p ranks computes for 1/p of the time.
     """
     # Without a warm-up each forward is followed by its own backward.
     return in_turns("naive", ranks, [microbatches])

@@ -75,13 +75,12 @@ def _eight_sections(
     """Return one rank's steps, in the eight sections of figure 5 of the DeepSeek-V3 report.
 
     Args:
-        s0: the rank's stage for the stream of microbatches that enters on this side.
-        s1: the rank's stage for the opposite stream.
-        fold: number of ranks from the one where stream s0 enters to the fold, the last rank before
-            it continues in the other direction.
-        depth: number of these ranks before this rank.
+        s0: the rank's stage for the microbatches that enter the pipeline on its side.
+        s1: the rank's stage for microbatches that go in the opposite direction.
+        fold: number of ranks that the microbatches of s0 visit in this direction.
+        depth: number of these ranks that they visit before this rank.
         main: rounds of section 4, which overlaps F and B; as many as forwards of s0 are left.
-        first: number of the first microbatch of each stage; 0 for a stage that is not in it.
+        first: {stage: number of its first microbatch}; 0 for a stage that is not in it.
     """
     # The sections of rank 0 for DualPipeV on 2 ranks, with 4 microbatches. [i] is a backward, (i)
     # its W, and a prime marks s1:

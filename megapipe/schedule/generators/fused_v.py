@@ -52,7 +52,7 @@ def one_f_one_b_v(ranks: int, microbatches: int) -> Schedule:
 
 
 def _repeated(ranks: int, microbatches: int) -> list[RankSlots]:
-    """Return each rank's passes in slots of time, with the building block repeated every 6 slots.
+    """Return each rank's passes by slot of time, with a building block repeated every 6 slots.
 
     Microbatch i runs 6 i slots after microbatch 0. Forwards follow each other directly. A backward
     takes two slots, here a B and a W. Every third backward comes three slots later, so that no two

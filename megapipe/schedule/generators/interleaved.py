@@ -29,8 +29,8 @@ def interleaved(
     Args:
         chunks: stages on each rank, v.
         microbatch_group_size_per_vp_stage: microbatches that pass a chunk before the next chunk
-            begins; None for p. If a remainder has at least p microbatches it is a group of its own.
-            A smaller remainder is spread over the other groups.
+            begins; None for p. If it does not divide the microbatches, a remainder of at least p is
+            a group of its own. A smaller one is spread over the other groups.
     Raises: ScheduleError for no chunk, or a group below p.
     """
     groups = _groups("interleaved", ranks, microbatches, chunks, microbatch_group_size_per_vp_stage)
@@ -39,7 +39,7 @@ def interleaved(
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Return breadth-first (Lamy-Poirier 2022): all microbatches through one chunk, then the next.
+    """Return breadth-first (Lamy-Poirier 2022): all microbatches run through one chunk at a time.
 
     The bubble of p ranks is (p-1)(F+B+W)/v. A rank holds all microbatches. Each parameter is needed
     once forward and once backward, so gathering or reducing it costs least.
@@ -64,8 +64,8 @@ def group_interleaved(
 
     Args:
         chunks: stages on each rank, v.
-        microbatch_group_size_per_vp_stage: group size g from p/2 to p; None for p/2 rounded up. A
-            remainder enlarges the groups.
+        microbatch_group_size_per_vp_stage: group size g from p/2 to p; None for p/2 rounded up. If
+            g does not divide the microbatches, some groups are larger.
     Raises: ScheduleError for another group size.
     """
     least = (ranks + 1) // 2
@@ -116,7 +116,7 @@ def _groups(name: str, ranks: int, microbatches: int, chunks: int, size: int | N
     Args:
         name: name of the schedule, for errors.
         chunks: stages on each rank.
-        size: microbatches of a group; None for the number of ranks.
+        size: microbatches in a group; None for as many as ranks.
     Raises: ScheduleError if `size` is below the number of ranks, or there is no chunk.
     """
     if chunks < 1:

@@ -21,8 +21,11 @@ from megapipe.schedule.placement import placement_problems
 def own_generator(name: str) -> Callable[..., Schedule]:
     """Return the user's function that FILE.py:NAME or MODULE:NAME names.
 
-    The function takes ranks and microbatches, and chunks, costs and memory if it names them.
+    The function is called with ranks and microbatches. It also gets chunks, costs and memory if it
+    has arguments of these names.
 
+    Args:
+        name: FILE.py:NAME or MODULE:NAME.
     Raises: ScheduleError if there is no such file or function, or if it requires other arguments.
     """
     try:
@@ -52,7 +55,7 @@ def own_schedule(
 
     Args:
         source: name of the function in errors, FILE.py:NAME.
-        generate: calls the function with its arguments.
+        generate: calls the user's function with its arguments.
         ranks, microbatches: the numbers that the function was asked for.
         chunks: the stages of each rank that the function was asked for; None if it was not asked.
     Raises: ScheduleError if the user's code fails, or returns no table for these numbers.
@@ -123,6 +126,7 @@ def _steps(row: Iterable[Any], rank: int, problems: list[str]) -> Iterator[Step]
 
     Args:
         row: the steps as the user's function made them.
+        rank: the number of the rank, for the sentences.
         problems: receives a sentence for each item that is no step.
     """
     if not isinstance(row, Iterable):
@@ -151,9 +155,10 @@ def _pass(item: Sequence[Any]) -> Pass:
 
 
 def _more(made: Schedule, problems: list[str]) -> dict[str, Any]:
-    """Return cuts, documents and shared streams of a user's schedule by field name, as tuples.
+    """Return {field: value as tuples} for cuts, documents and shared streams of a user's schedule.
 
     Args:
+        made: the schedule that the user's function returned.
         problems: receives a sentence for each field with a value of a wrong type.
     """
     # For each field: the words of its error, and a function that raises if the value is no such.

@@ -19,10 +19,10 @@ from megapipe.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class Block:
-    """The building block of a rank of the V: the slots of its passes for microbatch 0.
+    """The slots of one rank's passes for microbatch 0, in a schedule with the V placement.
 
-    A slot is the time of one pass. Microbatch i runs 6 i slots later. `weights` returns the slots
-    of the two W.
+    A slot is the time of one pass. The block is repeated: microbatch i runs 6 i slots later.
+    `weights` returns the slots of the two W (weight gradients).
 
     Attributes:
         f0, b0: slots of F and B of the stage on the way down the V.
@@ -50,10 +50,11 @@ class Block:
 
 
 def packed(blocks: Sequence[Block], microbatches: int) -> tuple[tuple[Step, ...], ...]:
-    """Return each rank's steps: repeated building blocks with a packed warm-up and cool-down.
+    """Return each rank's steps: repeated building blocks with a shortened warm-up and cool-down.
 
-    First both are packed with each W in its slot. Then the cool-down is packed again without W,
-    and W take the slots that F and B leave free.
+    Warm-up and cool-down are packed: their passes move to earlier free slots. First they are packed
+    with each W in its slot. Then the cool-down is packed again without W, and W take the slots that
+    F and B leave free.
 
     Args:
         blocks: the building block of each rank.
@@ -69,11 +70,11 @@ Slots = list[dict[int, Pass]]
 
 
 def _repeated(blocks: Sequence[Block], microbatches: int) -> Slots:
-    """Repeat the building blocks for all microbatches, with F and B only.
+    """Repeat the building blocks for all microbatches, without their W.
 
     Args:
         blocks: the building block of each rank.
-    Returns: for each rank its F and B by slot. Microbatch i is 6 i slots after the block.
+    Returns: for each rank {slot: its F or B}. Microbatch i is 6 i slots after microbatch 0.
     """
     slots: Slots = []
     for down, block in enumerate(blocks):
@@ -95,9 +96,9 @@ def _pack(slots: Slots, microbatches: int, weights: bool) -> Slots:
     """Return the slots after passes of warm-up and cool-down have moved to the earliest free slots.
 
     Args:
-        slots: the pass in each taken slot, for each rank.
-        weights: `slots` have W. Without W only the cool-down is packed, and W are added to the
-            result.
+        slots: for each rank {slot: the pass in it}.
+        weights: whether there are W in `slots`. Without W only the cool-down is packed, and W are
+            added to the result.
     """
     last = 2 * len(slots) - 1
     rows = [RankSlots(row, weights) for row in slots]
@@ -134,8 +135,9 @@ class RankSlots:
     slot, (microbatches held by both stages, W pending).
 
     Args:
-        passes: the pass in each taken slot.
-        weights: W are among the passes. Otherwise each free slot counts as a pending W.
+        passes: {slot: the pass in it}.
+        weights: whether there are W among the passes. Otherwise each free slot counts as one of the
+            pending W.
     """
 
     def __init__(self, passes: dict[int, Pass], weights: bool) -> None:
@@ -145,9 +147,10 @@ class RankSlots:
         self.states = self._after(0, len(self.states))
 
     def move(self, slot: int, earliest: int, limit: int) -> int:
-        """Move the pass of `slot` to the first free slot from `earliest` on that fits the limit.
+        """Move the pass in `slot` to the first free slot that fits a memory limit.
 
         Args:
+            earliest: the first slot that it may take.
             limit: most microbatches held after any slot.
         Returns: the new slot, or the old one if no slot fits.
         """
@@ -183,9 +186,10 @@ class RankSlots:
         return free
 
     def _after(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return (microbatches held, W pending) after each slot from `first` on.
+        """Return (microbatches held, W pending) after slot `first` and each later slot.
 
-        The list ends after slot `last` as soon as a state equals the one recorded in `states`.
+        After slot `last`, the list ends as soon as such a pair equals the one that `states` has for
+        its slot.
         """
         held, owed = self.states[first - 1] if first else (0, 0)
         states = []
@@ -206,7 +210,11 @@ class RankSlots:
 
 
 def _squeezed(slots: Slots, microbatches: int) -> Slots:
-    """Return the slots with every pass as early as it can run. Each rank's order stays."""
+    """Return the slots with every pass as early as it can run. The order of each rank stays.
+
+    Args:
+        slots: for each rank {slot: the pass in it}.
+    """
     table = Schedule("packed", vee(len(slots)), microbatches, _steps(slots))
     # A stage of the V is half a device share, so a pass takes one unit of time: one slot.
     time = simulate(table, Costs(2, 2, 2))
@@ -222,7 +230,7 @@ def _with_weights(slots: Slots) -> Slots:
     If W of both stages of a rank are pending, the W of the stage going up the V comes first.
 
     Args:
-        slots: F and B in their slots, without W.
+        slots: for each rank {slot: its F or B}.
     """
     filled = []
     for down, row in enumerate(slots):
@@ -245,7 +253,11 @@ def _with_weights(slots: Slots) -> Slots:
 
 
 def _without_weights(slots: Slots) -> Slots:
-    """Return the slots with every W taken out. Its slot is free then."""
+    """Return the slots without the W, so that these slots are free.
+
+    Args:
+        slots: for each rank {slot: the pass in it}.
+    """
     without = []
     for row in slots:
         without.append({slot: item for slot, item in row.items() if item.kind is not Kind.W})
@@ -253,7 +265,11 @@ def _without_weights(slots: Slots) -> Slots:
 
 
 def _steps(slots: Slots) -> tuple[tuple[Step, ...], ...]:
-    """Return each rank's steps: its passes in the order of their slots, one in each step."""
+    """Return each rank's steps: its passes in the order of their slots, one in each step.
+
+    Args:
+        slots: for each rank {slot: the pass in it}.
+    """
     rows = []
     for row in slots:
         rows.append(tuple((row[slot],) for slot in sorted(row)))

@@ -10,14 +10,14 @@ from megapipe.schedule.passes import Kind, Pass, Step
 
 
 class Recorder:
-    """The steps of one rank, in the order of the calls; `steps` is the list.
+    """A recorder of one rank's steps: each method adds to `steps`, in the order of the calls.
 
     Each stage runs its microbatches in order. `f` adds a forward, `bw` a fused backward and `f_bw`
-    an overlapped pair. `b` adds an input gradient and defers its weight gradient. `w` runs the
-    oldest deferred weight gradient, `pay` all of them.
+    an overlapped pair. `b` adds an input gradient and defers its weight gradient. `w` adds the
+    oldest deferred weight gradient, and `pay` adds all of them.
 
     Args:
-        first: stage -> number of its first microbatch; 0 for a stage that is not in it.
+        first: {stage: number of its first microbatch}; 0 for a stage that is not in it.
     """
 
     def __init__(self, first: Mapping[int, int] | None = None) -> None:
@@ -57,7 +57,7 @@ class Recorder:
         self.steps.append((self._backward(Kind.BW, stage),))
 
     def f_bw(self, forward: int, backward: int) -> None:
-        """Add a step in which two passes run overlapped.
+        """Add a step in which a forward and a fused backward run overlapped.
 
         Args:
             forward: the stage of the forward.

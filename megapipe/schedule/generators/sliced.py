@@ -40,7 +40,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
 def slimpipe(ranks: int, microbatches: int, chunks: int = 2, slices: int | None = None) -> Schedule:
     """Return SlimPipe (Li et al. 2025): interleaved 1F1B with each microbatch in n slices.
 
-    Of p ranks each holds 1 + 2 (p-1) / (v n) microbatches. The bubble is (p-1)(F+B+W)/(v n).
+    Each of p ranks holds 1 + 2 (p-1) / (v n) microbatches. The bubble is (p-1)(F+B+W)/(v n).
 
     Args:
         chunks: stages on each rank, v.

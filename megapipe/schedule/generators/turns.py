@@ -23,16 +23,19 @@ def in_turns(
     slope: int = 0,
     lag: int | None = None,
 ) -> Schedule:
-    """Return a table of stages dealt round-robin: forwards, then a forward and a backward in turns.
+    """Return a table with a warm-up of forwards, then a forward and a backward in turns.
+
+    Stages are on the ranks round-robin: stage s is on rank s modulo the number of ranks.
 
     Args:
         name: name of the table.
-        groups: sizes of the groups of microbatches. A group passes one chunk, then the next one.
+        groups: sizes of the groups of microbatches. A group goes through a rank's first chunk, then
+            through its next one.
         chunks: stages on each rank.
         ahead: number of forwards on the last rank before its first backward.
-        slope: number of such forwards that each rank has more than the next rank.
-        lag: splits the backward. Rank r then runs its oldest W after a B once more than lag * r of
-            them are pending. None keeps the backward fused.
+        slope: each rank has this number of such forwards more than the next rank.
+        lag: splits the backward into B and W. After a B, rank r runs its oldest W if more than lag
+            * r W are pending. None keeps the backward fused.
     """
     rows = []
     for rank in range(ranks):

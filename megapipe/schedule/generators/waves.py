@@ -59,12 +59,14 @@ def hanayo(ranks: int, microbatches: int, chunks: int = 4) -> Schedule:
 
 
 def _tiled(name: str, placement: Placement, microbatches: int, group: int) -> Schedule:
-    """Return the table in which every rank runs its passes in the order of their slots.
+    """Return the table in which every rank runs its passes in the order of their time slots.
 
-    The module's docstring has the slot of each pass.
+    The module's docstring has the formula for the slot of each pass.
 
     Args:
-        group: number of microbatches in a group, counted in one chain.
+        name: name of the table.
+        group: number of microbatches of one chain that run as a group. A chain is one copy of the
+            model.
     """
     n = placement.chain
     each = microbatches // placement.num_chains

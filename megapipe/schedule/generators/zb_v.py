@@ -20,8 +20,8 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
         rank 1      0   0'  1   1' [0'](0') 2  [0] (0)  2' [1'](1')[1] [2'][2] (1) (2')(2)
 
     Args:
-        costs: W moves into the waits under these costs, where that is faster. None returns the
-            paper's table.
+        costs: W (weight gradient) is put where a rank would wait under these costs, if that is
+            faster. None returns the paper's table.
     """
     rows = []
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""Merge the traces of all ranks on one clock, with the predicted and the measured timeline.
+"""Read the traces of all ranks on one clock, and compare the measured with a predicted timeline.
 
 Everything is read from the profiler's labels: which rank ran which pass when, and how long it
 waited for a message inside the pass. The table, the costs of its passes and the bubble follow from
@@ -34,7 +34,8 @@ _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 class Slice:
     """A measured pass, in microseconds on the clock that all ranks share.
 
-    `busy` is its duration without waits. `lane` is its stream: compute, collectives or copies.
+    `busy` is its duration without waits. Its other property is its stream: compute, collectives or
+    copies.
 
     Attributes:
         waited: time inside the pass that it waited for a message.
@@ -337,69 +338,6 @@ def summarise(
             )
         )
     return rows
-
-
-def merge(
-    pipeline: Sequence[RankTrace], schedule: Schedule, predicted: Timeline
-) -> Iterator[Event]:
-    """Yield the events of one trace file with the measured and the predicted passes of a pipeline.
-
-    Each rank is a process of the trace, and the prediction is one more. The predicted passes of a
-    step start with its first measured pass.
-
-    Args:
-        pipeline: the traces of the pipeline's ranks.
-        schedule: the table that they ran.
-        predicted: the timeline simulated with the measured costs.
-    """
-    for trace in pipeline:
-        yield from _process(trace.rank, f"rank {trace.rank}", trace.rank)
-        # Every rank's profiler names its processes and threads by itself. They become threads of
-        # one process, and their own names (events "M") are left out.
-        for event in trace.events:
-            if event.get("ph") != "M":
-                yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
-        for item in _items([trace]):
-            lane = item.lane
-            if lane is not Lane.COMPUTE:
-                yield _event(trace.rank, lane.value, item.label, lane.value, item.start, item.end)
-    # A number that is no rank's. Its sort index puts the prediction above all ranks.
-    pid = 1_000_000 + pipeline[0].rank
-    yield from _process(pid, "predicted from the measured passes", -1)
-    threads = {track: number for number, track in enumerate(schedule.streams)}
-    for (rank, lane), thread in threads.items():
-        name = f"rank {pipeline[rank].rank}"
-        if lane is not Lane.COMPUTE:
-            name += f" {lane.value}"
-        yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": name}}
-    for n in range(min(len(t.steps) for t in pipeline)):
-        begin, _ = span([trace.steps[n] for trace in pipeline])
-        for label, start in predicted.start.items():
-            thread = threads[schedule.placement.rank_of[label.stage], label.kind.traits.lane]
-            until = begin + predicted.end[label] * 1000
-            yield _event(pid, thread, label, "predicted", begin + start * 1000, until)
-
-
-def _process(pid: int, name: str, place: int) -> Iterator[Event]:
-    """Yield the trace events that give a process its name and its place from the top in the viewer.
-
-    Args:
-        pid: the process's number in the trace.
-    """
-    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}
-
-
-def _event(pid: int, tid: int | str, label: Pass, category: str, start: float, end: float) -> Event:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": tid,
-        "name": str(label),
-        "cat": category,
-        "ts": start,
-        "dur": end - start,
-    }
 
 
 def predict(ranks: Sequence[RankTrace]) -> tuple[Schedule, Timeline]:

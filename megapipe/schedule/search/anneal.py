@@ -27,9 +27,9 @@ class Found:
     """A schedule that a search found.
 
     Attributes:
-        orders: the passes of each rank in order, as numbers (`core.orders.encode`).
-        end: end of every pass, by its number, in the unit of the costs.
-        length: value of the objective.
+        orders: each rank's passes as integers, in order (`core.orders.encode`).
+        end: end of every pass, by its integer, in the time unit of the costs.
+        length: value of the objective, which the search minimises.
     """
 
     orders: Orders
@@ -39,15 +39,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Cooling:
-    """The course of an annealing; `factor` returns the ratio of two temperatures in a row.
+    """The settings of one simulated annealing.
 
-    The temperature falls geometrically: hot, hot * factor, hot * factor^2, ..., cold.
+    The temperature falls geometrically: hot, hot * factor, hot * factor^2, ..., cold. `factor`
+    returns this factor.
 
     Attributes:
         steps: number of random moves to try.
         hot, cold: first and last temperature, in units of the longest pass.
-        spread: weight of the mean over ranks, added to the objective, a maximum over ranks.
-        until: CPU time of this process at which to stop.
+        spread: the objective is a maximum over ranks. This multiple of the mean over ranks is added
+            to it.
+        until: CPU time of this process, in seconds, at which to stop.
     """
 
     steps: int
@@ -83,8 +85,9 @@ def anneal(problem: Problem, start: Found, cooling: Cooling, seed: int, goal: fl
     Args:
         problem: placement, costs, memory limits and objective.
         start: the schedule to begin with.
+        cooling: settings of the annealing.
         seed: the seed of the random numbers.
-        goal: stop at this value of the objective.
+        goal: stop when the objective has this value.
     """
     moves = library()
     if moves is None:

@@ -34,7 +34,12 @@ CONTEST = 0.6
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement to search in, the costs of its stages, and the memory limit of each rank."""
+    """A placement in which to search.
+
+    Attributes:
+        costs: the costs of its stages.
+        memory: limit on each rank's activation, in the unit of the costs.
+    """
 
     placement: Placement
     costs: Costs
@@ -46,9 +51,11 @@ class Report:
     """The result of a search. Times and memory are in the units of the costs.
 
     Attributes:
-        peak: the most that any rank holds.
-        bound: lower bound of the objective for this placement and memory, also with fused
-            backwards or pairs.
+        makespan, period: end of the last pass, and longest time from a rank's first start to its
+            last end.
+        peak: the most activation that any rank holds.
+        bound: lower bound of the objective for any schedule of this placement and memory, also one
+            with fused backwards or pairs.
         distance: objective / bound - 1.
     """
 
@@ -74,11 +81,11 @@ class Report:
 def describe_search(
     table: Schedule, costs: Costs, memory: float | tuple[float, ...] | None, objective: str
 ) -> list[str]:
-    """Return lines that compare the table of a search with the lower bound.
+    """Return lines that compare the table that a search found with a lower bound.
 
     Args:
-        memory: limit of all ranks, or of each; None for the memory of 1F1B.
-        objective: "makespan", or "period" (longest span of a rank).
+        memory: limit on activation, of all ranks or of each; None for the memory of 1F1B.
+        objective: "makespan", or "period" (longest time from a rank's first start to its last end).
     """
     place = table.placement
     time = simulate(table, costs)
@@ -96,20 +103,20 @@ def describe_search(
 
 
 def _took(time: Timeline, period: bool) -> float:
-    """Return the period of a timeline if `period`, else its makespan."""
+    """Return the period of a timeline if `period` is true, else its makespan."""
     return time.period if period else time.makespan
 
 
 def _distance(took: float, bound: float) -> float:
-    """Return took / bound - 1; 0 where passes take no time and the bound is 0."""
+    """Return took / bound - 1; 0 if the bound is 0 because passes take no time."""
     return took / bound - 1 if bound else 0.0
 
 
 def zb_auto(ranks: int, microbatches: int, **arguments: Any) -> Schedule:
-    """Return the best schedule that the search finds.
+    """Return the best schedule with a split backward that a search finds.
 
-    Under the same costs no catalogue schedule with one copy of the model is better, if it fits the
-    memory and the placement.
+    No schedule of the catalogue is better under the same costs, if it has one copy of the model and
+    fits memory and placement.
 
     Args:
         arguments: keyword arguments of `search`, such as placement, chunks, costs and memory.
@@ -130,23 +137,25 @@ def search(
     seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Search schedules with a split backward. Equal arguments give equal schedules.
+    """Search for the best schedule with a split backward.
+
+    Equal arguments give equal schedules.
 
     Args:
         placement: "loop", "v", or None for the better.
         chunks: stages on each rank: any number for a loop, 2 for a V; None for the best of 1, 2 and
             4.
-        costs: per device share, or by stage. Costs by stage leave only placements with this number
-            of stages.
+        costs: tuples with a value for each stage leave only placements with as many stages.
         memory: limit on activation, one for all ranks or one for each, in the unit of the costs.
             None for the memory of 1F1B, p.
-        objective: "makespan" if a barrier ends the step, "period" (longest span of a rank) if not.
+        objective: "makespan" if a barrier ends the step. If not, "period": the longest time from a
+            rank's first start to its last end.
         effort: about the seconds to spend on one core; 40 finds what 4 may miss. The effort is
             converted to a number of moves. Moves need a C compiler. Without one the result is the
-            best known schedule, with its W (weight gradient) put into waits.
+            best known schedule, with its W (weight gradient) put where ranks would wait.
         seconds: CPU seconds of this process after which the search returns the best so far. The
             result then depends on the machine.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     Raises: ScheduleError in one line if arguments contradict each other, or the memory does not
         hold one microbatch.
     """
@@ -172,14 +181,16 @@ def search_among(
     seconds: float = inf,
     progress: Callable[[float], None] | None = None,
 ) -> Report:
-    """Search placements that each have their own costs, such as different splits of one model.
+    """Search for the best schedule on placements that each have their own costs.
+
+    The costs may be those for different splits of one model.
 
     Args:
-        candidates: the placements; all costs have the same units.
-        objective: "makespan", or "period" (longest span of a rank).
+        candidates: the placements, with costs in the same units.
+        objective: "makespan", or "period" (longest time from a rank's first start to its last end).
         effort: about the seconds to spend on one core.
         seconds: CPU seconds of this process after which the search returns the best so far.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     Raises: ScheduleError if no candidate can hold one microbatch.
     """
     period = objective == "period"
@@ -210,9 +221,9 @@ def search_among(
 
 
 def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedule, Timeline]]:
-    """Yield (schedule, timeline) for the catalogue's schedules of this placement and memory.
+    """Yield (schedule, timeline) for schedules of the catalogue that fit placement and memory.
 
-    A large table is made only if it may be better than the best.
+    A large table is made only if it may be better than the best so far.
 
     Args:
         of: the problem with placement, costs and memory limits.
@@ -233,10 +244,10 @@ def _fitting(of: Problem, best: Timeline, until: float) -> Iterator[tuple[Schedu
 
 
 def _promising(of: Problem, best: Timeline, until: float) -> Iterator[Schedule]:
-    """Yield the catalogue's schedules that may be better than the best.
+    """Yield the catalogue's schedules that may be better than the best so far.
 
-    A schedule is made for few microbatches first. It is left out if it is worse even when each
-    further microbatch takes only the work of the busiest rank.
+    A schedule is made for few microbatches first. Each further microbatch is then counted with the
+    work of the busiest rank only. The schedule is left out if it is worse even so.
 
     Args:
         of: the problem with placement, costs and memory limits.
@@ -265,7 +276,7 @@ def _fits(of: Problem, time: Timeline) -> bool:
 
 
 def _worth(time: Timeline, period: bool) -> tuple[float, float]:
-    """Return (objective, sum of the ranks' peaks), rounded; the smaller the better.
+    """Return (objective, sum of the ranks' peak memory), rounded; smaller is better.
 
     Args:
         period: the objective is the period, not the makespan.
@@ -282,7 +293,7 @@ def limits(
 
     Args:
         memory: one limit for all ranks, or one for each. None takes the memory of 1F1B: p
-            microbatches of the rank that holds most.
+            microbatches, on the rank where one microbatch takes most.
     Raises: ScheduleError if the number of limits is not the number of ranks.
     """
     if isinstance(memory, tuple):
@@ -303,7 +314,7 @@ def limits(
 def _possible(problems: list[Problem]) -> list[Problem]:
     """Return the problems whose ranks can hold one microbatch.
 
-    Raises: ScheduleError if there are none, with the memory that one needs.
+    Raises: ScheduleError if there are none, with the memory that one microbatch needs.
     """
     found = []
     lacking = []

@@ -26,7 +26,12 @@ from megapipe.schedule.text import from_json, to_json
 
 
 class Better(NamedTuple):
-    """A table as JSON with its makespan (`after`) and the makespan of the old table (`before`)."""
+    """The result of a search for a table that is faster than an old one.
+
+    Attributes:
+        table: the best table as JSON.
+        before, after: makespan of the old table and of the best one.
+    """
 
     table: str
     before: float
@@ -34,12 +39,12 @@ class Better(NamedTuple):
 
 
 class Beside:
-    """A search that runs while its caller continues. `result` returns the table when it is done.
+    """A search for a faster table in another process, while the caller continues.
 
     Args:
         schedule: the table in use.
         costs: the costs under which a table is to be faster.
-        memory: limit of each rank, in the unit of the costs.
+        memory: limit on each rank's activation, in the unit of the costs.
         effort: about the seconds to spend on one core.
     """
 
@@ -64,7 +69,9 @@ class Beside:
         finalize(self, self._process.kill)  # at the exit of this process at the latest
 
     def result(self) -> Better | None:
-        """Return the best table, the old one if none is faster; None while the search runs.
+        """Return the best table, which is the old one if none is faster.
+
+        Returns None while the search runs.
 
         Raises: ScheduleError if the search failed; its own error is on stderr.
         """
@@ -82,13 +89,14 @@ class Beside:
 def better(
     schedule: Schedule, costs: Costs, memory: tuple[float, ...], effort: float, caller: int = 0
 ) -> Better:
-    """Search a faster table with the same placement and slices.
+    """Search for a faster table with the same placement and slices.
 
-    With depths of multi-token prediction, the search is for a table of the stages before them, to
-    which the depths are then added. There is no search if a rank has only depths.
+    If the table has depths of multi-token prediction, they are left out of the search and added
+    afterwards. If a rank has no other stage than depths, there is no search.
 
     Args:
-        memory: limit of each rank, in the unit of the costs.
+        schedule: the old table.
+        memory: limit on each rank's activation, in the unit of the costs.
         effort: about the seconds to spend on one core.
         caller: id of the process whose end stops the search; 0 for none.
     Returns: the fastest table and both makespans; the old table if none is faster.

@@ -38,7 +38,12 @@ _LONG_START = 0.5
 
 @dataclass(frozen=True)
 class Spending:
-    """The CPU time of this process at which to stop, and the random numbers of the search."""
+    """The resources that a search may still use: CPU time and random numbers.
+
+    Attributes:
+        until: CPU time of this process, in seconds, at which to stop.
+        random: the generator of the search's random numbers.
+    """
 
     until: float
     random: Random
@@ -46,13 +51,15 @@ class Spending:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A schedule in the contest; `improved` anneals it.
+    """One of several schedules that are annealed, so that the best one wins.
+
+    `improved` returns it after annealing.
 
     Attributes:
         problem: its placement, costs, memory limits and objective.
         bound: lower bound of the objective for this placement.
         found: the schedule.
-        spreads: `Cooling.spread` of the annealings to come, in turns.
+        spreads: values of `Cooling.spread` for the annealings to come, used in turn.
     """
 
     problem: Problem
@@ -61,11 +68,11 @@ class Entrant:
     spreads: tuple[float, ...]
 
     def improved(self, seconds: float, of: Spending, hot: float) -> Entrant:
-        """Return the entrant with its schedule annealed, several times in a row for much effort.
+        """Return the entrant after annealing its schedule, several times for much effort.
 
         Args:
             seconds: about the seconds to spend on one core.
-            of: CPU time at which to stop, and random numbers.
+            of: the limit of CPU time, and the random numbers.
             hot: first temperature, in units of the longest pass.
         """
         steps = int(seconds * PASSES_PER_SECOND / (self.problem.num_passes + PER_MOVE))
@@ -90,14 +97,15 @@ def contest(
     progress: Callable[[float], None],
     known: Found | None = None,
 ) -> Entrant:
-    """Return the best schedule after annealing many starts shortly and the best ones longer.
+    """Return the best schedule: many starts are annealed shortly, and the best of them longer.
 
     Args:
-        problems: one for each placement.
+        problems: the problem of each placement to try.
         seconds: about the seconds to spend on one core.
-        of: CPU time at which to stop, and random numbers.
-        progress: called with the share of the effort spent.
-        known: the best pattern of the catalogue, if there is one problem and the caller has it.
+        of: the limit of CPU time, and the random numbers.
+        progress: called with the fraction of the effort spent, 0 to 1.
+        known: the best schedule of the catalogue, if the caller has it and there is one problem;
+            else None.
     """
     starts = _START
     if problems[0].microbatches >= 2 * few(problems[0]):
@@ -122,14 +130,15 @@ def contest(
 def _entrants(
     problems: list[Problem], seconds: float, of: Spending, known: Found | None
 ) -> list[Entrant]:
-    """Return the best pattern of each placement and, if that is not optimal, other starts.
+    """Return the schedules to anneal: of each placement the best pattern, and other starts.
 
-    A pattern is a schedule of the catalogue.
+    A pattern is a schedule of the catalogue. If it is optimal, there are no other starts.
 
     Args:
-        problems: one for each placement.
+        problems: the problem of each placement to try.
         seconds: about the seconds to spend on starts.
-        known: the best pattern, if the caller has it.
+        of: the limit of CPU time, and the random numbers.
+        known: the best pattern, if the caller has it and there is one problem; else None.
     """
     result: list[Entrant] = []
     bounds = [(_bound(x), i) for i, x in enumerate(problems)]
@@ -169,14 +178,15 @@ def _bound(x: Problem) -> float:
 
 
 def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
-    """Return starts for a large table, from a contest with few microbatches.
+    """Return schedules to begin with for a large table, from a search with few microbatches.
 
-    These are the contest's result with its middle repeated, and the catalogue's best schedule for
-    few microbatches.
+    They are the results of that search and the catalogue's best schedule for few microbatches, both
+    with their middle repeated.
 
     Args:
         full: the problem with all microbatches.
         seconds: about the seconds to spend on one core.
+        of: the limit of CPU time, and the random numbers.
     """
     small = problem(full.placement, few(full), full.costs, full.memory, full.period)
     ranked = patterns(small)
@@ -191,11 +201,14 @@ def _unrolled(full: Problem, seconds: float, of: Spending) -> list[Found]:
 
 
 def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
-    """Return building blocks, or for many microbatches a smaller contest's result, unrolled.
+    """Return schedules with which to begin: building blocks, repeated for all microbatches.
+
+    For many microbatches it is the result of a search with few, with its middle repeated.
 
     Args:
         full: the problem with all microbatches.
         seconds: about the seconds to spend on one core.
+        of: the limit of CPU time, and the random numbers.
     """
     if full.microbatches >= 2 * few(full):
         small = problem(full.placement, few(full), full.costs, full.memory, full.period)
@@ -214,6 +227,6 @@ def _starts(full: Problem, seconds: float, of: Spending) -> list[Found]:
 
 
 def _is_dealt(place: Placement) -> bool:
-    """Return whether a placement is a loop of several chunks."""
+    """Return whether a placement is a loop with several stages on each rank."""
     chunks = place.num_stages // place.num_ranks
     return chunks > 1 and place == loop(place.num_ranks, chunks)

@@ -26,13 +26,13 @@ def searched(
 ) -> Iterator[Schedule]:
     """Yield tables that fit the memory limit once most activations are offloaded or recomputed.
 
-    They come from six searches. Each counts only a part of the memory of forwards, and all memory
-    that a pending W holds, because nothing moves that.
+    They come from six searches. Each counts only a fraction of the memory that forwards leave. It
+    counts all memory that a pending W holds, because that is never offloaded.
 
     Args:
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
         place: the placement; None for the best of loops and V.
-        effort: the effort of each search, about the seconds on one core.
+        effort: about the seconds of each search on one core.
     """
     limits = memory if isinstance(memory, tuple) else (memory,) * ranks
     # A search under the real costs would leave no order that holds more than the memory, and these

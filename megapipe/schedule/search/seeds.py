@@ -33,10 +33,10 @@ OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 
 
 def patterns(problem: Problem) -> list[tuple[Found, str]]:
-    """Return (schedule, name) of the catalogue's schedules of this placement that fit the memory.
+    """Return (schedule, its name) for schedules of the catalogue that fit placement and memory.
 
-    They are in two versions, the best first: with their own W (weight gradient), and with W put
-    into waits under the problem's costs. The name "" is one microbatch at a time.
+    They come in two versions: with their own order of W (weight gradient), and with W put where
+    ranks would wait. The best is first. The name "" stands for one microbatch at a time.
     """
     place = problem.placement
     found = []
@@ -53,7 +53,7 @@ def patterns(problem: Problem) -> list[tuple[Found, str]]:
 def pattern(problem: Problem, name: str) -> list[Found]:
     """Return both versions of one schedule of the catalogue as `patterns` does, the best first.
 
-    There are none if the schedule does not exist for these numbers.
+    The list is empty if the schedule does not exist for these numbers.
     """
     place = problem.placement
     chunks = place.num_stages // place.num_ranks
@@ -64,7 +64,10 @@ def pattern(problem: Problem, name: str) -> list[Found]:
 
 
 def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
-    """Return the versions of a schedule that fit the memory: its own W, and W put into waits."""
+    """Return the versions of a schedule that fit the memory.
+
+    They are the schedule with its own order of W, and with W put where ranks would wait.
+    """
     orders = encode(problem, schedule)
     found = None
     if fits(problem, orders):
@@ -75,17 +78,17 @@ def _fitted(problem: Problem, schedule: Schedule) -> list[Found]:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """A building block: the times at which the passes of one microbatch run.
+    """A building block: waiting times that say when the passes of one microbatch run.
 
-    A *leg* is one chunk on all ranks, forward or backward.
+    A *leg* is the forward or the backward of one chunk on all ranks, one after another.
 
     Attributes:
-        waits: for each leg, the wait after each of its passes.
-        turns: for each leg, the wait after its last pass.
+        waits: for each leg, the wait from one of its passes to the next.
+        turns: for each leg, the wait from its last pass to the next leg.
         period: time between two microbatches, as a multiple of a rank's work for one.
-        groups: microbatches that pass one chunk before the next begins, forward and backward; 1
-            lets each pass through all chunks.
-        overrun: fraction of a W by which it may end after the wait in which it starts.
+        groups: (for forwards, for backwards) how many microbatches go through one chunk before the
+            next chunk begins. 1 lets each microbatch go through all chunks directly.
+        overrun: a W may extend beyond the wait in which it starts by this fraction of its own time.
     """
 
     waits: tuple[float, ...]
@@ -98,11 +101,13 @@ class Rhythm:
 def blocks(
     problem: Problem, tries: int, until: float, random: Random, keep: int = 8
 ) -> list[Found]:
-    """Return the best building blocks of a random and then narrowing search, the best first.
+    """Return schedules made of the best building blocks found by a random search.
+
+    The search narrows around the best blocks. The best schedule is first.
 
     Args:
         problem: placement, costs, memory limits and objective.
-        tries: number of blocks.
+        tries: number of blocks to try.
         until: CPU time of this process at which to stop.
         keep: number of blocks to return and to vary.
     """
@@ -126,13 +131,14 @@ def blocks(
 
 
 def deals(problem: Problem, tries: int, until: float, random: Random, keep: int = 8) -> list[Found]:
-    """Return interleaved zero-bubble schedules with random sizes of groups, the best first.
+    """Return interleaved zero-bubble schedules with random group sizes, the best first.
 
-    Forward and backward have different groups. Smaller backward groups at the end wait less for the
-    way around the loop.
+    Groups of microbatches go through one chunk before the next chunk begins. Forwards and backwards
+    have different groups. With smaller backward groups at the end, ranks wait less for gradients
+    from the last rank to the first.
 
     Args:
-        tries: number of schedules.
+        tries: number of schedules to try.
         until: CPU time of this process at which to stop.
         keep: number of schedules to return and to vary.
     """
@@ -156,17 +162,18 @@ def deals(problem: Problem, tries: int, until: float, random: Random, keep: int 
 
 
 def unroll(problem: Problem, small: Problem, found: Found) -> list[Found]:
-    """Return schedules from a schedule of fewer microbatches, with its middle repeated.
+    """Return schedules made from a schedule of fewer microbatches by repeating its middle.
 
-    Several places to cut and numbers of repeated microbatches are tried, among them the number of
-    ranks, which keeps groups of microbatches whole. With head 2 and repeat 1, four microbatches
-    become six:
+    Several places to cut and numbers of repeated microbatches are tried. One is the number of
+    ranks, which keeps groups of microbatches whole. With 2 microbatches before the middle and 1
+    repeated, four microbatches become six:
 
         0 1 2 3  ->  0 1 2 2' 2'' 3     2' is 2 one period later, 2'' two periods
 
     Args:
         problem: placement, costs and limits for all microbatches.
-        small, found: the problem with fewer microbatches, and its schedule.
+        small: the problem with fewer microbatches.
+        found: its schedule.
     """
     m = problem.microbatches
     n = small.microbatches
@@ -204,7 +211,7 @@ _MIDDLE = (0.3,)
 
 
 def few(problem: Problem) -> int:
-    """Return the number of microbatches of a smaller problem with equal warm-up and cool-down."""
+    """Return a smaller number of microbatches that still has the whole warm-up and cool-down."""
     ranks = problem.placement.num_ranks
     # 1F1B fills the pipeline with p microbatches and drains it with p; a third p is the middle.
     # A large table does without, as its small contest must be short.
@@ -214,7 +221,7 @@ def few(problem: Problem) -> int:
 
 
 def is_large(problem: Problem) -> bool:
-    """Return whether a table is so large that patterns of few microbatches are tried first."""
+    """Return whether a table is large: a search then tries patterns with few microbatches first."""
     ranks = problem.placement.num_ranks
     m = problem.microbatches
     return problem.placement.num_stages * m > _LARGE and m >= few(problem) + ranks
@@ -245,7 +252,7 @@ def _sorted(problem: Problem, times: list[float]) -> Orders:
 
 
 def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
-    """Return the schedule of a block repeated for every microbatch; None if it does not fit."""
+    """Return the schedule that repeats a block for every microbatch; None if it does not fit."""
     place = problem.placement
     m = problem.microbatches
     p = place.num_ranks
@@ -273,7 +280,11 @@ def _unrolled(problem: Problem, block: Rhythm) -> Found | None:
 
 
 def _split(m: int, p: int, random: Random) -> list[int]:
-    """Return random sizes of groups that sum to m: mostly p or half of p."""
+    """Return random sizes of groups whose sum is `m` microbatches: mostly p or half of p.
+
+    Args:
+        p: number of ranks.
+    """
     half = -(-p // 2)
     sizes: list[int] = []
     while m > sum(sizes):
@@ -287,7 +298,7 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
 
     Args:
         forward, backward: sizes of the groups of microbatches, in order.
-        deeper: number of warm-up forwards on each rank beyond those in 1F1B.
+        deeper: number of warm-up forwards that each rank has more than in 1F1B.
     """
     place = problem.placement
     m = problem.microbatches
@@ -318,13 +329,14 @@ def _dealt(problem: Problem, forward: list[int], backward: list[int], deeper: in
 
 
 def _begins(m: int, group: int, period: float, part: float) -> list[float]:
-    """Return the times at which the m microbatches start.
+    """Return the time at which each of `m` microbatches starts.
 
-    Within a group they start at the pace of one chunk, which is `part` of the model.
+    Microbatches of one group start faster than others: at the pace of one chunk.
 
     Args:
-        group: microbatches in a group.
+        group: number of microbatches in a group.
         period: mean time between two microbatches.
+        part: the fraction of the model in one chunk.
     """
     pace = 1.0
     if group > 1:
@@ -360,7 +372,7 @@ def _random(problem: Problem, random: Random) -> Rhythm:
 
 
 def _vary(block: Rhythm, problem: Problem, random: Random) -> Rhythm:
-    """Return a block with one to three of its values changed."""
+    """Return a building block with one to three of its values changed at random."""
     legs = len(block.waits)
     for _ in range(random.choice((1, 1, 2, 3))):
         j = random.randrange(2 * legs + 2)

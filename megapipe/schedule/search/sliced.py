@@ -34,18 +34,18 @@ def searched_slices(
     effort: float,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule | None:
-    """Return the fastest table found for these stages and slices; None if none fits the memory.
+    """Return the fastest table found for a placement and slices; None if none fits the memory.
 
-    No table of the catalogue is faster. The search assumes slices of the mean length that do not
-    wait for other slices of their microbatch. The resulting table may hold more, because slices
-    differ and forwards come sooner. The next search then has less memory by this excess.
+    No table of the catalogue is faster. The search takes all slices as equally long, and ignores
+    that a slice waits for other slices of its microbatch. So the table that it finds may hold too
+    much. The search is then repeated with a limit that is lower by the excess.
 
     Args:
-        cuts: lengths of the slices.
-        memory: limit of each rank, in the unit of the costs.
+        cuts: lengths of the slices of a microbatch.
+        memory: limit on each rank's activation, in the unit of the costs.
         documents: slices that begin a document, for each microbatch or once for all.
         effort: about the seconds to spend on one core.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     """
     n = len(cuts)
     mean = replace(costs, **dict.fromkeys(ATTENTION, 0.0)).of_slice((1.0,) * n, (0, 0, n))
@@ -97,14 +97,14 @@ def fastest_slices(
     effort: float,
     progress: Callable[[float], None] | None = None,
 ) -> Schedule:
-    """Return the fastest table for any of these placements.
+    """Return the fastest table with slices that is found for any of these placements.
 
     Args:
         candidates: placements with their costs and memory limits.
-        cuts: lengths of the slices.
+        cuts: lengths of the slices of a microbatch.
         documents: slices that begin a document, for each microbatch or once for all.
         effort: about the seconds to spend on one core.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     Raises: ScheduleError if none is found within the memory.
     """
     found: list[tuple[float, int, Schedule]] = []

@@ -26,16 +26,14 @@ def with_depths(
 ) -> Schedule:
     """Return the table of one step with depths of multi-token prediction, one after another.
 
-    In DualPipe's second chain, its second copy of the model, they are on the mirrored ranks. A rank
-    holds at most one microbatch more for each depth of the model, and one of each depth that it
-    has.
+    The second copy of the model in DualPipe has its depths on the mirrored ranks. For each depth of
+    the model a rank holds at most one more microbatch, and one of each depth that is on it.
 
     Args:
         ranks: the rank of each depth, in the order of the depths.
         costs: the costs of the stages of the model's own chain, then of the depths.
         vocabulary: add the passes of a shared vocabulary in the same simulation, because both delay
-            the backward of the loss. 1F1B on 8 ranks with one depth and heads of four layers takes
-            1.24 times the perfect time in two simulations, 0.99 times in one.
+            the backward of the loss. In two simulations, one after the other, the table is slower.
     Raises: ScheduleError for a table with depths, slices, or other kinds of pass than F, B, W and
         BW. Also for a rank that does not exist.
     """
@@ -90,7 +88,7 @@ def _passes(table: Schedule, *, split: bool) -> Iterator[Pass]:
 
     Args:
         table: a table whose placement has the depths.
-        split: their backwards are split into B and W, as the table's.
+        split: split their backwards into B and W, as the table does.
     """
     place = table.placement
     kinds = [Kind.F, Kind.BW]

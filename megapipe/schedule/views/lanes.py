@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megapipe.schedule.costs import SHARES, Chain, Costs, Piece, pieces
+from megapipe.schedule.core.pieces import Chain, Piece, pieces
+from megapipe.schedule.costs import SHARES, Costs
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.kinds import COPIES, Kind, Lane
 from megapipe.schedule.passes import Pass, Schedule, Step

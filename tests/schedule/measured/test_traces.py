@@ -16,7 +16,8 @@ from megapipe.schedule.families.sharding.sharded import Living, with_sharded_wei
 from megapipe.schedule.families.step.optimizer import with_optimizer
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.kinds import Lane
-from megapipe.schedule.measured.traces import merge, pipelines, predict, read, summarise
+from megapipe.schedule.measured.merged import merge
+from megapipe.schedule.measured.traces import pipelines, predict, read, summarise
 from megapipe.schedule.shapes.slices.slices import slices
 
 CLOCKS = [10_000.0, 3_000.0]  # microseconds at which each rank's profiler started

@@ -26,7 +26,7 @@ from megapipe.distributed.shared_memory import Started
 from megapipe.errors import ConfigError
 from megapipe.pipeline_parallel.passes.begin import Weights
 from megapipe.schedule import Kind
-from megapipe.schedule.costs import Chain
+from megapipe.schedule.core.pieces import Chain
 from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 

@@ -11,19 +11,21 @@ from megapipe.schedule.passes import Schedule
 
 @dataclass(frozen=True)
 class Offload:
-    """Settings of activations that are offloaded to the host (O, L) or recomputed (R).
+    """Settings for activations that are offloaded to the host (O, L) or recomputed (R).
 
     Attributes:
-        when: "all" offloads whatever returns in time. "fits" holds, offloads or recomputes,
-            whichever is fastest within the memory. "needed" is "fits" for a table that does
-            not fit; any other table stays, unless `any_order` finds a faster one.
+        when: "all" offloads every activation that can be back in time. "fits" holds, offloads or
+            recomputes each, whichever is fastest within the memory. "needed" is "fits" for a table
+            that does not fit the memory. Any other table stays unchanged, unless `any_order` finds
+            a faster one.
         any_order: with "needed", also search other orders of the same stages.
-        chunks: with "all", offload only this many first stages of each rank; None for all.
-        switch: with "all", this many neighbouring ranks share the copies to the host; None if no
-            ranks do.
-        tries: number of single choices that "fits" changes; None for as many as take half a second.
+        chunks: with "all", offload only for the first `chunks` stages of each rank; None for all.
+        switch: with "all", the number of neighbouring ranks that share one connection to the host,
+            such as a PCIe switch; None for no sharing.
+        tries: number of random changes that "fits" tries, of one activation's choice each; None for
+            as many as take half a second.
         most: with "fits", the longest makespan of interest, in the time unit of the costs.
-        other: tables that "fits" may choose instead of the given one.
+        other: tables with other orders that "fits" may choose instead of the given one.
     """
 
     # The default takes no time: it offloads only activations that return before their backward.

@@ -43,10 +43,11 @@ def with_offload(
     """Return the table with O and L, which copy activations to the host and back.
 
     Args:
-        share: this part of each stage's microbatches, the ones held longest, is copied. Equal ones
-            are spread evenly. A copy that would not return in time is left out.
-        chosen: copies these (stage, microbatch or slice), late or not, instead of a share.
-        stages: with a share, copies only for these stages; None for all.
+        share: the fraction of each stage's microbatches to copy. The ones held longest are taken,
+            spread evenly among ones held equally long. A copy that would not return in time is left
+            out.
+        chosen: copy these (stage, microbatch or slice), late or not, instead of a share.
+        stages: with a share, copy only for these stages; None for all.
         switches: groups of ranks that share one stream of copies in each direction. Copies on it
             run in the order of the simulated times.
     Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
@@ -76,8 +77,9 @@ def with_recompute(
     """Return the table with R, the recomputation of a forward, before some backwards.
 
     Args:
-        share: this part of each stage's microbatches, the ones held longest, is recomputed.
-        chosen: recomputes these (stage, microbatch or slice) instead of a share.
+        share: the fraction of each stage's microbatches to recompute. The ones held longest are
+            taken.
+        chosen: recompute these (stage, microbatch or slice) instead of a share.
     Raises: ScheduleError for a table that has such passes, or a choice that it does not have.
     """
     _refuse(schedule, {Kind.R}, chosen)
@@ -131,7 +133,7 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
 
     Args:
         clock: start and end of each step of the table.
-        share: the part of each stage's microbatches to return.
+        share: the fraction of each stage's microbatches to return.
     """
     held: dict[int, list[tuple[float, float, int]]] = {}
     begun: dict[tuple[int, int], float] = {}
@@ -155,11 +157,12 @@ def longest(schedule: Schedule, clock: Clock, share: float) -> frozenset[tuple[i
 
 
 def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None:
-    """Refuse a table that has kinds of pass to be added, or a choice that it does not have.
+    """Refuse a table that already has some of these kinds of pass, or an impossible choice.
 
     Args:
         added: the kinds to be added.
-        chosen: (stage, microbatch or slice) to move; None if a share is moved.
+        chosen: each (stage, microbatch or slice) to offload or recompute; None if a share of all
+            is. A choice is impossible if the table lacks its forward.
     Raises: ScheduleError that names the kinds, or the choice.
     """
     twice = sorted(added & schedule.kinds)
@@ -179,14 +182,14 @@ def _refuse(schedule: Schedule, added: set[Kind], chosen: Chosen | None) -> None
 
 @dataclass(frozen=True)
 class _Copy:
-    """The copies to the host and back of a microbatch's or slice's activations on a stage.
+    """The two copies, to the host and back, of activations of one stage and microbatch or slice.
 
-    `step` returns the step of its O or L.
+    O is the copy to the host, L the copy back. `step` returns the step with one of them.
 
     Attributes:
         of: the backward that uses the activations.
         rank: the rank of the stage.
-        out, used: indices of the steps of its forward and its backward in the rank's row.
+        out, used: indices in the rank's row of the steps of its forward and its backward.
         ready, due: when the forward ends and the backward starts in a table without copies.
     """
 
@@ -198,16 +201,21 @@ class _Copy:
     due: float
 
     def step(self, kind: Kind) -> Step:
-        """Return the step with its O or L, given as `kind`."""
+        """Return the step with the copy out or back.
+
+        Args:
+            kind: O or L.
+        """
         return (self.of._replace(kind=kind),)
 
 
 def _copies(ranks: Sequence[int], schedule: Schedule, clock: Clock, wanted: Chosen) -> list[_Copy]:
-    """Return a _Copy for each chosen activation of these ranks.
+    """Return a `_Copy` for each chosen activation of some ranks.
 
     Args:
+        ranks: the ranks.
         clock: start and end of each step of the table without copies.
-        wanted: (stage, microbatch or slice) to copy.
+        wanted: each (stage, microbatch or slice) to copy.
     """
     copies = []
     for rank in ranks:
@@ -232,11 +240,15 @@ def _put_copies(
     *,
     fixed: bool,
 ) -> dict[int, tuple[Step, ...]]:
-    """Return the rows, by rank, with O and L for ranks that share one stream in each direction.
+    """Return {rank: row with O and L} for ranks that share one stream of copies each way.
+
+    O are copies to the host, L copies back.
 
     Args:
+        ranks: the ranks that share the streams.
+        schedule: the table without copies.
         clock: start and end of each step of the table without copies.
-        wanted: (stage, microbatch or slice) to copy.
+        wanted: each (stage, microbatch or slice) to copy.
         fixed: copy all that are wanted, even if they return late.
     """
     of_part = {}
@@ -285,11 +297,12 @@ def _put_copies(
 
 
 class _Places:
-    """The places in a rank's row where a copy may be inserted: after its compute passes.
+    """The places in a rank's row where a copy may be inserted: after each of its compute passes.
 
     `before` returns the last compute step that ends by a given time.
 
     Args:
+        row: the steps of the row.
         end: end of each step of the row.
     """
 
@@ -309,13 +322,15 @@ class _Places:
 
 
 def copied(plain: Schedule, costs: Costs, chunks: int | None, switch: int | None) -> Schedule:
-    """Return the table with a copy of each activation that is back in time for its backward.
+    """Return the table with offload of each activation that can be back in time for its backward.
 
-    Only stages with activations to copy have copies.
+    Stages whose activations take no memory have no copies.
 
     Args:
+        plain: the table without copies.
         chunks: number of a rank's first stages to copy for; None for all.
-        switch: number of neighbouring ranks that share the way to the host; None for no sharing.
+        switch: number of neighbouring ranks that share one connection to the host; None for no
+            sharing.
     """
     place = plain.placement
     goes = costs.mem_o if isinstance(costs.mem_o, tuple) else ()

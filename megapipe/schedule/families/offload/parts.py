@@ -18,10 +18,11 @@ def of_slice(costs: Mapping[str, Any], length: float, document: float) -> Mappin
     mem_o is the memory that is copied. mem_r is the memory that is held until a recomputation.
 
     Args:
-        costs: all costs of a whole microbatch, by field.
-        length: length of the slice as a share of the sequence.
-        document: length, as such a share, of the document that ends with the slice; 0 if none does.
-            The last slice of a document copies the keys and values of the whole document.
+        costs: {cost field: value for a whole microbatch}.
+        length: length of the slice, as a fraction of the sequence.
+        document: length of the document that ends with the slice, as a fraction of the sequence; 0
+            if none does. The last slice of a document copies the keys and values of the whole
+            document.
     Raises: ScheduleError if some fields have a value for each stage and others have one value for
         all. This is an error only where keys and values hold memory (mem_k).
     """
@@ -58,8 +59,9 @@ def _of_stage(whole: Sequence[float], length: float, document: float) -> tuple[f
 
     Args:
         whole: o, l, mem_o, mem_r and mem_k of a whole microbatch on the stage.
-        length: length of the slice as a share of the sequence.
-        document: length, as such a share, of the document that ends with the slice; 0 if none does.
+        length: length of the slice, as a fraction of the sequence.
+        document: length of the document that ends with the slice, as a fraction of the sequence; 0
+            if none does.
     """
     out, back, copied, held, keys = whole
     # Keys are copied first, all keys of a document with its last slice.

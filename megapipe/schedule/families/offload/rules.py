@@ -15,7 +15,7 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
     """Yield a sentence for each mistake in the copies (O, L) and recomputations (R) of a table.
 
     Args:
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     rank_of = schedule.placement.rank_of
     for item, step in seen.items():
@@ -37,11 +37,13 @@ def memory_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 
 
 def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
-    """Return [a sentence] if O or L has no counterpart, or if R repeats a copied forward; else [].
+    """Return [a sentence] if O or L lacks the other, or if R repeats an offloaded forward; else [].
+
+    O copies activations to the host, and L copies them back.
 
     Args:
         item: an O, L or R.
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     out = item._replace(kind=Kind.O)
     back = item._replace(kind=Kind.L)
@@ -56,11 +58,13 @@ def _alone(item: Pass, seen: Mapping[Pass, int]) -> list[str]:
 
 
 def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence where O, L or R is on the wrong side of its forward, copy or backward.
+    """Yield a sentence for an O, L or R that stands too early or too late in its row.
+
+    O comes after its forward, L after its O, and L and R before their backward.
 
     Args:
         item: an O, L or R.
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     # The order of one microbatch in its row is F O L B or F R B.
     kind = item.kind
@@ -86,12 +90,12 @@ def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
 
 
 def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each mistake of one stream that several ranks share.
+    """Yield a sentence for each mistake in one stream of copies that several ranks share.
 
-    It must have all copies of its ranks in its direction, in the order of each rank's row.
+    The stream must have all copies of its ranks in one direction, in the order of each rank's row.
 
     Args:
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     rank_of = schedule.placement.rank_of
     ranks = ", ".join(map(str, lane.ranks))
@@ -125,7 +129,8 @@ def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int])
 def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
     """Return each (stage, microbatch) whose forward is recomputed.
 
-    If microbatches are cut, the number of the slice among all slices replaces the microbatch.
+    If microbatches are cut into slices, it is (stage, number of the slice), counted through all
+    microbatches.
     """
     if Kind.R not in schedule.kinds:
         return frozenset()
@@ -134,9 +139,10 @@ def computed_again(schedule: Schedule) -> frozenset[tuple[int, int]]:
 
 
 def inputs(schedule: Schedule) -> Mapping[Pass, str]:
-    """Return the forwards that are recomputed, each with the letter "r".
+    """Return {forward that is recomputed: "r"}.
 
-    The letter says that they hold the costs field `mem_r`, their input, in place of `mem_b`.
+    The letter says that such a forward holds the costs field `mem_r`, its input, instead of
+    `mem_b`.
     """
     again = computed_again(schedule)
     # Without recomputation, as in most tables, no pass is looked at.

@@ -49,12 +49,14 @@ _FEW = 128
 
 @dataclass(frozen=True)
 class Solved:
-    """A table and the choice for the activations of each stage and microbatch.
+    """The best table found, and what it does with each stage's and microbatch's activations.
 
     Attributes:
         plain: the table before offload and recomputation.
-        choices: offload or recompute for each (stage, microbatch or slice) that is not held.
-        schedule: the table with O, L and R for these choices.
+        choices: {(stage, microbatch or slice): offload or recompute}. Activations that are not in
+            it stay on the device.
+        schedule: the table with the passes for these choices: copies out (O) and back (L),
+            recomputation (R).
         makespan: the makespan of `schedule`, in the time unit of the costs.
         peak: most activation that each rank holds in `schedule`, in the unit of the costs.
     """
@@ -70,6 +72,9 @@ def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
     """Return the table of each catalogue schedule that exists for these ranks and microbatches.
 
     Schedules with two copies of the weights or with overlapped pairs are left out.
+
+    Args:
+        costs: costs under which some schedules choose their order.
     """
     found = []
     for name, entry in PATTERNS.items():
@@ -88,7 +93,12 @@ def tables(ranks: int, microbatches: int, costs: Costs) -> list[Schedule]:
 class _Answer:
     """A candidate: choices for one table, with their time and memory.
 
-    `rank` is the value by which candidates are sorted.
+    `rank` is the value by which candidates are sorted, best first.
+
+    Attributes:
+        table: the table for which the choices are.
+        choices: {(stage, microbatch or slice): offload or recompute}.
+        weight: time and memory of the table with the choices.
     """
 
     table: _Table
@@ -97,17 +107,18 @@ class _Answer:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Return (makespan, number of activations that are not held); the smallest is the best."""
+        """Return (makespan, number of activations that are not held); smaller is better."""
         return self.weight.makespan, len(self.choices)
 
 
 class _Table:
     """A table before offload and recomputation, for which many choices are evaluated.
 
-    `answer` returns the time and memory of choices. `pays` returns whether a copy to the host
-    returns in time.
+    `answer` returns the candidate with given choices. `pays` returns whether an activation can be
+    copied to the host and back in time.
 
     Args:
+        plain: the table.
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
     """
 
@@ -130,14 +141,18 @@ class _Table:
             self.on[place.rank_of[one[0]]].append(one)
 
     def answer(self, choices: Choices) -> _Answer:
-        """Return the candidate that has these choices, with its time and memory."""
+        """Return the candidate that has these choices, with the time and memory it leads to.
+
+        Args:
+            choices: {(stage, microbatch or slice): offload or recompute}.
+        """
         return _Answer(self, choices, self._weigh(choices))
 
     def pays(self, weight: Weight, place: Place) -> bool:
         """Return whether an activation can be copied out and back between its forward and backward.
 
         Args:
-            weight: the times of all forwards and backwards.
+            weight: the times of all forwards and backwards, under the choices so far.
             place: the (stage, microbatch or slice) of the activation.
         """
         x = self.number[place]
@@ -154,15 +169,16 @@ def solve(
     seed: int = 0,
     most: float = inf,
 ) -> Solved:
-    """Return the best table and choices within the memory. Equal arguments give equal results.
+    """Return the best table and choices within the memory.
 
-    A choice holds, offloads or recomputes the activations of a stage and microbatch.
+    Equal arguments give equal results. A choice holds, offloads or recomputes the activations of a
+    stage and microbatch.
 
     Args:
         plain: tables without offload and recomputation; the best one is taken.
         memory: limit on a rank's activation, or one limit for each rank, in the unit of the costs.
-        tries: random changes of single choices, in each of the three best tables. None tries as
-            many as take half a second, which are more with a C compiler.
+        tries: number of random changes, of one choice each, for each of the three best tables. None
+            tries as many as take half a second, which are more with a C compiler.
         seed: the seed of the random changes.
         most: longest makespan of interest, in the time unit of the costs.
     Raises: ScheduleError if no table fits the memory within that makespan.
@@ -208,8 +224,9 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
     First all activations are held. If that does not fit, some or all are offloaded or recomputed.
 
     Args:
-        most: longest makespan of interest. A table that exceeds it with all activations held has
-            no further candidates.
+        table: the table.
+        most: longest makespan of interest. A table that exceeds it with all activations held has no
+            further candidates.
     """
     # Holding everything takes least time, so nothing else is of interest if it fits.
     yield table.held
@@ -230,12 +247,14 @@ def _starts(table: _Table, most: float) -> Iterator[_Answer]:
 
 
 def _fitted(start: _Answer, verbs: Sequence[Verb], most: float) -> Iterator[_Answer]:
-    """Yield a candidate that fits, after moving activations one at a time; nothing if none fits.
+    """Yield a candidate that fits the memory, or nothing if none fits.
+
+    Activations are offloaded or recomputed one at a time until the memory suffices.
 
     Args:
         start: the candidate to begin with.
-        verbs: the choices to use: offload, recompute or both.
-        most: longest makespan of interest.
+        verbs: which of the choices may be used: offload, recompute or both.
+        most: longest makespan of interest. The attempt ends when it is exceeded.
     """
     # A place changes at most twice: from hold to offload, then to recompute.
     now = start
@@ -258,11 +277,12 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 
     The items are ((stage, microbatch or slice), offload or recompute). The candidates are the
     activations held when the limit is first exceeded. Offloads come before recomputations, and
-    activations that are held longer before others. The first one is returned, or the first few if
-    the rank has more than 128 activations in the table.
+    activations that are held longer before others. One item is returned, or a few if the rank has
+    more than 128 activations in the table.
 
     Args:
         now: the choices so far, with the times and memory that follow from them.
+        rank: the number of the rank.
         verbs: what may be chosen: to offload, to recompute, or either.
     """
     table = now.table
@@ -290,10 +310,12 @@ def _moved(now: _Answer, rank: int, verbs: Sequence[Verb]) -> list[tuple[Place, 
 def _improved(start: _Answer, dice: Random, tries: int) -> _Answer:
     """Return the best candidate after random changes of single choices of `start`.
 
-    A change is kept if the result fits and is faster, or as fast with fewer activations moved.
+    A change is kept if the result fits and is faster, or as fast with fewer activations offloaded
+    or recomputed.
 
     Args:
-        dice: makes the random changes.
+        start: the candidate to begin with.
+        dice: the source of random numbers.
         tries: number of changes.
     """
     best = start

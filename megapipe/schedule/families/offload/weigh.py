@@ -33,7 +33,10 @@ _KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.O, Kind.L)
 
 
 class Verb(StrEnum):
-    """The choices for activations of a stage and microbatch between forward and backward."""
+    """A choice for activations of one stage and microbatch between forward and backward.
+
+    They are held on the device, offloaded to the host, or recomputed.
+    """
 
     HOLD = "hold"
     OFFLOAD = "offload"
@@ -46,16 +49,18 @@ Choices = Mapping[Place, Verb]
 
 @dataclass(frozen=True)
 class Weight:
-    """Time and memory of a table with its choices, in the units of the costs.
+    """The time and memory of a table under some choices, in the units of the costs.
 
-    `fits` returns whether all ranks keep to their limits. A place is a (stage, microbatch or
-    slice). Lists by place are in the order of `places`.
+    A choice offloads or recomputes the activations of one (stage, microbatch or slice), called a
+    place. Lists with a value for each place are in the order of `places`. `fits` returns whether
+    all ranks keep to their memory limits.
 
     Attributes:
-        made, done: start and end of the forward of each place.
-        used: start of the backward of each place.
-        peak: most memory that each rank holds.
-        over: when each rank first exceeds its limit; inf if never.
+        makespan: the end of the last pass.
+        made, done: for each place, start and end of its forward.
+        used: for each place, start of its backward.
+        peak: for each rank, the most memory that it holds.
+        over: for each rank, when it first exceeds its memory limit; inf if never.
     """
 
     makespan: float
@@ -67,7 +72,7 @@ class Weight:
 
     @property
     def fits(self) -> bool:
-        """Return whether no rank ever exceeds its limit."""
+        """Return whether no rank ever exceeds its memory limit."""
         return all(time == inf for time in self.over)
 
 
@@ -75,16 +80,21 @@ Weigh = Callable[[Choices], Weight]
 
 
 def by_rank(memory: Memory, ranks: int) -> tuple[float, ...]:
-    """Return the memory limit of each rank, given one for all ranks or a tuple of them."""
+    """Return the memory limit of each rank, given one for all ranks or a tuple of them.
+
+    Args:
+        ranks: number of ranks.
+    """
     if isinstance(memory, tuple):
         return memory
     return (memory,) * ranks
 
 
 def places(plain: Schedule) -> list[Place]:
-    """Return every place, (stage, microbatch) or (stage, number of the slice), stage by stage.
+    """Return every (stage, microbatch) or (stage, number of the slice), called a place.
 
-    Each of DualPipe's two copies of the model has its own microbatches.
+    They are ordered stage by stage. Each of DualPipe's two copies of the model has its own
+    microbatches.
     """
     place = plain.placement
     per = len(plain.slices)
@@ -98,7 +108,11 @@ def places(plain: Schedule) -> list[Place]:
 
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
-    """Return the forward of a place: (stage, microbatch) or (stage, number of the slice)."""
+    """Return the forward of a place.
+
+    Args:
+        place: (stage, microbatch) or (stage, number of the slice).
+    """
     stage, number = place
     if not plain.cuts:
         return Pass(Kind.F, stage, number)
@@ -106,10 +120,12 @@ def forward_of(plain: Schedule, place: Place) -> Pass:
 
 
 def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
-    """Return the table with O, L and R for these choices.
+    """Return the table with the passes for these choices: copies (O, L) and recomputations (R).
 
     Args:
         plain: the table without offload and recomputation.
+        choices: {(stage, microbatch or slice): offload or recompute}.
+        costs: costs that decide where copies stand in the rows.
     """
     # R before O and L: it takes compute time, and copies are put where the clock leaves them time.
     table = plain
@@ -123,7 +139,7 @@ def applied(plain: Schedule, choices: Choices, costs: Costs) -> Schedule:
 def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
     """Return a function that takes choices and returns time and memory of the table under them.
 
-    A choice says of one microbatch on one stage: offload its activations, or recompute them.
+    Choices are {(stage, microbatch or slice): offload or recompute}. Other activations are held.
 
     Args:
         plain: the table without offload and recomputation.
@@ -141,11 +157,12 @@ def scales(plain: Schedule, costs: Costs, memory: Memory) -> Weigh:
 
 
 def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: Choices) -> Weight:
-    """Return time and memory of the table with these choices, by building and simulating it.
+    """Return time and memory of the table with these choices, by building the table.
 
     Args:
         plain: the table without offload and recomputation.
         limits: limit on each rank's activation.
+        choices: {(stage, microbatch or slice): offload or recompute}.
     """
     time = simulate(applied(plain, choices, costs), costs)
     forwards = [forward_of(plain, place) for place in places(plain)]
@@ -182,9 +199,10 @@ class _Moved(ctypes.Structure):
 
 
 class _Places:
-    """The places of a table, each a (stage, microbatch or slice), as lists for the C code.
+    """The places of a table as lists for the C code. A place is a (stage, microbatch or slice).
 
-    Each method returns a list with one value for each place. In such lists a place is its index.
+    Each method returns a list with one value for each place. Where a value is itself a place, it is
+    the index of that place.
 
     Args:
         plain: the table without offload and recomputation.
@@ -201,10 +219,10 @@ class _Places:
             self.by_part[part] = costs.of_slice(plain.cuts, part)
 
     def near(self, step: Callable[[int], int | None]) -> list[int]:
-        """Return, for each place, its microbatch's place on a neighbouring stage, -1 without one.
+        """Return, for each place, the place of its microbatch on a neighbouring stage; -1 if none.
 
         Args:
-            step: returns the neighbour of a stage, None without one.
+            step: takes a stage and returns its neighbour; None if it has none.
         """
         found = []
         for f in self.forwards:
@@ -232,7 +250,7 @@ class _Places:
         return found
 
     def slice_at(self, by: int) -> list[int]:
-        """Return, for each place, the place `by` slices later in its document, -1 without one."""
+        """Return, for each place, the place `by` slices later in its document; -1 if none."""
         found = []
         for x, f in enumerate(self.forwards):
             there = -1
@@ -253,7 +271,7 @@ class _Places:
         return [x + left for x, left in enumerate(ends)]
 
     def durations(self) -> list[float]:
-        """Return the duration of each kind of pass in `_KINDS` at each place, kind by kind."""
+        """Return the durations of the kinds in `_KINDS`: kind by kind, for each place."""
         place = self.plain.placement
         duration = {part: costs.durations(place) for part, costs in self.by_part.items()}
         parts = [self.plain.part(f) for f in self.forwards]
@@ -261,17 +279,17 @@ class _Places:
         return [duration[part][kind][f.stage] for kind in _KINDS for part, f in both]
 
     def memory(self, letter: str) -> list[float]:
-        """Return the costs field `mem_<letter>` for each place."""
+        """Return, for each place, the value of the costs field `mem_<letter>`."""
         place = self.plain.placement
         fields = {p: costs.by_stage(f"mem_{letter}", place) for p, costs in self.by_part.items()}
         return [fields[self.plain.part(f)][f.stage] for f in self.forwards]
 
 
 def _compiled(code: ctypes.CDLL, plain: Schedule, costs: Costs, limits: Sequence[float]) -> Weigh:
-    """Return the function from choices to time and memory that runs the C code.
+    """Return the function that `scales` returns, with the C code in it.
 
     Args:
-        code: the compiled code.
+        code: the compiled library.
         plain: the table without offload and recomputation.
         limits: limit on each rank's activation.
     """

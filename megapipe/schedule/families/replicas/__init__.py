@@ -17,20 +17,22 @@ from megapipe.schedule.passes import Pass, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCosts:
-    """The duration of a copy, in the time unit of the costs.
+    """The duration of P, a copy of a stage's state to the memory of a peer.
 
     Attributes:
-        p: copying the state of a stage to a peer: one number for all stages, or one for each.
+        p: time of the copy, in the time unit of the costs: one number for all stages, or one for
+            each.
     """
 
     p: PerStage = 0.0
 
 
 def with_replicas(schedule: Schedule) -> Schedule:
-    """Return a table of one step with P, a copy of the state of each stage.
+    """Return a table of one step with P, a copy of the state of each stage to a peer.
 
-    P stands after V, because an update that is not validated may be undone. Without V it stands
-    after the first forward, so that gathers of weights come before it on their common stream.
+    P stands after V, the validation of an update, because an update may be undone before. Without V
+    it stands after the first forward, so that gathers of weights come before it on their common
+    stream.
 
         A A | F P P F F F B W F B W ...        F F F F | V V P P | B W F B W ...
 
@@ -53,9 +55,12 @@ def with_replicas(schedule: Schedule) -> Schedule:
 
 
 def _late(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each P after the first update of its rank.
+    """Yield a sentence for each P (copy of the state) that stands after its rank's first update.
 
-    It would copy a state that is half old and half new.
+    Such a P would copy a state that is half old and half new.
+
+    Args:
+        seen: {pass: index of its step in its rank's row}.
     """
     place = schedule.placement
     for x, step in seen.items():

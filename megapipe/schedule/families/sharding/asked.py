@@ -9,16 +9,16 @@ from megapipe.schedule.families.sharding.sharded import Living
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings of sharded gradients (ZeRO-2), or of sharded weights too (ZeRO-3), in a table.
+    """Settings for sharding gradients (ZeRO-2), or weights too (ZeRO-3), within a table.
 
     A stage's weights are gathered before each run, a sequence of passes of the stage that use them,
-    and dropped after it. `shortest` returns the choice that keeps weights and gradients full for
-    the shortest time, so with the least memory.
+    and dropped after it. `shortest` returns the choice that keeps full weights and gradients for
+    the shortest time, which needs the least memory.
 
     Attributes:
-        weights: shard weights too, and not only gradients.
-        living: how many stages of a rank have full weights and gradients at a time; None for the
-            fastest choice within the memory.
+        weights: shard the weights too, not only the gradients.
+        living: how many stages of a rank have full weights and full gradients at a time; None for
+            the fastest choice within the memory.
     """
 
     weights: bool = True

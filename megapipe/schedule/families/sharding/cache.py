@@ -22,8 +22,9 @@ class Stay:
     """An interval of a rank's row in which the full weights or gradient of a stage are held.
 
     Attributes:
-        first, last: the steps of its first and last use.
-        room: the step after which there is room for it; -1 for the start of the row.
+        stage: the number of the stage.
+        first, last: indices in the row of the steps with its first and last use.
+        room: index of the step after which memory for it is free; -1 for the start of the row.
     """
 
     stage: int
@@ -33,12 +34,15 @@ class Stay:
 
 
 def stays(uses: Sequence[set[int]], places: int, *, ahead: bool = False) -> list[Stay]:
-    """Return the intervals in which stages are held, one for each run of uses of a stage.
+    """Return the intervals of a rank's row in which full weights or gradients of stages are held.
+
+    Stages are evicted as from a cache of limited size: the one needed last goes first.
 
     Args:
-        uses: the stages that each step of the row uses.
+        uses: for each step of the row, the stages that it uses.
         places: number of stages that may be held at a time. A step that uses more holds more.
-        ahead: keep the stages of the step before, so that the next gather need not wait for them.
+        ahead: do not evict the stages that the step before used. Else the next gather would have to
+            wait for that step.
     """
     # The steps of each stage's future uses, the next one last.
     coming: dict[int, list[int]] = {}
@@ -88,10 +92,10 @@ def _farthest(
     """Return the stage to evict: the one whose next use is farthest; -1 if all are in use.
 
     Args:
-        there: the stages that are held now.
-        coming: the steps of each stage's future uses, the next one last.
+        there: {stage: its interval so far} for the stages that are held now.
+        coming: {stage: indices of the steps that use it in future, the next one last}.
         used: stages that this step uses.
-        recent: stages of an earlier step, evicted only if there is no other.
+        recent: stages that an earlier step used. They are evicted only if there is no other.
     """
     candidates = [stage for stage in there if stage not in used]
     candidates = [stage for stage in candidates if stage not in recent] or candidates

@@ -21,13 +21,13 @@ from megapipe.schedule.passes import Pass, Schedule
 
 
 def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each mistake of gathers (AF, AB) and reductions (RS) in a table.
+    """Yield a sentence for each mistake in a table's gathers (AF, AB) and reductions (RS).
 
-    The order in which replicas meet needs no rule. All ranks of a data-parallel group run one
-    table, and a rank runs its collectives one after another on one stream.
+    The order in which replicas meet in collectives needs no check. All ranks of a data-parallel
+    group run one table, and a rank runs its collectives one after another on one stream.
 
     Args:
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     if schedule.kinds.isdisjoint(SHARDS):
         return
@@ -47,13 +47,14 @@ def weight_problems(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[st
 
 
 def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -> Iterator[str]:
-    """Yield a sentence for each kind of pass that shards exclude: G, V, and A with sharded weights.
+    """Yield a sentence for each kind of pass that cannot be in a table with sharding.
 
-    A and G, once a step, would do nothing, and V would need weights that are dropped.
+    These are G and V, and A if weights are sharded. G (reduce) and A (gather), once a step, would
+    do nothing. V (validate) would need weights that are dropped.
 
     Args:
-        seen: for each pass, the index of its step in its rank's row.
-        gathered: weights are sharded, and not only gradients.
+        seen: {pass: index of its step in its rank's row}.
+        gathered: weights are sharded, not only gradients.
     """
     place = schedule.placement
     own = "gradients that are shares"
@@ -69,11 +70,13 @@ def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -
 
 
 def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield (gather, sentence) if the gather has no reader or not the number of its first reader.
+    """Yield (gather, sentence) if no pass reads the gathered weights, or its number is wrong.
+
+    A gather must have the number of its first reader.
 
     Args:
         run: the gather with the passes that read the gathered weights.
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     gather, passes = run
     # The pass that the number of the gather means. A run of AB may begin with R, B or BW.
@@ -102,11 +105,11 @@ def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield (reduction, sentence) if it does not have the number of the last gradient that it sums.
+    """Yield (reduction, sentence) if it lacks the number of the last gradient that it sums.
 
     Args:
         one: the reduction with the passes whose gradients it sums.
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     reduce, _, passes = one
     makers = (reduce._replace(kind=kind) for kind in (Kind.W, Kind.BW))
@@ -126,10 +129,10 @@ def _of_sum(one: Sum, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
 
 
 def _uncovered(row: list[Pass], *, gathered: bool) -> Iterator[tuple[Pass, str]]:
-    """Yield (pass, sentence that says which gather or reduction is missing next to it).
+    """Yield (pass, sentence) for each pass that lacks a gather before it or a reduction after it.
 
-    For each stage the first pass is one if it reads weights before any gather. So is the last pass
-    that adds to the weight gradient, if no reduction comes after it.
+    The first pass of a stage that reads weights needs a gather before it. The last pass that adds
+    to its weight gradient needs a reduction after it.
 
     Args:
         row: the passes of one rank, in order.

@@ -33,10 +33,11 @@ from megapipe.schedule.passes import Pass, Schedule
 class Run(NamedTuple):
     """A gather (AF or AB) with the passes that read the weights it gathers.
 
-    `dropped` is the pass after which the full weights are freed. In a wrong table a run may have
-    no passes.
+    `dropped` is the pass after which the full weights are freed. In an invalid table there may be
+    no such passes.
 
     Attributes:
+        gather: the AF (before forwards) or AB (before other passes).
         passes: the passes that read the weights, in order.
     """
 
@@ -47,7 +48,7 @@ class Run(NamedTuple):
     def dropped(self) -> Pass:
         """Return the pass after whose step the full weights are freed: the last reader.
 
-        It is the gather itself if the run has no passes.
+        It is the gather itself if no pass reads the weights.
         """
         if not self.passes:
             return self.gather
@@ -58,9 +59,10 @@ class Sum(NamedTuple):
     """A reduction (RS) with the passes whose weight gradients it sums.
 
     Attributes:
-        begin: the first pass that adds to the full gradient. It may be a B, which adds to gradients
-            of weights that have no W, such as norms. If no pass does, it is the reduction.
-        passes: the passes that make weight gradients, W or BW, in order.
+        reduce: the RS.
+        begin: the first pass that adds to the full gradient; the reduction itself if no pass does.
+            It may be a B, which adds to the gradients of weights without a W, such as norms.
+        passes: the passes W or BW whose gradients are summed, in order.
     """
 
     reduce: Pass
@@ -69,9 +71,12 @@ class Sum(NamedTuple):
 
 
 def gather_for(first: Pass) -> Pass:
-    """Return the gather of a stage's weights that runs before `first`, the first pass to read them.
+    """Return the gather of a stage's weights that must run before a pass.
 
-    It is AF for a forward, else AB.
+    It is AF for a forward, else AB, with the number of the pass.
+
+    Args:
+        first: the first pass that reads the gathered weights.
     """
     kind = Kind.AF if first.kind.is_forward else Kind.AB
     return first._replace(kind=kind)
@@ -129,11 +134,12 @@ def sums(schedule: Schedule, rank: int) -> list[Sum]:
 
 
 def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
-    """Return the passes that make what a pass needs with Where.RUN. The keys are (pass, result).
+    """Return {(pass, result it needs with Where.RUN): the passes that produce the result}.
 
-    A reader of weights needs its gather. A reduction needs the passes whose gradients it sums. A
-    pass that begins a gradient needs the last reduction of its stage, and all reductions of the
-    rank but the last. So at most one full gradient is being summed while others grow.
+    Where.RUN is for needs that follow from gathers and reductions. A reader of weights needs its
+    gather. A reduction needs the passes whose gradients it sums. A pass that begins a gradient
+    needs the last reduction of its stage, and all reductions of the rank but the last. So at most
+    one full gradient is being summed while others grow.
     """
     found: dict[tuple[Pass, Made], tuple[Pass, ...]] = {}
     if schedule.kinds.isdisjoint(SHARDS):
@@ -159,9 +165,10 @@ def of_runs(schedule: Schedule) -> Mapping[tuple[Pass, Made], tuple[Pass, ...]]:
 
 
 def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
-    """Return the gather that replaces each gather in an evaluation: AF of its run's first forward.
+    """Return {gather: the gather that replaces it in an evaluation}.
 
-    A run is a gather with its readers. The value is None if the run has no forward.
+    It is an AF with the number of the first forward that reads the weights. It is None if no
+    forward reads them.
     """
     found: dict[Pass, Pass | None] = {}
     for rank in range(len(schedule.ranks)):
@@ -174,13 +181,13 @@ def named_by_forwards(schedule: Schedule) -> Mapping[Pass, Pass | None]:
 class Life(NamedTuple):
     """An interval in which a rank holds a stage's full weights or full gradient.
 
-    Steps are indices in the rank's row.
+    Steps are given by their index in the rank's row.
 
     Attributes:
         kind: AF for weights, RS for a gradient.
-        first: the step at whose start the memory is taken.
-        last: the step at whose end it is freed.
-        waits: it is freed no sooner than the start of this step; -1 for no such step.
+        first: the step at whose start the memory is allocated.
+        last: the step at whose end the memory is freed.
+        waits: the memory is freed no sooner than the start of this step; -1 for no such step.
     """
 
     kind: Kind

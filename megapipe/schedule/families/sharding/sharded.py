@@ -42,12 +42,13 @@ The limit is no time, so that every rank finds the same table.
 
 
 class Living(NamedTuple):
-    """A choice of how many stages of a rank have full weights and gradients at a time.
+    """A choice of how many stages of a rank have full weights and full gradients at a time.
 
     Attributes:
-        weights: stages with full weights; 0 never drops weights. An overlapped pair of two stages
-            may need more.
-        gradients: stages with full gradients, without the one that is being summed.
+        weights: number of stages with full weights; 0 never drops weights. An overlapped pair of
+            two stages may need more.
+        gradients: number of stages with full gradients, without the stage whose gradients are being
+            reduced.
         ahead: one of the `weights` stages is the next one, whose gather then runs early.
     """
 
@@ -59,14 +60,15 @@ class Living(NamedTuple):
 def with_sharded_weights(
     schedule: Schedule, costs: Costs = UNIT, living: Living | Sequence[Living] = ()
 ) -> Schedule:
-    """Return the table with a gather before each run of passes that share it, and reductions.
+    """Return the table with gathers of weights and reductions of gradients for sharding.
 
-    By the clock a gather ends when its run begins, if there is room for the weights that early. A
-    reduction follows the last pass whose gradient it sums.
+    A gather stands before each run, a sequence of passes of one stage that use the gathered
+    weights. In simulated time a gather ends when its run begins, if there is room for the weights
+    that early. A reduction follows the last pass whose gradient it sums.
 
     Args:
-        living: number of stages with full weights and gradients, for all ranks or for each. ()
-            gathers and reduces every stage once a step.
+        living: how many stages have full weights and gradients at a time: one value for all ranks,
+            or one for each. () gathers and reduces every stage once a step.
     Raises: ScheduleError for a table that has gathers or reductions.
     """
     _refuse(schedule)
@@ -90,16 +92,18 @@ def sharded_within(
 ) -> Schedule:
     """Return the fastest table with shards whose ranks keep to their memory limits.
 
-    Times within a hundredth count as equal. Among equals it is the table that sums gradients least
-    often: with one sum for a stage it is bitwise equal to a table that never drops weights. Next
-    comes a table without offload or recomputation, then the one with the least memory. All choices
-    are simulated on all ranks. Then each rank takes the best choice that fits it.
+    Times within a hundredth count as equal. Among equals, the table that reduces gradients least
+    often is taken. With one reduction for each stage it trains bitwise as a table that never drops
+    weights. Next comes a table without offload or recomputation, then the one with the least
+    memory. All choices are simulated on all ranks. Then each rank takes the best choice that fits
+    it.
 
     Args:
         memory: the limit of all ranks, or one for each, in the unit of the costs; inf for none.
-        gathers: shard weights too, and not only gradients.
-        moved: returns a table of the same passes with at most this much activation, by offload or
-            recomputation, or raises ScheduleError. It is called where the table does not fit.
+        gathers: shard the weights too, not only the gradients.
+        moved: takes a limit on activation and returns the table within it, by offload or
+            recomputation, or raises ScheduleError. It is called if the table does not fit; None to
+            fail then.
     Raises: ScheduleError for a table that has gathers or reductions. Also if none fits, with the
         least memory that the fullest rank needs.
     """
@@ -148,12 +152,12 @@ def _moved_tables(
     limit: float,
     moved: Callable[[float], Schedule],
 ) -> Iterator[tuple[Living, Schedule]]:
-    """Yield (choice, table), where the table offloads or recomputes to make room for the choice.
+    """Yield (choice, table) for choices that only fit with offload or recomputation.
 
     Args:
-        ways: choices of how many stages have full weights and gradients.
+        ways: choices of how many stages have full weights and gradients at a time.
         limit: memory of a rank for activations, weights and gradients.
-        moved: returns a table with at most this much activation, or raises ScheduleError.
+        moved: takes a limit on activation and returns the table within it, or raises ScheduleError.
     """
     # Choices with equal room share a table, because `moved` is a solver.
     tables: dict[float, Schedule | None] = {}
@@ -172,8 +176,8 @@ def _moved_tables(
 def whole_at_most(schedule: Schedule, costs: Costs, way: Living) -> list[float]:
     """Return the most memory of full weights and gradients that each rank can hold at once.
 
-    They are the largest stages that `way` gathers at a time, and one gradient more, which is being
-    summed. The rank's shards are not counted.
+    It is the memory of the largest stages that `way` allows at a time, and of one more gradient,
+    which is being reduced. The rank's shards are not counted.
 
     Args:
         way: number of stages with full weights and gradients at a time.
@@ -207,8 +211,8 @@ def _largest(
     Args:
         own: the stages of the rank.
         sizes: memory of each stage's weights.
-        first: the model's first stage, if the rank has it and `borrow` is not empty.
-        borrow: stages that use the first stage's weights too, which count with them.
+        first: {the model's first stage} if the rank has it and `borrow` is not empty; else {}.
+        borrow: stages that also use the first stage's weights, so that these count with them.
     """
 
     def most(stages: Iterable[int], count: int) -> float:
@@ -223,10 +227,11 @@ def _largest(
 class _Played:
     """A simulated table with the choice from which it was made.
 
-    `fits` compares its memory with limits. `worth` is the value by which tables are compared.
+    `fits` compares its memory with limits. `worth` returns the value by which tables are compared.
 
     Args:
         way: number of stages with full weights and gradients at a time.
+        table: the table with gathers and reductions.
     """
 
     def __init__(self, way: Living, table: Schedule, costs: Costs) -> None:
@@ -240,10 +245,10 @@ class _Played:
         return all(held <= limit * _HAIR for held, limit in both)
 
     def worth(self, best: float) -> tuple[float, int, bool, float, float]:
-        """Return the value that is least for the best table.
+        """Return the value by which tables are compared; the smallest is the best.
 
-        It is (makespan, number of reductions, whether activations are moved, memory, makespan). The
-        first entry is `best` for a table that is at most a hundredth slower.
+        It is (makespan, number of reductions, whether activations are offloaded or recomputed,
+        memory, makespan). The first entry is `best` for a table that is at most a hundredth slower.
 
         Args:
             best: the makespan of the fastest table.
@@ -258,12 +263,13 @@ class _Played:
 
 
 def ways_to_live(schedule: Schedule, *, gathers: bool = True) -> Iterator[Living]:
-    """Yield the choices to try: one stage gathered at a time, two, half of a rank's, all.
+    """Yield the choices to try of how many stages are gathered at a time.
 
-    A large table has fewer choices, because simulating it takes long.
+    They are one, two, half of a rank's stages, and all. A large table has fewer choices, because
+    simulating it takes long.
 
     Args:
-        gathers: shard weights too, and not only gradients.
+        gathers: shard the weights too, not only the gradients.
     """
     most = max(len(schedule.placement.stages_on(rank)) for rank in range(len(schedule.ranks)))
     counts = sorted({min(n, most) for n in (1, 2, (most + 1) // 2, most)})
@@ -297,6 +303,7 @@ def _row(
     """Return a rank's row with gathers and reductions inserted.
 
     Args:
+        rank: the number of the rank.
         clock: start and end of each step of the table without them.
         living: number of stages with full weights and gradients at a time.
     """
@@ -346,7 +353,7 @@ def _row(
 
 
 def _begin(due: float, takes: float, sums: Sequence[tuple[float, float]]) -> float:
-    """Return the latest start of a gather that ends when it is due and overlaps no reduction.
+    """Return the latest start of a gather that ends in time and overlaps no reduction.
 
     Args:
         due: when the gathered weights are needed.

@@ -19,13 +19,14 @@ def borrowers(costs: Prices, place: Placement, stages: Collection[int]) -> set[i
 def whole(
     schedule: Schedule, costs: Prices, clock: Times, rank: int
 ) -> Iterator[tuple[float, float, int]]:
-    """Yield (time, size, step of the row) for each change in a rank's full weights and gradients.
+    """Yield (time, size, index of the step) for each change in a rank's full weights and gradients.
 
     The size is negative where memory is freed. The first stage and a stage tied to its weights may
-    be on the same rank. The weights are then there once, as long as either stage is gathered.
+    be on one rank. The weights are then counted once, as long as either stage is gathered.
 
     Args:
         clock: start and end of each step of the table.
+        rank: the number of the rank.
     """
     place = schedule.placement
     weights = costs.by_stage("mem_a", place)
@@ -61,10 +62,13 @@ def whole(
 
 
 def _begun(schedule: Schedule, clock: Times, rank: int) -> list[float]:
-    """Return the time at which each step of a rank's row takes its memory.
+    """Return the time at which each step of a rank's row allocates its memory.
 
-    A compute pass takes it at its start. A collective takes it when the compute pass before it in
-    the row ends, even if the collective's stream is busy until later.
+    A compute pass does at its start. A collective does when the compute pass before it in the row
+    ends, even if the collective's stream is busy until later.
+
+    Args:
+        clock: start and end of each step of the table.
     """
     begun: list[float] = []
     free = 0.0
@@ -88,7 +92,7 @@ def _united(intervals: list[tuple[_Moment, _Moment]]) -> list[tuple[_Moment, _Mo
     """Return the union of intervals as disjoint intervals, in order.
 
     Args:
-        intervals: (start, end), each of them (time, step of the row).
+        intervals: (start, end), both as (time, index of the step in the row).
     """
     # In order of their starts, so only the last interval can overlap the next one.
     found: list[tuple[_Moment, _Moment]] = []

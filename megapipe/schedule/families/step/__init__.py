@@ -20,7 +20,7 @@ class StepCosts:
 
     Attributes:
         g: reducing the gradients over data parallelism.
-        u: the update.
+        u: updating the weights.
         a: gathering the updated weights.
         v: validating the update.
     """

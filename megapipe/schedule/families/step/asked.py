@@ -14,7 +14,7 @@ from megapipe.schedule.passes import Schedule
 
 @dataclass(frozen=True)
 class StepPasses:
-    """The passes to add that run once per step and stage.
+    """Settings: which of the passes that run once per step and stage are added to a table.
 
     `whole` returns the settings of a complete step, and `around` adds the passes to a table.
 
@@ -22,7 +22,8 @@ class StepPasses:
         reduce: add G, the reduction of gradients over data parallelism.
         gather: add A, the gather of updated weights.
         update: add U, the update of the weights.
-        validate: add V, which checks the last step's update. No update waits for all ranks then.
+        validate: add V, which checks the last step's update. Then no update waits for the gradients
+            of all ranks.
     """
 
     reduce: bool = False
@@ -35,6 +36,7 @@ class StepPasses:
         """Return the settings of a complete step: G and U, and A if gathering takes time.
 
         Args:
+            costs: if the gather takes time in them (`Costs.a`), A is added.
             barrier: updates wait for the gradients of all ranks, and V is left out. Otherwise V
                 checks each update in the next step.
         """
@@ -44,9 +46,12 @@ class StepPasses:
         return cls(reduce=True, gather=gathers, update=True, validate=not barrier)
 
     def around(self, table: Schedule, costs: Costs) -> Schedule:
-        """Return the table with these passes. A G or A that the table has is not added again.
+        """Return the table with these passes added, except a G or A that it has already.
 
         An update that is validated does not wait for other ranks.
+
+        Args:
+            costs: costs that decide where reductions stand in the rows.
         """
         # Reductions first: updates run in the order in which gradients are reduced.
         if self.reduce and Kind.G not in table.kinds:

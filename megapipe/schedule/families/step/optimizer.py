@@ -20,10 +20,10 @@ Gather = Literal["none", "after", "ahead"]
 def with_optimizer(
     schedule: Schedule, *, barrier: bool = True, gather: Gather = "none"
 ) -> Schedule:
-    """Return a table of one step with the update of every stage (U), and V and A if asked.
+    """Return a table of one step with the update of every stage (U).
 
-    A row with gather="ahead", with a barrier and without one. V follows the forwards that all ranks
-    can repeat:
+    Arguments add V, which validates an update, and A, which gathers updated weights. Two rows with
+    gather="ahead", the first with a barrier and the second without one:
 
         A A | F F F F B W F B W ... G G | U U
         A A | F F F F | V V | B W F B W ... G G | U U
@@ -77,7 +77,8 @@ def with_gather(schedule: Schedule) -> Schedule:
 def _gathers(schedule: Schedule) -> list[list[Pass]]:
     """Return the passes A of each rank in the order of its stages in the model.
 
-    Forwards need the weights in this order. Replicas on different ranks come in the same order.
+    Forwards need the weights in this order. Replicas of stages on different ranks come in the same
+    order.
     """
     place = schedule.placement
     gathers = []

@@ -18,10 +18,10 @@ from megapipe.schedule.simulate import simulate
 def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     """Return the table of one step with a G, the reduction of gradients, for each stage.
 
-    A rank reduces its stages in the order in which their gradients are complete by the clock.
-    Replicas of a stage count as one. Two ranks that share several stages therefore reduce these
-    stages in one order. G follows the passes that its rank starts before the stage's replicas are
-    done, because these replicas may wait for such a pass.
+    A rank reduces its stages in the order in which their gradients are complete in simulated time.
+    Replicas of a stage are complete together. Two ranks that hold replicas of the same stages
+    therefore reduce these stages in one order. G follows the passes that its rank starts before the
+    stage's replicas are done, because these replicas may wait for such a pass.
 
     Raises: ScheduleError if the schedule cannot proceed, or has G.
     """
@@ -63,9 +63,12 @@ def with_reduction(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
 
 
 def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
-    """Refuse to add kinds of pass, `added`, if a table has one of them.
+    """Refuse to add kinds of pass to a table that has one of them already.
 
-    Raises: ScheduleError if it has one of `added`, or RS, which reduces after each run of passes.
+    Args:
+        added: the kinds.
+    Raises: ScheduleError if the table has one of `added`, or RS, which reduces gradients several
+        times a step.
     """
     if Kind.RS in schedule.kinds:
         raise ScheduleError(
@@ -80,9 +83,10 @@ def refuse_twice(schedule: Schedule, added: Set[Kind]) -> None:
 
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
-    """Return the time by which data-parallel communication makes the step longer.
+    """Return how much longer data-parallel communication makes the step.
 
-    It is in the time unit of the costs: the makespan with these collectives less the one without.
+    It is the makespan with these collectives minus the makespan without them, in the time unit of
+    the costs.
     """
     # The difference of two simulations, because a collective may delay passes of other ranks.
     without = schedule.without({kind for kind in schedule.kinds if kind.traits.lane is Lane.DP})

@@ -17,16 +17,17 @@ SHARES = frozenset({Kind.E, Kind.S, Kind.C, Kind.T, Kind.EW})
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyCosts:
-    """Costs of a rank's share of the vocabulary for a microbatch, however many stages it has.
+    """Costs of one rank's share of the vocabulary for one microbatch, in the units of the costs.
 
-    Times and memory are in the units of the costs.
+    A share is an equal part of the rows of embedding and head. It is one per rank, however many
+    stages the rank has.
 
     Attributes:
-        s: S, the forward of the share of the head, with its input gradient.
-        t: T, the weight gradient of the share of the head.
-        e: E looks up the share's rows, EW adds to their gradients, C combines the shares of the
-            loss; one time for each of the three.
-        mem_s: held from the start of S to the end of T.
+        s: time of S, the forward of the share of the head with its input gradient.
+        t: time of T, the weight gradient of the share of the head.
+        e: time of each of E, EW and C. E looks up the share's rows of the embedding, EW computes
+            their gradients, and C combines the shares of the loss.
+        mem_s: memory held from the start of S to the end of T.
     """
 
     s: PerStage = 0.0
@@ -40,10 +41,12 @@ def _of_slice(costs: Mapping[str, Any], length: float, _: float) -> Mapping[str,
 
 
 def _missing(schedule: Schedule, seen: Mapping[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each missing pass: every rank has E, S, T and EW, each loss has C.
+    """Yield a sentence for each missing pass of a shared vocabulary.
+
+    Every rank has E, S, T and EW for each microbatch, and each stage with a loss has C.
 
     Args:
-        seen: for each pass, the index of its step in its rank's row.
+        seen: {pass: index of its step in its rank's row}.
     """
     place = schedule.placement
     if not place.vocabulary:

@@ -25,11 +25,13 @@ from megapipe.schedule.simulate import simulate
 
 
 def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
-    """Return the table of one step with the passes of a vocabulary that all ranks share.
+    """Return the table of one step with the passes of a vocabulary shared over all ranks.
 
-    A rank holds at most one microbatch more of activations. A chain is the stages of one copy of
+    A rank holds activations of at most one more microbatch. A chain is the stages of one copy of
     the model.
 
+    Args:
+        costs: costs under which the rows are ordered.
     Raises: ScheduleError for a table that has such passes, passes of whole stages or slices, or a
         rank without a stage in each chain.
     """

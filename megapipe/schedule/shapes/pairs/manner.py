@@ -14,17 +14,21 @@ from random import Random
 
 @dataclass(frozen=True)
 class Manner:
-    """A policy by which ranks choose among ready passes. A ready pass has its inputs.
+    """A policy by which ranks choose which pass to run next, and in which overlapped pair.
+
+    A pass is ready when it has its inputs.
 
     Attributes:
-        wait: how long a ready pass waits for a partner that comes soon, in forwards of a stage.
-        reach: among how many of its next forwards, and of its next backwards, a rank chooses.
-        forwards: from this microbatch on, two F of independent microbatches run together if there
-            is no B; inf for never.
-        backwards: two B run together if there is no F.
-        weights: an F runs with a pending W if there is no B.
-        keep: number of pending W that wait for a partner, while no F lacks memory.
-        spare: microbatches of a stage that each rank leaves free below its memory limit; () for 0.
+        wait: how long a ready pass waits for a partner that will be ready soon, in units of a
+            forward of one stage.
+        reach: a rank chooses among this number of its next forwards, and of its next backwards.
+        forwards: from this microbatch on, two F of different microbatches run together if no B is
+            ready; inf for never.
+        backwards: whether two B run together if no F is ready.
+        weights: whether an F runs together with a pending W if no B is ready.
+        keep: this number of pending W waits for a partner, as long as no F lacks memory.
+        spare: for each rank, the memory that it leaves free below its limit, in microbatches of a
+            stage; () for 0.
     """
 
     wait: float

@@ -39,19 +39,20 @@ def pairs(
     split: bool = False,
     tries: int = 72,
 ) -> Schedule:
-    """Return a table with overlapped pairs that make the step shorter by the clock of `costs`.
+    """Return a table with overlapped pairs that make the step shorter under `costs`.
 
     Each stage keeps the order of its microbatches. A rank may run forwards sooner than in its
     table, because pairs need longer warm-ups.
 
     Args:
+        schedule: the table without these pairs.
         memory: limit on a rank's activation, in the unit of the costs. None takes as much as longer
             warm-ups need, or as the table holds if that is more.
-        split: backwards that run without a forward are split even if the table has them fused.
+        split: split a backward that is not in a pair into B and W, even if the table has it fused.
         tries: number of tables to choose from.
     Returns: a table that `verify` has passed; the given one if its own pairs are the best.
-    Raises: ScheduleError if no pair makes the step shorter. It names the rule, and the least memory
-        with which pairs do.
+    Raises: ScheduleError if no pair makes the step shorter, with the least memory with which pairs
+        would.
     """
     refuse_unpairable(schedule, costs)
     # The table's own pairs are one candidate. Simulations of its single passes give the others.
@@ -76,10 +77,10 @@ def pairs(
 
 
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
-    """Return the activation of each rank in a steady phase of pairs, in the unit of the costs.
+    """Return the activation that each rank holds while it runs one overlapped pair after another.
 
-    In each pair a microbatch passes one stage, down the pipeline and up again. A rank has a pair
-    for each stage and microbatch.
+    It is in the unit of the costs. In this phase a rank has one pair for each of its stages and
+    each microbatch. So a microbatch advances by one stage in the time of a pair.
     """
     place = schedule.placement
     held = costs.memory(place).b
@@ -98,11 +99,12 @@ def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> list[float]:
-    """Return the most activation that each rank may hold, in the unit of the costs.
+    """Return the most activation that each rank may hold in a table with pairs.
 
     Args:
-        memory: the limit of every rank; None takes what pairs need, or what the table holds if that
-            is more.
+        schedule: the table without pairs.
+        memory: the limit of every rank, in the unit of the costs; None takes what pairs need, or
+            what the table holds if that is more.
     """
     asked = held_in_pairs(schedule, costs)
     if memory is not None:
@@ -112,9 +114,10 @@ def limits_in_pairs(schedule: Schedule, costs: Costs, memory: float | None) -> l
 
 
 def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
-    """Refuse a table with slices or other kinds of pass than F, B, W and BW.
+    """Refuse a table or costs for which no overlapped pairs can be chosen.
 
-    Costs without communication are refused too, because pairs have nothing to hide then.
+    A table with slices, or with other kinds of pass than F, B, W and BW, is refused. So are costs
+    without communication, because pairs have nothing to hide then.
 
     Raises: ScheduleError that says what to change.
     """
@@ -132,7 +135,7 @@ def refuse_unpairable(schedule: Schedule, costs: Costs) -> None:
 
 
 def _no_gain(schedule: Schedule, costs: Costs, limits: list[float], plain: float) -> str:
-    """Return the sentence that says why pairs do not help, and with which memory they do.
+    """Return a sentence that says why pairs do not help, and with how much memory they would.
 
     Args:
         limits: limit on each rank's activation.

@@ -45,7 +45,7 @@ class _Manner(ctypes.Structure):
 def compiled_play(
     schedule: Schedule, costs: Costs, limits: Sequence[float], split: bool
 ) -> Callable[[Manner], tuple[float, Callable[[], Rows]] | None] | None:
-    """Return a function that simulates the table by a policy in C.
+    """Return a function that simulates the table in C, with pairs chosen by a policy.
 
     It takes a Manner, the policy by which ranks choose among ready passes. It returns (makespan,
     function that returns each rank's steps), or None if ranks deadlock. Call the inner function
@@ -53,7 +53,7 @@ def compiled_play(
 
     Args:
         limits: limit on each rank's activation, in the unit of the costs.
-        split: backwards that run without a forward are split even if the table has them fused.
+        split: split a backward that is not in a pair into B and W, even if the table has it fused.
     Returns: None in place of the function without a C compiler, or for a table with slices.
     """
     code = library()
@@ -102,7 +102,7 @@ def _passes(numbers: Sequence[int], m: int) -> Iterator[Pass]:
     """Yield the one or two passes of a step, which the C code writes as four integers.
 
     Args:
-        numbers: (kind, pass) twice. A kind is an index in `_KINDS`. A pass is stage * m +
+        numbers: kind, pass, kind, pass. A kind is an index in `_KINDS`. A pass is stage * m +
             microbatch, or -1 for no second pass.
         m: number of microbatches.
     """
@@ -120,8 +120,8 @@ def _table(schedule: Schedule, costs: Costs, limits: Sequence[float], split: boo
     """Return the C struct of the table, its costs and memory limits.
 
     Args:
-        limits: limit on each rank's activation.
-        split: backwards that run without a forward are split even if the table has them fused.
+        limits: limit on each rank's activation, in the unit of the costs.
+        split: split a backward that is not in a pair into B and W, even if the table has it fused.
     """
     place = schedule.placement
     m = schedule.all_microbatches

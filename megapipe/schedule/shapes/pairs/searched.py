@@ -42,14 +42,18 @@ def search_pairs(
     effort: float = 4.0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Schedule:
-    """Return the best table with pairs that the search finds. Equal arguments give equal tables.
+    """Return the best table with overlapped pairs that a search finds.
+
+    Equal arguments give equal tables.
 
     Args:
-        placement: "loop" or "v"; None for the better.
+        placement: "loop" or "v"; None to try both.
         chunks: stages on each rank; None for the best of CHUNKS.
-        memory: limit on a rank's activation; None for what pairs of each table need.
+        memory: limit on a rank's activation, in the unit of the costs; None for as much as the
+            pairs of each table need.
+        objective: "makespan", or "period" (longest time from a rank's first start to its last end).
         effort: about the seconds to spend on one core, after a first simulation of every table.
-        progress: called with the share of the effort spent.
+        progress: called with the fraction of the effort spent, 0 to 1.
     Raises: ScheduleError if there is no such table, or none fits the memory.
     """
     if objective != "makespan":
@@ -90,7 +94,9 @@ def search_pairs(
 def _tables(
     ranks: int, microbatches: int, placement: str | None, chunks: int | None, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield the catalogue's tables with one copy of the model, without pairs, each order once.
+    """Yield tables of the catalogue with one copy of the model, with their pairs separated.
+
+    Tables with equal orders are yielded once.
 
     Args:
         placement: "loop" or "v"; None for any.

@@ -27,15 +27,17 @@ _SMALL = 1e-9  # rounding
 def best_play(
     schedule: Schedule, costs: Costs, limits: list[float], tries: int, *, split: bool = False
 ) -> tuple[float, Schedule] | None:
-    """Return (makespan, table) of the best policy; None if ranks deadlock with every policy.
+    """Return (makespan, table) of the best policy for choosing overlapped pairs.
 
-    A policy says how ranks choose among ready passes. A grid of policies is tried, then random
-    changes of one that is about as good as the best.
+    Returns None if ranks deadlock with every policy. A policy (`Manner`) says how ranks choose
+    among passes that have their inputs. A grid of policies is tried, then random changes of one
+    that is about as good as the best.
 
     Args:
+        schedule: the table without pairs.
         limits: limit on each rank's activation, in the unit of the costs.
-        tries: number of policies.
-        split: backwards that run without a forward are split even if the table has them fused.
+        tries: number of policies to try.
+        split: split a backward that is not in a pair into B and W, even if the table has it fused.
     """
     timed = compiled_play(schedule, costs, limits, split)
     if timed is None:
@@ -80,11 +82,11 @@ class _Row:
     """The state of a rank during the simulation.
 
     Attributes:
-        forwards, backwards: its passes to come, in their order.
+        forwards, backwards: its forwards and backwards to come, in their order.
         room: memory left, in the unit of the costs.
-        owed: pending W.
+        owed: W that are pending because their B has run.
         free: when its last step ends.
-        out: its steps so far.
+        out: the steps that it has run.
     """
 
     forwards: list[Pass]
@@ -96,13 +98,14 @@ class _Row:
 
 
 class Play:
-    """A simulation of a table in which ranks choose among ready passes by a policy, a Manner.
+    """A simulation in which ranks choose, by a policy, which passes to run and in which pairs.
 
-    `timed` returns its makespan, `run` each rank's steps.
+    `timed` returns the makespan under a policy, and `run` returns each rank's steps.
 
     Args:
+        schedule: the table that gives the order of each stage's microbatches.
         limits: limit on each rank's activation, in the unit of the costs.
-        split: backwards that run without a forward are split even if the table has them fused.
+        split: split a backward that is not in a pair into B and W, even if the table has it fused.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, limits: list[float], split: bool) -> None:
@@ -168,7 +171,12 @@ class Play:
         return tuple(tuple(row.out) for row in self.rows)
 
     def _next(self, row: _Row, rank: int, now: float) -> Step | None:
-        """Return the step that a rank starts at time `now`; None if it waits."""
+        """Return the step that a rank starts at time `now`; None if it waits.
+
+        Args:
+            row: the rank's state.
+            rank: its number.
+        """
         # Events of one time differ by rounding.
         late = now * (1 + _SMALL) + _SMALL * self.forward
         f_comes, f = self._first(row.forwards, late)
@@ -202,9 +210,10 @@ class Play:
         return None
 
     def _backward(self, row: _Row, b: Pass, late: float) -> Step:
-        """Return the step of a backward without a forward: with a backward, with a W, or alone.
+        """Return a step for a backward without a forward: with a second backward, a W, or alone.
 
         Args:
+            row: the rank's state.
             b: the backward, whose input has arrived.
             late: the present time, with a margin for rounding.
         """
@@ -219,17 +228,18 @@ class Play:
         return (alone,)
 
     def _owed(self, b: Pass) -> float:
-        """Return by how much a pending W holds more memory than its B frees.
+        """Return how much more memory a pending W holds than its backward frees.
 
-        It is positive if the backward recomputes activations.
+        It is positive if the backward `b` recomputes activations.
         """
         return self.owes[b.stage] - self.held[b.stage]
 
     def _kind(self, row: _Row, owed: float) -> Kind:
-        """Return the kind of a backward that runs without a forward: B if it is split, else BW.
+        """Return the kind of a backward that runs without a forward: B, or BW if it is not split.
 
         Args:
-            owed: the memory that its pending W holds more than the backward frees.
+            row: the rank's state.
+            owed: how much more memory its pending W would hold than the backward frees.
         """
         # Where activations are recomputed, a deferred W holds more than its backward frees. When
         # only forwards were asked whether they fit, a plan held 72.0 GiB where 67.6 were allowed.
@@ -238,9 +248,10 @@ class Play:
         return Kind.BW
 
     def _forward(self, row: _Row, f: Pass, late: float) -> Step:
-        """Return the step of a forward: with another forward, with a W, or alone.
+        """Return a step for a forward without a backward: with another forward, with a W, or alone.
 
         Args:
+            row: the rank's state.
             f: the forward, whose input has arrived.
             late: the present time, with a margin for rounding.
         """
@@ -257,14 +268,14 @@ class Play:
     def _first(
         self, order: list[Pass], late: float, but: Pass | None = None
     ) -> tuple[float, Pass | None]:
-        """Return (arrival, pass) of the first pass in an order whose input has arrived.
+        """Return (arrival time of its input, pass) for the first pass in an order that can run.
 
         Only the first pass of each stage is a candidate. If no input has arrived, it is the pass
-        whose input arrives first, or (inf, None) if no arrival is known.
+        whose input will arrive first. It is (inf, None) if no arrival is known.
 
         Args:
             late: the present time, with a margin for rounding.
-            but: a pass to leave out.
+            but: a pass that is no candidate; None for none.
         """
         best: tuple[float, Pass | None] = inf, None
         stages: set[int] = set()
@@ -280,7 +291,11 @@ class Play:
         return best
 
     def _do(self, rank: int, row: _Row, step: Step, now: float) -> None:
-        """Start a step at time `now`, and record when its results arrive at other ranks."""
+        """Start a step at time `now`, and record when its results arrive at other ranks.
+
+        Args:
+            row: the rank's state.
+        """
         end = now + self._length(step)
         row.free = end
         row.out.append(step)
@@ -315,7 +330,7 @@ class Play:
                 heappush(self.events, (comes, there))
 
     def _length(self, step: Step) -> float:
-        """Return the time of a step, a pass or overlapped pair, in the time unit of the costs."""
+        """Return the time of a step, one pass or an overlapped pair, in the unit of the costs."""
         key = tuple([(x.kind, x.stage) for x in step])
         if key not in self.length:
             self.length[key] = self.costs.of_step(step, self.place)

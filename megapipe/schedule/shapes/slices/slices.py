@@ -46,10 +46,12 @@ def slices(
     """Return a schedule with every microbatch cut into slices; overlapped pairs are separated.
 
     Args:
-        made_for: returns the table for a number of microbatches.
+        made_for: takes a number of microbatches and returns the table for it.
+        microbatches: number of microbatches before they are cut.
         cuts: lengths of the slices, in any unit.
-        memory: limit on a rank's activation, in the unit of the costs. Forwards may come sooner as
-            long as they fit. None takes the least memory that slices need.
+        costs: costs that say how long slices take.
+        memory: limit on a rank's activation, in the unit of the costs. Forwards may come earlier
+            than necessary within it. None takes the least memory that slices need.
         documents: slices that begin a document, as in `Schedule.documents`.
     Returns: a table that `verify` has passed.
     Raises: ScheduleError if no such table fits the memory, or the table has other kinds of pass
@@ -91,7 +93,8 @@ def of_one_length(
     """Return a schedule named `name` in which every microbatch has `count` slices of one length.
 
     Args:
-        made_for: returns the table for a number of microbatches.
+        made_for: takes a number of microbatches and returns the table for it.
+        microbatches: number of microbatches before they are cut.
     """
     return replace(slices(made_for, microbatches, (1.0,) * count), name=name)
 
@@ -99,8 +102,8 @@ def of_one_length(
 def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents = ()) -> Schedule:
     """Return a table with each pass replaced by the passes of its slices.
 
-    Warm-up and cool-down become shorter, memory stays. It is for tables from files, which exist for
-    one number of microbatches only.
+    Warm-up and cool-down become shorter, and the memory stays the same. It is for tables from
+    files, which exist for one number of microbatches only.
 
     Args:
         cuts: lengths of the slices, in any unit.
@@ -124,12 +127,12 @@ def in_place(schedule: Schedule, cuts: tuple[float, ...], documents: Documents =
 def of_microbatches(
     pattern: Schedule, cuts: tuple[float, ...], documents: Documents = ()
 ) -> Schedule:
-    """Return a table whose microbatches are read as slices; the order of its passes stays.
+    """Return a table whose microbatches are taken as slices of larger microbatches.
 
-    Each n consecutive microbatches become the n slices of one.
+    Every n consecutive microbatches become the n slices of one. The order of the passes stays.
 
     Args:
-        pattern: the table, with n times the microbatches.
+        pattern: the table, with n times the microbatches of the result.
         cuts: lengths of the n slices, in any unit.
         documents: slices that begin a document, as in `Schedule.documents`.
     """
@@ -150,9 +153,10 @@ def of_microbatches(
 
 
 def _longest(n: int, documents: Documents) -> int:
-    """Return the most slices of a document, where a microbatch has n slices.
+    """Return the largest number of slices in any document.
 
     Args:
+        n: number of slices of a microbatch.
         documents: slices that begin a document, as in `Schedule.documents`.
     """
     borders = [(0, *begins, n) for begins in documents or ((),)]
@@ -178,10 +182,10 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Refuse costs for a wrong number of stages or links, or costs that no slice can have.
+    """Refuse costs with a wrong number of stages or links, or from which no slice's can follow.
 
     Args:
-        cuts: lengths of the slices.
+        cuts: lengths of the slices of a microbatch.
     Raises: ScheduleError that names the field.
     """
     # Checked before any simulation: an error there is taken for a table that cannot run.
@@ -192,7 +196,7 @@ def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> No
 
 
 def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
-    """Return the table in which each rank runs every forward earlier, by `by` forwards.
+    """Return the table in which each rank runs its forwards earlier.
 
     The first `by` forwards start the row. Each later forward takes the place of the forward that
     came `by` forwards before it.
@@ -212,13 +216,13 @@ def _with_forwards_sooner(schedule: Schedule, by: int) -> Schedule:
 
 
 def _refusal(pattern: Schedule, n: int, memory: float | None, least: float) -> str:
-    """Return the sentence that says why there is no table with slices.
+    """Return a sentence that says why there is no table with slices.
 
     Args:
         pattern: the table before it is cut, with n times the microbatches.
         n: number of slices.
-        memory: the limit; None if there is none.
-        least: memory of the first table that can run; 0 if none can.
+        memory: limit on a rank's activation; None for no limit.
+        least: memory of the first table that can run without deadlock; 0 if none can.
     """
     if memory is None or not least:
         return (
