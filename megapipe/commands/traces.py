@@ -187,16 +187,16 @@ def _one_step(ranks: Sequence[RankTrace], schedule: Schedule, predicted: Timelin
             # The trace has microseconds. A pass first waits for its input, which is not drawn.
             start = (item.start + item.waited - begin) / 1000
             box = Box(item.label, start, (item.end - begin) / 1000)
-            boxes.setdefault(item.lane, []).append((box,))
+            boxes.setdefault(item.stream, []).append((box,))
         for lane, steps in boxes.items():
             computes = lane is Lane.COMPUTE
             name = f"rank {trace.rank}" if computes else lane.value
-            tracks.append(Track(name, steps, apart=computes))
+            tracks.append(Track(name, steps, gap=computes))
         for track in below:
             if track.rank != rank:
                 continue
             # Copies and collectives keep the names of their streams.
-            if track.lane == Lane.COMPUTE.value:
+            if track.stream == Lane.COMPUTE.value:
                 track = replace(track, name="predicted")
             tracks.append(track)
     return tracks

@@ -30,7 +30,7 @@ def merge(
             if event.get("ph") != "M":
                 yield event | {"pid": trace.rank, "tid": f"{event.get('pid')}/{event.get('tid')}"}
         for item in (x for step in trace.steps for x in step):
-            lane = item.lane
+            lane = item.stream
             if lane is not Lane.COMPUTE:
                 yield _event(trace.rank, lane.value, item.label, lane.value, item.start, item.end)
     # A number that is no rank's. Its sort index puts the prediction above all ranks.

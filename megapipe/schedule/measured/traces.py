@@ -34,7 +34,7 @@ _ANNOTATIONS = ("gpu_user_annotation", "user_annotation")
 class Slice:
     """A measured pass, in microseconds on the clock that all ranks share.
 
-    `busy` is its duration without waits. Its other property is its stream: compute, collectives or
+    `busy` is its duration without waits. `stream` says what it runs on: compute, collectives or
     copies.
 
     Attributes:
@@ -51,7 +51,7 @@ class Slice:
         return self.end - self.start - self.waited
 
     @property
-    def lane(self) -> Lane:
+    def stream(self) -> Lane:
         return self.label.kind.traits.lane
 
 
@@ -167,7 +167,7 @@ def _slices(events: Sequence[Event]) -> list[Slice]:
             ended = next((b for a, b, name in waits if a >= end and name == f"wait {label}"), end)
             begun.append(begin)
             # Passes of one stream run one after another, however early they are posted.
-            free = [x.end for x in others if x.lane is label.kind.traits.lane]
+            free = [x.end for x in others if x.stream is label.kind.traits.lane]
             begin = min(max([begin, *free]), ended)
             others.append(Slice(label, begin, ended, 0.0))
             continue
@@ -324,7 +324,7 @@ def summarise(
     for r, trace in enumerate(ranks):
         busy = []
         for step in trace.steps[: len(steps)]:
-            busy.append(sum(item.busy for item in step if item.lane is Lane.COMPUTE))
+            busy.append(sum(item.busy for item in step if item.stream is Lane.COMPUTE))
         step_ms = median(end - start for start, end in spans) / 1000
         bubble = median(1 - b / (end - start) for b, (start, end) in zip(busy, spans, strict=True))
         rows.append(

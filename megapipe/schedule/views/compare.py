@@ -36,19 +36,25 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one schedule: times in the unit of the costs, memory in device shares.
+    """The numbers of one schedule in a comparison: times and memory, in the units of the costs.
+
+    Times and activation are in the units of the costs. `bubble_share` returns the bubble as a
+    fraction.
 
     Attributes:
-        makespan: from the first start to the last end on any rank: a step with a barrier at the
-            optimizer.
-        period: longest span of one rank: a step without a barrier.
-        bubble: longest wait of a rank within its span, the papers' bubble.
+        label: the schedule's name, as in the table.
+        makespan: time from the first start to the last end on any rank. It is the time of a step
+            that ends with a barrier.
+        period: longest time from a rank's first start to its last end. It is the time of a step
+            without a barrier.
+        bubble: most idle time of a rank between its first start and its last end, the papers'
+            bubble.
         busiest: time that the rank with the most work computes. No order of the same stages is
             faster.
-        idle: share of all ranks' time until the makespan in which they do not compute.
-        peak: most activation of any rank.
-        parameters: most parameters of any rank, in device shares.
-        sent: most tensors that any rank sends.
+        idle: fraction of the ranks' time until the makespan in which they do not compute.
+        peak: most activation that any rank holds.
+        parameters: most parameters of any rank, where 1 stands for 1/p of the model on p ranks.
+        sent: largest number of tensors that a rank sends.
         fits: the peak is within the memory limit.
     """
 
@@ -65,13 +71,18 @@ class Row:
 
     @property
     def bubble_share(self) -> float:
-        """Return the bubble's share of the period, as in the papers: (p-1)/(m+p-1) for 1F1B."""
+        """Return bubble / period, the fraction that papers give: (p-1)/(m+p-1) for 1F1B."""
         return self.bubble / self.period if self.period else 0.0
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A schedule without a table for the ranks and microbatches of a comparison, and the reason."""
+    """A schedule that does not exist for the ranks and microbatches of a comparison.
+
+    Attributes:
+        label: its name, as in the table.
+        reason: a sentence that says why it does not exist.
+    """
 
     label: str
     reason: str
@@ -89,22 +100,25 @@ def compare(
     slices: Cutting | None = None,
     parts: Recipe | None = None,
 ) -> list[Row | Refusal]:
-    """Return a row for each schedule, and several for a schedule that leaves a choice.
+    """Return a `Row` for each schedule, and several for a schedule that leaves a choice.
 
-    A schedule without a table for these numbers has a Refusal that says why.
+    A schedule that does not exist for these numbers has a `Refusal` that says why.
 
-    1f1b always has a row, because others are compared with it. A fixed schedule over the memory
-    limit has a row that does not fit. zb-auto keeps to the limit, or to `ranks` if there is none.
+    1f1b always has a row, because others are compared with it. A schedule above the memory limit
+    has a row with `fits` False. Only zb-auto, a search, respects the limit, or a limit of `ranks`
+    if there is none.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-        names: as in `build`: entries of the catalogue, files, functions FILE.py:NAME. Also tables,
-            and recipes of tables.
+        names: the schedules: names of the catalogue, files, functions FILE.py:NAME, tables, or
+            recipes of tables.
         effort: about the seconds to spend on each of the two searches, for makespan and period.
-        progress: called with the share of the work done and the next schedule.
-        slices: cuts microbatches in this way, for further rows of all schedules but zb-auto.
-        parts: a recipe whose parts, such as copies and shards, every schedule gets. Its order is
-            ignored.
+        progress: called with the fraction of the work done, 0 to 1, and the name of the next
+            schedule.
+        slices: adds rows of all schedules but zb-auto with microbatches cut in this way; None for
+            no such rows.
+        parts: a recipe whose parts, such as offload and sharding, are applied to every schedule.
+            Its order is ignored; None for no parts.
     Raises: ScheduleError for an unknown name.
     """
     chosen = dict.fromkeys([PLAIN, *names])
@@ -135,9 +149,12 @@ def compare(
 
 
 def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | None) -> Schedule:
-    """Return a table with the parts of a recipe, such as copies and shards.
+    """Return a table with the parts of a recipe, such as offload and sharding, applied to it.
 
     If nothing fits the memory limit, the table that needs least memory is returned.
+
+    Args:
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     """
     # Lenient: a table above the limit is a row that does not fit, and not a refusal.
     recipe = replace(parts, order=table.name, table=table, lenient=True)
@@ -147,7 +164,7 @@ def _with_parts(parts: Recipe, table: Schedule, costs: Costs, memory: float | No
 def measure(
     schedule: Schedule, costs: Costs = UNIT, label: str | None = None, memory: float | None = None
 ) -> Row:
-    """Return the row of a schedule under these costs.
+    """Return the numbers of a schedule under these costs as a `Row`.
 
     Args:
         label: name in the row; None for the schedule's own.
@@ -177,8 +194,9 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
     """Return sentences on which schedule to take and why, or that none helps.
 
     Args:
-        rows: the result of `compare`. Schedules are compared with 1f1b. Without a row of 1f1b, as
-            with costs of two stages per rank, the first schedule within the memory takes its place.
+        rows: the result of `compare`. Schedules are compared with 1f1b. If there is no row of 1f1b,
+            as with costs for two stages per rank, they are compared with the first schedule within
+            the memory.
     """
     if not rows:
         return ["No schedule takes these numbers; the reasons are above."]
@@ -242,10 +260,10 @@ def advise(rows: Sequence[Row], ranks: int, microbatches: int, costs: Costs = UN
 
 
 def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
-    """Return the comparison as rows of text cells, first the head.
+    """Return a comparison as rows of text cells. The first row has the column titles.
 
-    Rows that fit the memory are above the others, the shortest makespan on top. Schedules that do
-    not exist have no row.
+    Schedules that fit the memory come first, in the order of their makespan. Schedules that do not
+    exist are left out.
     """
     measured = [row for row in rows if isinstance(row, Row)]
     measured.sort(key=lambda row: (not row.fits, row.makespan))
@@ -276,7 +294,7 @@ def cells_of(rows: Sequence[Row | Refusal]) -> list[tuple[str, ...]]:
 
 
 def to_table(rows: Sequence[Row | Refusal]) -> str:
-    """Return the comparison as aligned text, with a line for each schedule that does not exist."""
+    """Return a comparison as aligned text, and a line for each schedule that does not exist."""
     cells = cells_of(rows)
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -292,10 +310,10 @@ def _right(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _best(rows: Sequence[Row], what: str) -> Row:
-    """Return the row with the least value in the field `what`, a time.
+    """Return the row with the least value in the field named `what`, a time.
 
-    Among nearly equal ones it is the row with the fewest parameters, then least memory, then fewest
-    messages.
+    Among rows with nearly equal times it is the one with the fewest parameters, then least memory,
+    then fewest messages.
     """
     least = min(getattr(row, what) for row in rows)
     close = [row for row in rows if getattr(row, what) <= least * (1 + _TIE)]
@@ -312,7 +330,11 @@ def _change(value: float, reference: float) -> str:
 
 
 def _uneven(best: Row) -> list[str]:
-    """Return a sentence if one rank has too much work for any order of passes to help, else []."""
+    """Return [a sentence] if one rank has too much work for any order of passes to help; else [].
+
+    Args:
+        best: the row with the shortest makespan.
+    """
     mean = best.makespan * (1 - best.idle)
     # A step ends after the busiest rank's own work, in whatever order it runs.
     if best.busiest <= 1.05 * mean:
@@ -327,10 +349,11 @@ def _uneven(best: Row) -> list[str]:
 def _pairs(
     rows: Sequence[Row], best: Row, ranks: int, microbatches: int, costs: Costs
 ) -> list[str]:
-    """Return a sentence on how short DualPipeV's overlapped pairs must be to reach the best row.
+    """Return [a sentence] on how short DualPipeV's pairs must be to reach the best row.
 
-    The time of a pair is in percent of its two passes in sequence. The list is empty if the costs
-    give the time of a pair already, or if it cannot help.
+    An overlapped pair runs a forward and a backward together. The sentence gives its time in
+    percent of the time of both passes in sequence. The list is empty if the costs already give the
+    time of a pair, or if no such time reaches the best row.
     """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)

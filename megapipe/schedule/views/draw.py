@@ -42,7 +42,7 @@ def to_svg(schedule: Schedule, costs: Costs = UNIT, memory: float | None = None)
     the rows is the activation of each rank over time, with its peak.
 
     Args:
-        memory: a limit to draw, in the unit of costs.mem_b.
+        memory: a limit on a rank's activation to draw, in the unit of costs.mem_b; None for none.
     Raises: ScheduleError if the schedule cannot proceed.
     """
     scene = scene_of(schedule, costs)
@@ -92,7 +92,10 @@ def _size(track: Track) -> tuple[int, int]:
 
 
 def _plot_width(time: Timeline) -> int:
-    """Return the width in pixels: enough for a number in the shortest box, if a screen shows it."""
+    """Return the width of the picture in pixels.
+
+    It is enough for a number in the shortest box, as far as that fits a screen.
+    """
     lengths = [time.end[item] - time.start[item] for item in time.start]
     # Passes may take no time, such as U under costs that do not name it.
     shortest = min((length for length in lengths if length > 0), default=1.0)
@@ -114,11 +117,11 @@ def _heading(schedule: Schedule, time: Timeline, memory: float | None) -> Iterat
 
 
 def _legend(scene: Scene, names: _Names, memory: float | None) -> Iterator[str]:
-    """Yield SVG of the legend: each kind of the schedule, with a box for each chunk of a rank.
+    """Yield the SVG of the legend: each kind of pass, with a box for each chunk of a rank.
 
     Args:
-        names: the style class of each kind and stage.
-        memory: if given, the legend has a memory limit.
+        names: {(kind, stage): name of the style class}.
+        memory: the memory limit in the legend; None for none.
     """
     place = scene.schedule.placement
     own = place.stages_on(0)
@@ -161,7 +164,7 @@ def _rows(scene: Scene, names: _Names, scale: float, plot: int) -> Iterator[str]
             closed = "</g>"
         label = f'<text class="r" x="-6" y="{middle}">{track.name}</text>'
         yield f'<g{style} transform="translate({_LEFT} {y})">{label}'
-        if track.lane == Lane.COMPUTE.value:
+        if track.stream == Lane.COMPUTE.value:
             yield f'<text x="{plot + 6}" y="16">idle {short(scene.time.idle[track.rank])}</text>'
         # The row is grey and boxes cover it, so what stays grey is bubble.
         yield f'<rect class="idle" width="{plot}" height="{height}"/>{opened}'
@@ -175,8 +178,9 @@ def _part(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
     """Yield SVG boxes for the arithmetic or communication of a step.
 
     Args:
+        step: the pieces of the passes of one step.
         scale: pixels per unit of time.
-        names: the style class of each kind and stage.
+        names: {(kind, stage): name of the style class}.
     """
     for box in step:
         rect = f'<rect class="{_name(box, names)}" x="{_px(box.start * scale)}" height="{_LANE}"'
@@ -190,8 +194,9 @@ def _boxes(step: Sequence[Box], scale: float, names: _Names) -> Iterator[str]:
     A number that does not fit becomes a tooltip.
 
     Args:
+        step: the box of a pass, or both boxes of an overlapped pair.
         scale: pixels per unit of time.
-        names: the style class of each kind and stage.
+        names: {(kind, stage): name of the style class}.
     """
     height = _ROW // len(step)
     x = step[0].start * scale
@@ -231,7 +236,7 @@ def _axis(time: Timeline, scale: float, plot: int, y: int) -> Iterator[str]:
 
 
 def _tick(least: float) -> float:
-    """Return the first of 1, 2, 5, 10, 20, ... that is at least `least`."""
+    """Return the step between ticks: the first of 1, 2, 5, 10, 20, ... that is at least `least`."""
     if least <= 0:
         return 0.0
     power = 1.0
@@ -243,10 +248,10 @@ def _tick(least: float) -> float:
 
 
 def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: int) -> Iterator[str]:
-    """Yield SVG curves of the activation of all ranks, on one scale.
+    """Yield SVG curves of each rank's activation over time, with one vertical scale for all.
 
     Args:
-        memory: a limit to draw, or None.
+        memory: a limit on activation to draw; None for none.
         scale: pixels per unit of time.
         plot, top: width of the curves and y of the first one, in pixels.
     """
@@ -270,5 +275,5 @@ def _curves(scene: Scene, memory: float | None, scale: float, plot: int, top: in
 
 
 def _px(value: float) -> str:
-    """Return a length in pixels, in as few characters as a tenth of a pixel needs."""
+    """Return a length in pixels as text, rounded to a tenth and as short as possible."""
     return f"{value:.1f}".rstrip("0").rstrip(".")

@@ -50,9 +50,10 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Files:
-    """The files to which a figure is written. Commands have these fields as flags.
+    """The flags of a command that say to which files a figure is written.
 
-    `check` refuses impossible figures, `draw` returns the bytes of each file.
+    `named` and `by_flag` return the paths. `check` refuses impossible figures. `draw` returns the
+    bytes of each file.
     """
 
     svg: str | None = None
@@ -66,13 +67,13 @@ class Files:
 
     @property
     def named(self) -> dict[str, Path]:
-        """Return the requested files: {"svg", "png" or "pdf": path}."""
+        """Return {"svg", "png" or "pdf": path} for the requested files."""
         paths = {"svg": self.svg, "png": self.png, "pdf": self.pdf}
         return {name: Path(path) for name, path in paths.items() if path is not None}
 
     @property
     def by_flag(self) -> dict[str, Path]:
-        """Return the requested files: {"--svg", "--png" or "--pdf": path}."""
+        """Return {"--svg", "--png" or "--pdf": path} for the requested files."""
         return {f"--{kind}": path for kind, path in self.named.items()}
 
     def check(self) -> None:
@@ -104,10 +105,10 @@ class Files:
         No file is written yet.
 
         Args:
-            height: inches.
+            height: height of the figure in inches.
             caption: describes the figure and its numbers. It stands above the figure and in the
-                metadata of the file.
-            paint: draws into the figure.
+                file's metadata.
+            paint: a function that draws into the figure.
         """
         # Only a figure takes the second to import it. `Figure` and not pyplot: that would choose a
         # window system.
@@ -132,7 +133,7 @@ class Files:
 
 
 def plain(text: str) -> str:
-    """Return a name with the characters escaped that no font has."""
+    """Return a name with those characters escaped that matplotlib reads as formulae."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
@@ -141,6 +142,7 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
 
     Args:
         kind: "svg", "png" or "pdf".
+        caption: the description of the figure.
     """
     if kind == "png":
         return {"Title": caption, "Software": "megapipe"}
@@ -151,11 +153,11 @@ def _about(kind: str, caption: str) -> dict[str, Any]:
 
 
 def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
-    """Put one legend below all axes, with the names of `axes`.
+    """Put one legend below all axes of a figure, with the labels in `axes`.
 
     Args:
         width: width of the figure in inches.
-        letters: length of the longest name.
+        letters: number of characters in the longest name.
     """
     handles, names = axes.get_legend_handles_labels()
     # 14 letters an inch; the sample line and the gap of an entry take the place of five.
@@ -166,9 +168,9 @@ def legend(figure: Figure, axes: Axes, width: float, letters: int) -> None:
 
 
 def fitted_legend(figure: Figure, axes: Axes) -> None:
-    """Put one legend below all axes, with the names of `axes` in as many columns as fit.
+    """Put one legend below all axes of a figure, with as many columns of names as fit.
 
-    The figure grows by the height of each row after the first.
+    Its names are the labels in `axes`. The figure grows by the height of each row after the first.
     """
     handles, names = axes.get_legend_handles_labels()
     # The width of a legend is known only once it is made. So try from one row downwards.

@@ -19,19 +19,24 @@ _OF_LAYERS = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 class Stretch(NamedTuple):
-    """A piece of a pass: arithmetic or communication, between two times of its table's timeline."""
+    """A time in which a pass does arithmetic only, or communication only.
+
+    Attributes:
+        item: the pass.
+        stream: "arithmetic" or "link", for communication.
+        start, end: times in the timeline of the pass's table.
+    """
 
     item: Pass
-    lane: str
+    stream: str
     start: float
     end: float
 
 
 class Communication(NamedTuple):
-    """The time of communication in all passes of all ranks, and the exposed part.
+    """The time of communication in the passes of all ranks, and the exposed part of it.
 
-    `share` returns exposed / total. Communication is exposed if its rank does not compute
-    meanwhile.
+    `share` returns exposed / total.
     """
 
     total: float
@@ -52,10 +57,10 @@ def communicates(costs: Costs) -> bool:
 
 
 def communication(schedule: Schedule, costs: Costs) -> Communication:
-    """Return the communication within the passes of a table.
+    """Return how much communication is within the passes of a table, and how much is exposed.
 
-    A step takes its overhead, its arithmetic and its exposed communication. A pass alone hides
-    nothing.
+    The time of a step is its overhead, its arithmetic and its exposed communication. A pass that
+    runs alone hides none of its communication.
     """
     # A table has thousands of steps, but few different ones. Each is computed once.
     alike = dict[tuple[object, ...], list[Step]]()
@@ -76,7 +81,12 @@ def communication(schedule: Schedule, costs: Costs) -> Communication:
 
 
 class Copied(NamedTuple):
-    """The time of a rank's copies out to the host and back, and of the waits of passes for them."""
+    """The time that one rank's copies between device and host take, in the unit of the costs.
+
+    Attributes:
+        out, back: total time of the copies to the host, and of the copies back.
+        exposed: time for which passes wait for copies.
+    """
 
     out: float
     back: float
@@ -84,7 +94,11 @@ class Copied(NamedTuple):
 
 
 def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
-    """Return the times of the copies of each rank, given the table's timeline under the costs."""
+    """Return the times of the copies between device and host, for each rank.
+
+    Args:
+        time: the timeline of the table under the costs.
+    """
     needs = Dependencies(schedule)
     place = schedule.placement
     found = list[Copied]()
@@ -115,7 +129,9 @@ def copied(schedule: Schedule, costs: Costs, time: Timeline) -> list[Copied]:
 
 
 def stretches(schedule: Schedule, costs: Costs, time: Timeline, rank: int) -> Iterator[Stretch]:
-    """Yield the arithmetic and communication of a rank's passes; nothing without communication.
+    """Yield the times of arithmetic and of communication within a rank's passes.
+
+    Nothing is yielded if no pass has communication under these costs.
 
     Args:
         time: the timeline of the table under the costs.
@@ -157,12 +173,15 @@ def _chains(schedule: Schedule, costs: Costs, step: Step) -> list[tuple[Pass, Ch
 
 
 def _alone(chains: list[Chain]) -> Iterator[Piece]:
-    """Yield the pieces of a pass that runs alone: none of them overlap.
+    """Yield the pieces of a pass that runs alone, one after another.
 
-    A BW of two turns has the chains b and w, of alternating communication (link) and arithmetic.
-    Each turn of w follows the same turn of b:
+    For a BW whose input gradient (b) and weight gradient (w) alternate twice between communication
+    (link) and arithmetic, the order is:
 
         b link | b compute | w compute | w link | b link | b compute | w compute | w link
+
+    Args:
+        chains: the pieces of F, B or W, or of b and w in a BW.
     """
     now = 0.0
     for turn in range(max(chain.turns for chain in chains) or 1):

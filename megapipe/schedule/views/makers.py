@@ -29,9 +29,10 @@ def makers_of(
     memory: float | None,
     effort: float,
 ) -> tuple[dict[str, Make], dict[str, Make]]:
-    """Return the functions that make schedules, by label: (of all names, of searched ones only).
+    """Return two dicts {label: function that makes the schedule}: of all names, of searches only.
 
-    A function takes the callback that is called with the share of the work done.
+    A function takes a progress callback, which is called with the fraction of the work done. Labels
+    are the names in a comparison.
 
     Args:
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
@@ -76,9 +77,12 @@ def makers_of(
 def _given(
     table: Schedule | Recipe, ranks: int, microbatches: int, costs: Costs, memory: float | None
 ) -> tuple[str, Make]:
-    """Return (label, function that makes the table) of a table or recipe.
+    """Return (label, function that returns the table) for a table or recipe.
 
-    The function raises ScheduleError if its ranks and microbatches are not these numbers.
+    The function raises ScheduleError if the table has other numbers of ranks or microbatches.
+
+    Args:
+        table: the table or recipe.
     """
     # Both become recipes, so that a table gets the same treatment as one that flags describe.
     if isinstance(table, Recipe):
@@ -102,7 +106,11 @@ def _given(
 
 
 def _unused(label: str, labels: Container[str]) -> str:
-    """Return the label, followed by a number if it is among `labels`."""
+    """Return the label, with a number appended if it is among the labels in use.
+
+    Args:
+        labels: the labels in use.
+    """
     if label not in labels:
         return label
     numbered = (f"{label} ({n})" for n in count(2))
@@ -116,12 +124,13 @@ def cut_makers(
     costs: Costs,
     cutting: Cutting,
 ) -> dict[str, Make]:
-    """Return functions that make the schedules with microbatches in slices, by label.
+    """Return {label: function that makes the schedule with microbatches in slices}.
 
     Searched schedules, tables and recipes are left out.
 
     Args:
-        cutting: number and lengths of the slices.
+        names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
+        cutting: number of slices, and how their lengths are chosen.
     """
 
     # The recipe is made at once: an unknown name is an error of the command, not of a row.

@@ -19,7 +19,7 @@ _SHARES = ("rank", "gathers", "sums", "whole at most", "peak", "they take")
 
 
 def price_copies(costs: Costs, ratio: float) -> Costs:
-    """Return costs in which a copy to the host takes `ratio` of a forward, a copy back as much."""
+    """Return costs in which a copy to the host, and a copy back, each take `ratio` of a forward."""
 
     def part(f: PerStage) -> PerStage:
         if isinstance(f, tuple):
@@ -34,6 +34,9 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
 
     A line has the number of gathers and reductions, the memory of gathered weights and gradients,
     the peak, and the time of the collectives.
+
+    Args:
+        made: the table with sharding.
     """
     before = simulate(made.without(SHARDING.kinds), costs)
     time = simulate(made, costs)
@@ -58,7 +61,7 @@ def describe_shards(made: Schedule, costs: Costs) -> list[str]:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows as lines with columns aligned on the right."""
+    """Return rows of cells as lines of text, with columns aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -75,11 +78,12 @@ def describe_moves(
     takes: Callable[[float], str] = short,
     also: Callable[[Timeline, Timeline], str] | None = None,
 ) -> list[str]:
-    """Return lines on offload and recomputation of each rank: the memory they save, their time.
+    """Return lines on the offload and recomputation of each rank: the memory saved, and the time.
 
     Args:
-        held: formats memory.
-        takes: formats times.
+        made: the table with offload or recomputation.
+        held: returns the text of an amount of memory.
+        takes: returns the text of a time.
         also: returns the end of the first line, given the timelines without and with offload and
             recomputation; None for the makespan and memory without them.
     """
@@ -134,13 +138,14 @@ def describe_moves(
 def refuse_unfinished(
     ratio: float | None, solved: bool, switch: int | None, memory: float | None
 ) -> None:
-    """Check flags of `show` that need other flags.
+    """Check flags of the command `show` that need other flags.
 
     Args:
-        ratio: --copy-ratio.
+        ratio: the value of --copy-ratio; None if it is not given.
         solved: --solve is given.
-        switch: --switch, the ranks that share a PCIe switch.
-        memory: --memory.
+        switch: the value of --switch, the number of ranks that share a PCIe switch; None if not
+            given.
+        memory: the value of --memory; None if it is not given.
     Raises: ScheduleError that names the missing flag.
     """
     if ratio is None and (solved or switch):

@@ -33,7 +33,13 @@ SLICES = (1, 2, 3, 4, 6, 8)
 
 
 class Case(NamedTuple):
-    """One table of the page. chunks: stages on each rank."""
+    """One table of the HTML page.
+
+    Attributes:
+        name: the schedule's name.
+        chunks: stages on each rank.
+        ranks, microbatches: size of the table.
+    """
 
     name: str
     chunks: int
@@ -42,7 +48,7 @@ class Case(NamedTuple):
 
 
 def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> list[Case]:
-    """Return a case for every schedule that is not searched, with each number of chunks."""
+    """Return the cases of the HTML page: every schedule without a search, in many sizes."""
     sizes = [(p, m) for p in ranks for m in microbatches]
     if any(p > MOST_RANKS or m > MOST_MICROBATCHES for p, m in sizes):
         most = f"--pp {MOST_RANKS} and --microbatches {MOST_MICROBATCHES}"
@@ -62,10 +68,11 @@ def grid(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHE
 def to_page(
     cases: list[Case], progress: Callable[[float, str], None] = lambda share, doing: None
 ) -> str:
-    """Return an HTML document with the tables of these cases.
+    """Return an HTML document in which a reader chooses among the tables of these cases.
 
     Args:
-        progress: called with the share of the work done and the next schedule.
+        progress: called with the fraction of the work done, 0 to 1, and the name of the next
+            schedule.
     """
     # A line for each case begins with its key, by which the browser finds it.
     lines = []
@@ -93,10 +100,11 @@ def to_page(
 
 
 def _packed(case: Case) -> str:
-    """Return a case as text: memory limit, length of a chain, rank of each stage, and rows.
+    """Return a case as text: memory limit, number of stages of a chain, rank of each stage, rows.
 
-    If the schedule is one of several tables between which costs choose, there are rows for each. A
-    limit of 0 keeps the table as it is. If there is no table the text is "!" and the reason.
+    If the schedule is the best of several tables under the reader's costs, there are rows for each.
+    With a memory limit above 0, the page moves W into waits within it. If there is no table, the
+    text is "!" and the reason.
     """
     name, v, p, m = case
     entry = SCHEDULES[name]
@@ -119,10 +127,11 @@ def _packed(case: Case) -> str:
 
 
 def _rows(schedule: Schedule) -> Iterator[str]:
-    """Yield the row of each rank: a letter for kind and chunk of each pass, & before a pair.
+    """Yield each rank's row as text: a letter for kind and chunk of each pass, & in a pair.
 
-    Microbatches are left out: forwards and backwards of a stage run in order, W in the order of B.
-    The letters of chunk 0 are A B C D for F B W BW, of chunk 1 E F G H, and so on:
+    Microbatches are left out, because forwards and backwards of a stage run in order, and W run in
+    the order of their B. The letters of chunk 0 are A B C D for F B W BW, of chunk 1 E F G H, and
+    so on:
 
         0F0 0F1 0B0 0W0 0F2&0B1  ->  AABC&AB
     """

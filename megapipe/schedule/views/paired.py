@@ -37,14 +37,17 @@ def paired_table(
     names: Sequence[str] = tuple(SCHEDULES),
     progress: Callable[[float, str], None] = lambda share, doing: None,
 ) -> str:
-    """Return a line for each schedule that is not searched, or the reason why it has no pairs.
+    """Return text that says what overlapped pairs would gain in each schedule of the catalogue.
 
-    A line has makespan and memory without and with pairs, the share of forwards that run with a
-    backward, and the lower bound.
+    A schedule's line has makespan and memory without and with pairs, the fraction of forwards that
+    run with a backward, and a lower bound. A schedule without pairs has the reason. Searched
+    schedules are left out.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.
-        progress: called with the share of the work done and the next schedule.
+        names: names of the catalogue.
+        progress: called with the fraction of the work done, 0 to 1, and the name of the next
+            schedule.
     """
     # Without communication no pair is shorter than its passes, and every row would say so.
     refuse_idle(costs)
@@ -77,7 +80,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
     """Return lines on a table's pairs, on the table without them, and on the lower bound.
 
     Args:
-        memory: limit on a rank's activation, for the bound; None for the most that the table holds.
+        made: the table with overlapped pairs.
+        memory: limit on a rank's activation, for the lower bound; None for the most that the table
+            holds.
     """
     alone = simulate(unpaired(made), costs)
     time = simulate(made, costs)
@@ -97,9 +102,9 @@ def describe_pairs(made: Schedule, costs: Costs, memory: float | None) -> list[s
 
 
 def _chunks(name: str) -> tuple[int | None, ...]:
-    """Return each number of chunks to try; none for a searched schedule.
+    """Return each number of stages per rank to try; () for a searched schedule.
 
-    The number is None if the schedule itself fixes it.
+    It is (None,) if the schedule itself fixes the number.
     """
     if is_file(name):
         return (None,)
@@ -112,7 +117,12 @@ def _chunks(name: str) -> tuple[int | None, ...]:
 
 
 def _row(table: Schedule, costs: Costs, memory: float | None) -> tuple[str, ...]:
-    """Return the cells of a table's line after its name, in the order of `_HEAD`."""
+    """Return the cells of a table's line after its name, in the order of `_HEAD`.
+
+    Args:
+        table: the table without pairs.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
+    """
     made = Recipe(table.name, table=table, pairs=Pairing()).build(Fixed(costs, memory)).table
     alone = simulate(unpaired(table), costs)
     time = simulate(made, costs)

@@ -37,10 +37,10 @@ def _tracks(scene: Scene) -> Iterator[Event]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": scene.schedule.name}}
     for index, track in enumerate(scene.tracks):
         # The compute stream's thread is the rank, which `_arrows` and `_counters` use too.
-        thread = track.rank + LANES.index(track.lane) * len(scene.schedule.ranks)
+        thread = track.rank + LANES.index(track.stream) * len(scene.schedule.ranks)
         name = track.name
-        if track.lane != LANES[0]:
-            name = f"rank {track.rank} {track.lane}"
+        if track.stream != LANES[0]:
+            name = f"rank {track.rank} {track.stream}"
         yield {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name}}
         # Viewers sort by name without it, rank 10 before rank 2.
         yield {
@@ -57,7 +57,7 @@ def _tracks(scene: Scene) -> Iterator[Event]:
             category: str = item.kind.value
             if track.within:
                 about = {"pass": str(item)}
-                category = track.lane
+                category = track.stream
             yield {
                 **_at(thread, box.start),
                 "ph": "X",
@@ -77,7 +77,11 @@ def _about(item: Pass, chunk: int) -> Event:
 
 
 def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
-    """Yield two events for each message: an arrow from its sender's pass to the receiver's pass."""
+    """Yield two events for each message: an arrow from its sender's pass to the receiver's pass.
+
+    Args:
+        time: the timeline of the table.
+    """
     rank_of = schedule.placement.rank_of
     links = schedule.links
     # (result, stage that makes it, microbatch, slice, rank that takes it) -> the first pass there.
@@ -95,7 +99,10 @@ def _arrows(schedule: Schedule, time: Timeline) -> Iterator[Event]:
 
 
 def _counters(scene: Scene) -> Iterator[Event]:
-    """Yield the memory of each rank after each change; the viewer draws a step curve."""
+    """Yield an event for each change of a rank's memory.
+
+    The viewer draws a step curve from them.
+    """
     for rank, curve in enumerate(scene.curves):
         for at, held in curve.items():
             yield {

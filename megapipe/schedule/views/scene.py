@@ -32,22 +32,27 @@ class Box:
 
 @dataclass(frozen=True)
 class Track:
-    """One line of a picture: one stream of a rank, or a part of its passes.
+    """One line of a picture: one stream of a rank, or one part of its passes.
 
-    The boxes of a step share its height. With `within` the line has the arithmetic or communication
-    in the passes of the line above. The last flag leaves a gap above the line.
+    The two boxes of an overlapped pair share the height of the line.
 
     Attributes:
         name: text in front of the line.
-        steps: one box for a pass, two for an overlapped pair.
+        steps: the boxes of each step: one for a pass, two for an overlapped pair.
+        rank: the rank.
+        stream: name of the stream such as "compute" or "d2h", or of the part: "arithmetic" or
+            "link".
+        within: the line shows the arithmetic or the communication within the passes of the line
+            above.
+        gap: leave a gap above the line.
     """
 
     name: str
     steps: Sequence[tuple[Box, ...]]
     rank: int = 0
-    lane: str = Lane.COMPUTE.value
+    stream: str = Lane.COMPUTE.value
     within: bool = False
-    apart: bool = False
+    gap: bool = False
 
     @property
     def boxes(self) -> Iterator[Box]:
@@ -56,9 +61,10 @@ class Track:
 
 @dataclass(frozen=True)
 class Scene:
-    """A table with its timeline under costs, as pictures need it.
+    """A table with its timeline under given costs, as pictures need it.
 
-    `kinds` has the legend's kinds, `chunk` and `fill` chunk and colour of stages, `curves` memory.
+    `kinds` returns the kinds of pass for the legend. `chunk` returns each stage's index among those
+    of its rank, `fill` its colours, and `curves` the memory of each rank over time.
 
     Attributes:
         tracks: for each rank its compute stream, parts of its passes, then its other streams that
@@ -86,7 +92,7 @@ class Scene:
     def curves(self) -> list[dict[float, float]]:
         """Return, for each rank, {time: memory held from then on}.
 
-        At equal times the last value counts, so a B frees before the next F takes.
+        If the memory changes several times at one moment, the last value counts.
         """
         return [dict(curve) for curve in self.time.curves]
 
@@ -101,9 +107,9 @@ def scene_of(schedule: Schedule, costs: Costs = UNIT) -> Scene:
 
 @uncollected()
 def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
-    """Return the tracks of a table with this timeline.
+    """Return the lines of a picture for a table with this timeline.
 
-    A rank's further streams are below its compute stream. Their names need not repeat the rank:
+    A rank's copies to the host (d2h) and back (h2d) are below its compute stream:
 
         rank 0 |F0  F1      B0  ...
            d2h |  O0  O1
@@ -125,25 +131,25 @@ def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
 def _tracks(schedule: Schedule, time: Timeline, costs: Costs) -> Iterator[Track]:
     for track in tracks_of(schedule, time):
         yield track
-        if track.lane != Lane.COMPUTE.value or not communicates(costs):
+        if track.stream != Lane.COMPUTE.value or not communicates(costs):
             continue
         # The communication within passes is a stream of the GPU that the table does not name.
         for lane in (ARITHMETIC, LINK):
-            parts = (x for x in stretches(schedule, costs, time, track.rank) if x.lane == lane)
+            parts = (x for x in stretches(schedule, costs, time, track.rank) if x.stream == lane)
             boxes = [(Box(x.item, x.start, x.end),) for x in parts]
             yield Track(lane, boxes, track.rank, lane, within=True)
 
 
 def chunks(placement: Placement) -> list[int]:
-    """Return the chunk of each stage: its index among the stages of its rank.
+    """Return, for each stage, its index among the stages of its rank.
 
-    In DualPipe the chunk is the direction.
+    In DualPipe the index is the direction.
     """
     return [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
 
 
 def shades(placement: Placement) -> dict[tuple[Kind, int], str]:
-    """Return the colour #rrggbb of each kind and stage, lighter for later chunks of a rank."""
+    """Return {(kind, stage): colour #rrggbb}. It is lighter for later stages of a rank."""
     own = chunks(placement)
     # At most 60% of the way to white: still lighter shades of two kinds look the same. A rank with
     # many chunks has closer shades, not lighter ones.
@@ -161,7 +167,7 @@ def rgb(colour: str) -> list[int]:
 
 
 def lighter(placement: Placement) -> str:
-    """Return the legend's words for lighter colours; "" if each rank has one chunk."""
+    """Return the legend's words on lighter colours; "" if each rank has one stage."""
     if placement.num_stages == len(set(placement.rank_of)):
         return ""
     # In DualPipe the second chunk of a rank is the same part of the model as another rank's first.
@@ -171,7 +177,7 @@ def lighter(placement: Placement) -> str:
 
 
 def is_dark(colour: str) -> bool:
-    """Return whether text on #rrggbb should be white, by its Rec. 601 luma."""
+    """Return whether text on the colour #rrggbb should be white, by its luma (Rec. 601)."""
     red, green, blue = rgb(colour)
     return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 

@@ -24,9 +24,9 @@ _EFFORT = 4.0
 
 
 def most_keys(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Return the most keys and values of a rank, without and with their gradients.
+    """Return the most keys and values that a rank holds: (without, with their gradients).
 
-    The unit is the keys and values of a microbatch.
+    The unit is the keys and values of one microbatch on one stage.
     """
     # A microbatch leaves keys and values and nothing else, in the unit of one microbatch. Costs by
     # stage and plain ones cannot be mixed, so costs of offload are plain here.
@@ -63,14 +63,15 @@ def references(
     cutting: Cutting,
     chunks: int | None = None,
 ) -> dict[str, Schedule]:
-    """Return the tables to compare with a table in slices, by a name for the reader.
+    """Return {name for the reader: table} of the tables to compare with a table in slices.
 
-    They are the table without documents, if it has several, and the table without slices. A
-    searched schedule has none.
+    They are the table without slices and, if the sequence has several documents, the table with one
+    document. For a searched schedule the dict is empty.
 
     Args:
-        name: as in `build`: an entry of the catalogue, a file, or FILE.py:NAME.
-        cutting: number and lengths of the slices, and documents.
+        name: a name of the catalogue, a file, or FILE.py:NAME.
+        ranks, microbatches: the size; a file has its own, and needs neither.
+        cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.
     """
     if name.lower() in SCHEDULES and SCHEDULES[name.lower()].searched:
@@ -91,10 +92,10 @@ def references(
 
 
 def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs) -> str:
-    """Return a line on the most keys and values that a rank holds, compared with other tables.
+    """Return a line on the most keys and values that a rank holds, with other tables' numbers.
 
     Args:
-        others: the tables to compare with, by name.
+        others: {name: table to compare with}.
     """
     alone, both = most_keys(table, costs)
     line = (
@@ -109,9 +110,10 @@ def describe_keys(table: Schedule, others: Mapping[str, Schedule], costs: Costs)
 
 
 def describe_slices(cutting: Cutting, cuts: Sequence[float]) -> list[str]:
-    """Return a line on the lengths of the slices.
+    """Return [a line on the lengths of the slices].
 
     Args:
+        cutting: number of slices, how their lengths are chosen, and number of documents.
         cuts: the lengths of the slices, in any unit.
     """
     documents = ""
@@ -135,10 +137,12 @@ def in_slices(
     """Return the recipe of a schedule, from the catalogue or a file, with microbatches in slices.
 
     Args:
+        name: a name of the catalogue, a file, or FILE.py:NAME.
         ranks, microbatches: the size; a file has its own, and needs neither.
-        cutting: number and lengths of the slices, and documents.
+        cutting: number of slices, how their lengths are chosen, and number of documents.
         chunks: stages on each rank; None for the schedule's default.
-        memory: limit on a rank's activation, up to which forwards may come sooner than they must.
+        memory: limit on a rank's activation. Within it forwards may come earlier than necessary;
+            None for no earlier ones.
     Raises: ScheduleError for a schedule that cannot be cut into slices.
     """
     begins = cutting.begins

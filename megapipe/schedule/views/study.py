@@ -52,13 +52,14 @@ _MARKS = "osD^vPX"
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Sequence[Row | Refusal]):
-    """All schedules for one number of ranks and microbatches under one set of costs.
+    """A comparison of all schedules for one number of ranks and microbatches, and one set of costs.
 
-    It prints as a table with its advice, and a notebook shows it as one. It is the sequence of its
-    rows, and a label in brackets gives one: `found["zb-h1"].makespan`.
+    It prints as a table with advice, and a notebook shows it as one. It is a sequence of rows. A
+    label in brackets gives one row: `found["zb-h1"].makespan`. `measured` is the rows of schedules
+    that exist.
 
     Attributes:
-        rows: a row for each schedule, and the reason for each that does not exist.
+        rows: the numbers of each schedule, or the reason why it does not exist.
     """
 
     ranks: int
@@ -77,7 +78,7 @@ class Comparison(Sequence[Row | Refusal]):
         return advise(self.measured, self.ranks, self.microbatches, self.costs)
 
     def text(self, *names: str) -> str:
-        """Return the values of the named axes (ranks, microbatches, costs), as in p = 8, m = 16."""
+        """Return the values of axes (ranks, microbatches, costs), such as "p = 8, m = 16"."""
         said = {
             "ranks": f"p = {self.ranks}",
             "microbatches": f"m = {self.microbatches}",
@@ -125,7 +126,7 @@ if not TYPE_CHECKING:  # a type checker would take any misspelled name for a nam
 
 
 def told(costs: Costs) -> str:
-    """Return costs as a short text, with the mean of stages or links that differ."""
+    """Return costs as a short text. If stages or links differ, their mean is given."""
     values = costs.f, costs.b, costs.w, costs.comm
     f, b, w, message = (fmean(x) if isinstance(x, tuple) else x for x in values)
     differ = any(isinstance(x, tuple) for x in values)
@@ -152,12 +153,12 @@ def study(
     """Return the result of `compare` for every combination of ranks, microbatches and costs.
 
     Args:
-        memory: limit on a rank's activation; None for no limit.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
         names: entries of the catalogue, files, functions FILE.py:NAME, tables, or recipes.
         effort: about the seconds to spend on each search.
-        progress: called with the share of the work done and the next schedule.
+        progress: called with the fraction of the work done and the next schedule.
         slices: adds schedules with microbatches cut in this way.
-        parts: a recipe whose parts, such as copies and shards, every schedule gets.
+        parts: a recipe whose parts, such as offload and sharding, every schedule gets, or None.
     Raises: ScheduleError for an unknown name.
     """
     # A value that is given twice would be two points at one place of the figure.
@@ -209,16 +210,16 @@ def to_csv(points: Sequence[Comparison]) -> str:
 def draw(
     points: Sequence[Comparison], files: Files, memory: float | None = None
 ) -> dict[Path, bytes]:
-    """Return {path: content} of the files with a figure: bars for one comparison, else lines.
+    """Return {path: content} of files with a figure: bars for one comparison, lines for several.
 
-    Lines are in two rows of panels, with a column for each further combination. Over m and p:
+    Lines are in two rows of panels, here over m (microbatches) for two p (ranks):
 
         bubble  | lines over m, p = 4 | lines over m, p = 8 |
         peak    | lines over m, p = 4 | lines over m, p = 8 |
 
     Args:
         points: a comparison for each combination of ranks, microbatches and costs.
-        memory: a limit for the caption and the bars; None for no limit.
+        memory: a limit on activation, for the caption and the bars; None for no limit.
     """
     limit = ""
     if memory is not None:
@@ -265,8 +266,8 @@ def _lines(
     """Draw bubbles above and peaks below, and return the first panel for the legend.
 
     Args:
-        varied: names of the axes with several values. The first is drawn from left to right, each
-            combination of the others has a column of panels.
+        varied: names of the axes (ranks, microbatches, costs) with several values. The first is the
+            horizontal axis; the others have a column of panels for each combination.
         labels: the schedules to draw.
     """
     first, *others = varied
@@ -303,7 +304,7 @@ def _lines(
 
 
 def _fitting(point: Comparison, label: str) -> Row | None:
-    """Return a schedule's row of a comparison; None if there is none, or it exceeds the memory."""
+    """Return a schedule's row in a comparison; None if it has none or exceeds the memory."""
     rows = (row for row in point.measured if row.label == label and row.fits)
     return next(rows, None)
 
@@ -311,11 +312,11 @@ def _fitting(point: Comparison, label: str) -> Row | None:
 def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
     """Return (labels of the ticks, label of their axis).
 
-    Costs that differ only in the message time are labelled by it.
+    Costs that differ only in the time of a message are labelled with that time.
 
     Args:
         values: the values along the axis.
-        unit: label of the axis for other values.
+        unit: label of the axis if the values are not costs.
     """
     costs = [x for x in values if isinstance(x, Costs)]
     without = {replace(x, comm=0.0) for x in costs}
@@ -335,7 +336,7 @@ def _ticks(values: Sequence[int | Costs], unit: str) -> tuple[list[str], str]:
 def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
     """Return matplotlib's colour, marker and style of a schedule's line, equal in every figure.
 
-    Four chunks are dashed. A user's schedules come after the catalogue.
+    Lines of schedules with four stages per rank are dashed. User's schedules come last.
 
     Args:
         labels: all schedules of the figure.
@@ -356,10 +357,10 @@ def _look(label: str, labels: Sequence[str]) -> dict[str, str]:
 
 
 def _bars(figure: Figure, point: Comparison, memory: float | None) -> None:
-    """Draw bars of computing and waiting time, next to the peak, with the shortest step on top.
+    """Draw bars of computing and waiting time and of the peak, with the shortest step on top.
 
     Args:
-        memory: a limit to draw next to the peaks, or None.
+        memory: a limit on activation to draw next to the peaks; None for none.
     """
     # matplotlib counts bars from below, so the last row is the top one.
     rows = sorted(point.measured, key=lambda row: (row.fits, -row.makespan))

@@ -22,16 +22,20 @@ _CUBE = (0, 95, 135, 175, 215, 255)
 def to_terminal(
     schedule: Schedule, costs: Costs = UNIT, *, width: int = 100, colour: bool = False
 ) -> str:
-    """Return a schedule in lines of at most `width` characters, but at least one column of time.
+    """Return a schedule as text, one line for each rank, with time from left to right.
 
-    A cell has its pass and microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped
-    pair. Passes of a rank's later chunks (in DualPipe of the other direction) are in lower case.
-    Idle time is dots, or blank in colour. If a pass has three columns, a pass of a whole stage has
-    one even if it takes no time. 1F1B on two ranks:
+    Lines have at most `width` characters, but at least one column of time. A cell has its pass and
+    microbatch if they fit: F3, B3, W3, BW3, and F4&B1 for an overlapped pair. Passes of a rank's
+    later chunks (in DualPipe of the other direction) are in lower case. Idle time is dots, or blank
+    in colour. A pass of a whole stage that takes no time still has one column, if another pass has
+    three. 1F1B on two ranks:
 
         rank 0 |F0  F1  ......BW0   F2  BW1   ....BW2   |
         rank 1 |....F0  BW0   F1  BW1   F2  BW2   ......|
 
+    Args:
+        width: most characters of a line.
+        colour: use a terminal's colours.
     Raises: ScheduleError if the schedule cannot proceed.
     """
     scene = scene_of(schedule, costs)
@@ -52,16 +56,17 @@ def to_terminal(
             continue
         text = ""
         at = 0
+        other = track.stream != Lane.COMPUTE.value
         for step in track.steps:
             first = round(step[0].start * scale)
             last = round(step[0].end * scale)
             # G, U, A and V often take no time by the costs, but a reader looks for them. They take
             # a column of the passes next to them where these have some to spare.
-            if step[0].item.kind.traits.per_stage and (roomy or track.lane != Lane.COMPUTE.value):
+            if step[0].item.kind.traits.per_stage and (roomy or other):
                 first = min(first, columns - 1)
                 last = max(last, max(first, at) + 1)
             # A copy that is shorter than a column is shown if there is room.
-            elif track.lane != Lane.COMPUTE.value and step[0].end > step[0].start and at < columns:
+            elif other and step[0].end > step[0].start and at < columns:
                 first = min(first, columns - 1)
                 last = max(last, first + (at <= first))
             first = max(first, at)
@@ -73,7 +78,11 @@ def to_terminal(
 
 
 def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
-    """Return a schedule's numbers in five lines, and one more if passes have communication."""
+    """Return a schedule's numbers as five lines, and one more if passes have communication.
+
+    Args:
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
+    """
     timeline = simulate(schedule, costs)
     row = measure(schedule, costs)
     limit = ""
@@ -94,10 +103,13 @@ def facts(schedule: Schedule, costs: Costs, memory: float | None) -> list[str]:
 
 
 def _columns(time: Timeline, most: int) -> int:
-    """Return the columns of the picture: whole ones for the shortest pass if there is room.
+    """Return the number of columns of the picture.
+
+    The shortest pass has a whole number of columns, if there is room.
 
     Args:
-        most: the columns that there is room for.
+        time: the timeline to draw.
+        most: number of columns for which there is room.
     """
     lengths = [time.end[item] - time.start[item] for item in time.start]
     shortest = min((length for length in lengths if length > 0), default=0.0)
@@ -112,13 +124,13 @@ def _columns(time: Timeline, most: int) -> int:
 
 @dataclass(frozen=True)
 class _Pen:
-    """A writer of the cells in which passes are printed.
+    """A writer of the text cells in which passes are printed.
 
-    `step` returns the cell of a step, `cell` the cell of one pass, and `tint` colours a text.
+    `idle` is the character for idle time.
 
     Attributes:
-        chunk: the chunk of each stage.
-        fill: the colour of each kind and stage; empty for plain ASCII.
+        chunk: for each stage, its index among the stages of its rank.
+        fill: {(kind, stage): colour #rrggbb}; empty for plain ASCII.
     """
 
     chunk: list[int]
@@ -129,7 +141,7 @@ class _Pen:
         return " " if self.fill else "."
 
     def step(self, step: Sequence[Pass], columns: int) -> str:
-        """Return a step in `columns` characters: a pass, or a forward, an ampersand, a backward."""
+        """Return a step in `columns` characters: a pass, or two passes of a pair joined by "&"."""
         if len(step) == 1:
             return self.cell(step[0], columns)
         # The ampersand is a column of the forward's half, so that a pair keeps its width.
@@ -137,9 +149,10 @@ class _Pen:
         return self.cell(step[0], half, "&"[:half]) + self.cell(step[1], columns - half)
 
     def cell(self, item: Pass, columns: int, link: str = "") -> str:
-        """Return the text of a cell with the longest name of the pass that fits.
+        """Return the text of a cell, with the longest name of the pass that fits.
 
-        The full name is F12. A shorter one is 12 if colours show the kind, else F, else nothing.
+        The full name is such as F12. If it does not fit, it is 12 where colours show the kind, else
+        F, else nothing.
 
         Args:
             columns: width of the cell in characters.
@@ -158,7 +171,7 @@ class _Pen:
         return self.tint(name.ljust(room) + link, item)
 
     def tint(self, text: str, item: Pass) -> str:
-        """Return the text on the colour of the pass, in the 256 colours of ECMA-48 terminals."""
+        """Return the text coloured as the pass, in the 256 colours of ECMA-48 terminals."""
         if not self.fill or not text:
             return text
         background = self.fill[item.kind, item.stage]
@@ -171,7 +184,11 @@ class _Pen:
 
 
 def _nearest(level: int) -> int:
-    """Return the index in _CUBE, the levels of a terminal's colour, nearest to this level."""
+    """Return the index in `_CUBE`, the levels of a terminal's colours, nearest to a level.
+
+    Args:
+        level: a colour's red, green or blue, 0 to 255.
+    """
     return min(range(6), key=lambda n: abs(_CUBE[n] - level))
 
 

@@ -23,7 +23,11 @@ _ROW = 0.17
 
 
 def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict[Path, bytes]:
-    """Return {path: content} of the files with the figure of a simulated schedule."""
+    """Return {path: content} of files with a figure of a simulated schedule.
+
+    Args:
+        files: the files to write.
+    """
     scene = scene_of(schedule, costs)
     time = scene.time
     # Arithmetic and communication within passes are too fine for a column of a paper.
@@ -41,10 +45,11 @@ def draw_schedule(schedule: Schedule, files: Files, costs: Costs = UNIT) -> dict
 def draw(
     figures: Sequence[tuple[Sequence[Track], Placement]], files: Files, about: str, unit: str
 ) -> dict[Path, bytes]:
-    """Return {path: content} of the files with a figure: a panel for each pipeline, one time axis.
+    """Return {path: content} of files with a figure: a panel for each pipeline over one time axis.
 
     Args:
         figures: (lines, placement) of each pipeline.
+        files: the files to write.
         about: the caption.
         unit: label of the time axis.
     """
@@ -79,17 +84,18 @@ def draw(
 
 
 def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: float) -> None:
-    """Draw the boxes of one pipeline, a line for each track.
+    """Draw the passes of one pipeline as boxes, with a line for each track.
 
     Args:
-        width: inches of the figure, which say whether a number fits a box.
+        lines: one track for each line of the panel.
+        width: width of the figure in inches. It decides whether a number fits a box.
     """
     colour = shades(placement)
     ends = max((box.end for line in lines for box in line.boxes), default=1.0) or 1.0
     places = list[float]()
     y = 0.0
     for line in lines:
-        y -= 1.0 + 0.35 * (line.apart and bool(places))
+        y -= 1.0 + 0.35 * (line.gap and bool(places))
         places.append(y + 0.45)
         axes.broken_barh([(0, ends)], (y, 0.9), facecolors=_IDLE)
         # (bottom, height, colour) -> (start, length) of boxes. matplotlib draws all boxes of one
@@ -129,11 +135,12 @@ def _passes(axes: Axes, lines: Sequence[Track], placement: Placement, width: flo
 def draw_memory(
     schedule: Schedule, files: Files, costs: Costs = UNIT, memory: float | None = None
 ) -> dict[Path, bytes]:
-    """Return {path: content} of the files with a figure: the memory of each rank over time.
+    """Return {path: content} of files with a figure: the memory of each rank over time.
 
     All ranks are drawn to one scale.
 
     Args:
+        files: the files to write.
         memory: a limit to draw, in the unit of the costs; None for no limit.
     """
     scene = scene_of(schedule, costs)

@@ -32,7 +32,7 @@ def test_lanes_of_a_rank_have_all_its_work_and_no_two_pieces_at_a_time(table: Sc
     for rank in range(len(table.ranks)):
         parts = list(stretches(table, costs, time, rank))
         for lane, share in ((ARITHMETIC, 0.75), (LINK, 0.25)):
-            mine = sorted((x.start, x.end) for x in parts if x.lane == lane)
+            mine = sorted((x.start, x.end) for x in parts if x.stream == lane)
             assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(mine))
             assert sum(end - start for start, end in mine) == pytest.approx(share * 29 * table.num_microbatches)
         assert all(time.start[x.item] <= x.start <= x.end <= time.end[x.item] + 1e-9 for x in parts)

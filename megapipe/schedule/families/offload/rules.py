@@ -89,33 +89,37 @@ def _out_of_order(item: Pass, seen: Mapping[Pass, int]) -> Iterator[str]:
         yield f"comes too late: {used} at step {seen[used]} uses what {gone}"
 
 
-def _shared_problems(schedule: Schedule, lane: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
+def _shared_problems(schedule: Schedule, shared: Shared, seen: Mapping[Pass, int]) -> Iterator[str]:
     """Yield a sentence for each mistake in one stream of copies that several ranks share.
 
     The stream must have all copies of its ranks in one direction, in the order of each rank's row.
 
     Args:
+        shared: the stream.
+        stream: the stream.
         seen: {pass: index of its step in its rank's row}.
     """
     rank_of = schedule.placement.rank_of
-    ranks = ", ".join(map(str, lane.ranks))
-    where = f"the {lane.lane} stream that ranks {ranks} share"
-    if lane.lane not in COPIES or not set(lane.ranks) <= set(range(schedule.placement.num_ranks)):
+    ranks = ", ".join(map(str, shared.ranks))
+    where = f"the {shared.lane} stream that ranks {ranks} share"
+    all_ranks = set(range(schedule.placement.num_ranks))
+    if shared.lane not in COPIES or not set(shared.ranks) <= all_ranks:
         names = " and ".join(sorted(COPIES))
         yield f"{where}: only streams {names} of ranks of the table are shared"
         return
-    own = {x for x in seen if x.kind.traits.lane is lane.lane and rank_of[x.stage] in lane.ranks}
-    named = set(lane.order)
-    if len(lane.order) != len(named) or named != own:
+    of_ranks = (x for x in seen if rank_of[x.stage] in shared.ranks)
+    own = {x for x in of_ranks if x.kind.traits.lane is shared.lane}
+    named = set(shared.order)
+    if len(shared.order) != len(named) or named != own:
         wrong = sorted(own - named)
-        wrong += [x for x in lane.order if x not in own or lane.order.count(x) > 1]
+        wrong += [x for x in shared.order if x not in own or shared.order.count(x) > 1]
         look = ", ".join(map(str, wrong[:3]))
         yield f"{where}: its order must name each of their passes once; look at {look}"
         return
     # An order that a rank's own row contradicts would deadlock: the copy that the stream runs next
     # waits for a pass after the copy that the row posts next.
     last: dict[int, Pass] = {}
-    for item in lane.order:
+    for item in shared.order:
         rank = rank_of[item.stage]
         other = last.get(rank)
         if other is not None and seen[item] < seen[other]:
