@@ -30,16 +30,17 @@ def as_they_are(costs: Costs) -> Costs:
 
 @dataclass(frozen=True)
 class Judge:
-    """Scores splits, which say how many layers each stage has, under a fixed schedule.
+    """A judge of splits, which say how many layers each stage has, under a fixed schedule.
 
-    `search` looks for the split with the smallest score.
+    `score` returns the score of a split, and the function `search` looks for the split with the
+    smallest. `loads` and `of_depths` return times that the score uses.
 
     Attributes:
         pieces: the work of embedding, each layer and head.
-        limit: takes a split, and returns the bytes that the activations of each rank may take.
-            None stands for no limit.
-        price: takes the costs of a split and returns those by which its clock runs. Pairs give a
-            part of each pass to communication, which they hide.
+        limit: takes a split, and returns the bytes that the activations of each rank may take; None
+            for no limit.
+        price: takes the costs of a split and returns the costs under which it is simulated. It
+            adds, for example, the communication that overlapped pairs hide.
     """
 
     schedule: Schedule
@@ -52,7 +53,7 @@ class Judge:
 
         Args:
             counts: layers of each stage.
-        Returns: (bytes by which the fullest rank exceeds the limit or 0, makespan, unevenness).
+        Returns: (bytes by which the fullest rank exceeds the limit, else 0; makespan; unevenness).
             Unevenness is the sum of the squares of `loads`.
         """
         costs = self.price(self.pieces.costs(counts))
@@ -70,7 +71,7 @@ class Judge:
         return excess, makespan, unevenness
 
     def loads(self, costs: Costs) -> list[float]:
-        """Return the time that each rank computes for one microbatch of each chain.
+        """Return, for each rank, the time that it computes for one microbatch of each chain.
 
         A chain is the stages of one copy of the model; DualPipe has two.
 
@@ -86,9 +87,9 @@ class Judge:
         return loads
 
     def of_depths(self) -> list[float]:
-        """Return, for each stage, its part of the time of its rank's multi-token prediction depths.
+        """Return, for each stage, the time that its rank spends on multi-token prediction depths.
 
-        A rank with several stages divides that time evenly among them.
+        If the rank has several stages, the time is divided evenly among them.
         """
         place = self.schedule.placement
         own = place.rank_of[: place.main]
@@ -100,11 +101,14 @@ class Judge:
 
 
 def search(judge: Judge) -> Counts:
-    """Return the number of layers of each stage, in the split of the smallest score that is found.
+    """Return the best split that is found: the number of layers of each stage.
 
-    A descent begins from an even split and from a balanced one. A move takes a layer from one
-    stage to another, and the stages between them shift by one. Every rank of a run searches by
-    itself and finds the same split.
+    The best split has the smallest score. A descent begins from an even split and from a balanced
+    one. A move takes a layer from one stage to another, and the stages between them shift by one.
+    Every rank of a run searches by itself and finds the same split.
+
+    Args:
+        judge: computes the score of a split.
     """
     chain = judge.schedule.placement.main
     layers = len(judge.pieces.layers)
@@ -138,7 +142,7 @@ def search(judge: Judge) -> Counts:
 
 
 def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
-    """Return the split whose slowest stage takes least time: the number of layers of each stage.
+    """Return the number of layers of each stage in the split whose slowest stage is fastest.
 
     Dynamic programming over stages: the best way to end a stage after the n-th layer follows from
     the best ways to end the stage before it.
@@ -146,7 +150,7 @@ def balanced(pieces: Pieces, chain: int, more: Sequence[float] = ()) -> Counts:
     Args:
         pieces: the work of embedding, each layer and head.
         chain: number of stages.
-        more: time of other work on each stage's rank; () for none.
+        more: for each stage, the time of other work on its rank; () for none.
     """
     more = more or [0.0] * chain
     ends = [0.0]

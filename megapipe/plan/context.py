@@ -14,7 +14,7 @@ def context_bytes(
     """Return the bytes that context parallelism sends from a rank, per layer and microbatch.
 
     Args:
-        tokens: tokens of a microbatch over all `ranks`.
+        tokens: number of tokens of a microbatch over all `ranks`.
         ranks: context-parallel ranks.
         tp: tensor-parallel ranks, which split the heads.
         element_bytes: bytes of an element of an activation.
@@ -42,7 +42,7 @@ def tensor_bytes(
     """Return the bytes that tensor parallelism sends from a rank, per layer and microbatch.
 
     With sequence parallelism, hidden states are gathered before attention and before the MLP, and
-    their outputs reduce-scattered. Backward gathers both inputs again for the weight gradients.
+    their outputs are reduce-scattered. Backward gathers both inputs again for the weight gradients.
 
     Args:
         tokens: tokens of a microbatch over all `ranks`.
@@ -55,10 +55,10 @@ def tensor_bytes(
 
 
 def context_line(plan: Plan, config: Config) -> str:
-    """Return a line that compares the bytes which a rank sends under two layouts.
+    """Return a line that compares the bytes that a rank sends under two layouts.
 
-    They are the run's context parallelism, and tensor parallelism over as many ranks instead. The
-    line is empty without context parallelism.
+    One layout is the run's context parallelism. The other has tensor parallelism over as many ranks
+    instead. The line is "" without context parallelism.
     """
     model = config.model
     par = config.parallel
@@ -93,11 +93,11 @@ def expert_bytes(
 ) -> tuple[float, float, float]:
     """Return the bytes that a rank sends for its experts, per layer and microbatch.
 
-    An even load of the experts is assumed. All are 0 where tensor parallelism alone splits experts,
-    in the way that it splits an MLP.
+    An even load of the experts is assumed. All three numbers are 0 if tensor parallelism alone
+    splits the experts, as it splits an MLP.
 
     Args:
-        tokens: tokens of a microbatch over tensor- and context-parallel ranks.
+        tokens: number of tokens of a microbatch over all tensor- and context-parallel ranks.
         element_bytes: bytes of an element of an activation.
     Returns: (bytes in forward, bytes in backward, bytes of the largest collective).
     """
@@ -120,14 +120,14 @@ def expert_bytes(
 
 
 def _as_an_mlp(par: ParallelConfig) -> bool:
-    """Return whether tensor parallelism alone splits the experts, in the way of an MLP."""
+    """Return whether tensor parallelism alone splits the experts, as it splits an MLP."""
     return par.expert_model_parallel_size == 1 and par.etp == par.tensor_model_parallel_size
 
 
 def expert_line(plan: Plan, config: Config) -> str:
-    """Return a line on which ranks have which experts, and on the bytes that a rank sends for them.
+    """Return a line on which ranks have which experts, and on the bytes a rank sends for them.
 
-    It is empty where tensor parallelism alone splits experts, in the way that it splits an MLP.
+    It is "" if tensor parallelism alone splits the experts, as it splits an MLP.
     """
     par = config.parallel
     model = config.model

@@ -17,16 +17,16 @@ from megapipe.schedule import Costs, Placement, Schedule
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan whose table is still being made: it answers what stages of a table would cost.
+    """A plan whose table is still being made. It says what the stages of a table would cost.
 
-    A recipe calls `costs` and `room` while it makes a table, see `ingredients.Terms`. `plan` then
-    returns the plan of the table.
+    A recipe calls `costs` and `room` (memory limits) while it makes a table. `plan` then returns
+    the plan with the finished table.
 
     Attributes:
         base: the plan without a table, and without depths of multi-token prediction.
         depths: the work of each depth of multi-token prediction.
-        counts: layers of each stage, in the model's order. None splits them as the flags say, for
-            each placement of stages that is tried.
+        counts: number of layers of each stage, in the model's order. None splits the layers as the
+            flags say, for each placement of stages that is tried.
     """
 
     config: Config
@@ -35,7 +35,10 @@ class Draft:
     counts: tuple[int, ...] | None = None
 
     def plan(self, table: Schedule) -> Plan:
-        """Return the plan of a table. It has the depths of prediction if the table has them."""
+        """Return the plan with this table.
+
+        If the table has depths of multi-token prediction, the plan has their work.
+        """
         counts = self.counts or self._counts(table.placement)
         # The order of the own chain is found first, with pieces and stages that have no depths.
         pieces = self.base.pieces
@@ -53,12 +56,12 @@ class Draft:
     def costs(self, table: Schedule) -> Costs:
         """Return the times and bytes of the passes of a table's stages.
 
-        Parts that need a finished table, such as CUDA graphs, are not among them.
+        The costs of parts that need a finished table, such as CUDA graphs, are not included.
         """
         return replace(self.plan(table), own=own_parts(self.config, table)).costs
 
     def room(self, table: Schedule) -> tuple[float, ...] | None:
-        """Return the bytes that --memory-limit-gib leaves on each rank for activations.
+        """Return, for each rank, the bytes that --memory-limit-gib leaves for activations.
 
         Returns None without that flag.
         """

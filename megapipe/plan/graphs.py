@@ -16,7 +16,7 @@ from megapipe.schedule.memory.slots import in_flight, splits
 
 
 def graphs_line(config: Config, table: Schedule, device: str) -> str:
-    """Return a line on what --cuda-graph-impl does in this run; empty without the flag.
+    """Return a line on what --cuda-graph-impl does in this run; "" without the flag.
 
     Args:
         table: the schedule of the run.
@@ -39,14 +39,22 @@ def graphs_line(config: Config, table: Schedule, device: str) -> str:
 
 
 def why_not(config: Config, table: Schedule) -> str:
-    """Return the first reason why a run on GPUs captures no CUDA graphs; empty if there is none."""
+    """Return the first reason why a run on GPUs captures no CUDA graphs; "" if it captures some.
+
+    Args:
+        table: the schedule of the run.
+    """
     return next(_reasons(config, table), "")
 
 
 def _reasons(config: Config, table: Schedule) -> Iterator[str]:
     """Yield each reason why passes cannot be captured as CUDA graphs, with its flag.
 
-    A graph replays the same kernels on the same addresses, without the host.
+    A graph replays the same kernels on the same addresses, without the host. So nothing may depend
+    on the microbatch.
+
+    Args:
+        table: the schedule of the run.
     """
     model = config.model
     par = config.parallel
@@ -100,7 +108,9 @@ def _reasons(config: Config, table: Schedule) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Graphs(OfPlan):
-    """The memory of the CUDA graphs of passes, as a part of a plan.
+    """The memory of CUDA graphs, as an optional part of a plan.
+
+    `peak` returns it.
 
     Attributes:
         hidden: bytes of the hidden states of a microbatch.
@@ -109,12 +119,13 @@ class Graphs(OfPlan):
     hidden: float
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the bytes of each rank's CUDA graphs, in place of the usual activations.
+        """Return, for each rank, the bytes of its CUDA graphs.
 
-        Their memory is never given back, and each microbatch in flight has its own graphs.
+        They replace the usual activations in the plan. Their memory is never given back, and each
+        microbatch in flight has its own graphs.
 
         Args:
-            usual: the peak of each rank's activations without graphs, which does not count here.
+            usual: the peak of each rank's activations without graphs. It is not used.
         """
         table = plan.schedule
         place = table.placement

@@ -17,12 +17,13 @@ FREE = 0.1
 
 
 def most_kept(config: Config, plan: Plan, memory: float | None) -> int:
-    """Return how many logits of a microbatch the loss may keep until backward, on each rank.
+    """Return how many logits of a microbatch the loss may keep until backward, on one rank.
 
-    More are not kept, but computed again.
+    If a microbatch has more, they are computed again in backward.
 
     Args:
-        memory: bytes of a rank's device. None if unknown: then as many as the plan has counted.
+        memory: bytes of memory of a rank's device. None if unknown: the number is then the one that
+            the plan has counted.
     """
     model = config.model
     place = plan.schedule.placement

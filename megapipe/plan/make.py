@@ -56,12 +56,12 @@ def make_plan(config: Config) -> Plan:
 
 
 def plan_of(config: Config, work: Pieces, *, recomputes: bool = False, moves: bool = True) -> Plan:
-    """Return the plan of a configuration for which the work of its model is known.
+    """Return the plan of a configuration, given the work of its model.
 
     Args:
         work: the work of embedding, layers and head.
-        recomputes: subtract the FLOPs that
-            --num-microbatches-with-partial-activation-checkpoints saves.
+        recomputes: subtract the FLOPs that --num-microbatches-with-partial-activation-checkpoints
+            saves.
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
     Raises: ConfigError and ScheduleError like `make_plan`.
     """
@@ -83,7 +83,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
     """Return the FLOPs and bytes of a run's embedding, layers, head and depths.
 
     Args:
-        model: the model to count, which may differ from the configuration's.
+        model: the model whose work is counted. It may differ from the configuration's.
     """
     par = config.parallel
     gathers = Gathers()
@@ -105,7 +105,7 @@ def pieces_of(config: Config, model: ModelConfig) -> Pieces:
 
 
 def _empty(config: Config, work: Pieces) -> Plan:
-    """Return a plan with a table that has no passes, and without depths of multi-token prediction.
+    """Return a plan whose table has no passes, and that has no depths of multi-token prediction.
 
     Args:
         work: the work of embedding, layers and head.
@@ -142,11 +142,11 @@ def _without_passes(place: Placement) -> Schedule:
 
 
 def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
-    """Return the table before depths and pairs are added.
+    """Return the table before pairs, depths and vocabulary are added.
 
     Args:
         recipe: says which order of passes to make.
-        draft: answers what the stages of a table cost.
+        draft: says what the stages of a table cost.
     """
     try:
         return recipe.chain(draft)
@@ -158,21 +158,21 @@ def _chain(config: Config, recipe: Recipe, draft: Draft) -> Schedule:
 
 
 def _as_searched(draft: Draft, place: Placement) -> Draft:
-    """Return the draft with the layers of each stage by which a search chose this placement."""
+    """Return the draft with the layers of each stage that a search assumed for this placement."""
     return replace(draft, counts=draft.plan(_without_passes(place)).counts)
 
 
 def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Plan:
     """Return a plan whose costs count the microbatches that its own table recomputes.
 
-    A run counts by its table how many microbatches are in flight, and so which of them recompute.
-    The table in turn follows from their costs, in pairs or with a shared vocabulary. So a plan is
-    made by the counts of the chain, then by the counts of its own table, until both agree. A few
-    recipes have no such table. The last table then keeps its own counts.
+    Which microbatches recompute depends on how many are in flight in the table. The table in turn
+    depends on the costs of recomputation, if it has pairs or a shared vocabulary. So a first plan
+    is made with the numbers of `chain`, the next with the numbers of its own table, until both
+    agree. If they never do, the last table keeps its own numbers.
 
     Args:
-        chain: the table before depths and pairs are added.
-        make: returns the plan of a draft.
+        chain: the table before pairs, depths and vocabulary are added.
+        make: takes a draft and returns its plan.
     """
     draft = _keeping(draft, chain)
     plan = make(draft)
@@ -187,9 +187,9 @@ def _settled(draft: Draft, chain: Schedule, make: Callable[[Draft], Plan]) -> Pl
 
 
 def _keeping(draft: Draft, table: Schedule) -> Draft:
-    """Return the draft with some microbatches that recompute nothing.
+    """Return the draft with the number of microbatches that recompute nothing, for each stage.
 
-    Their number is --num-microbatches-with-partial-activation-checkpoints. Without that flag the
+    It follows from --num-microbatches-with-partial-activation-checkpoints. Without that flag the
     draft is returned unchanged.
 
     Args:
@@ -215,7 +215,8 @@ def _best_split(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
     """Return the finished plan that has depths of multi-token prediction on the best ranks.
 
     Args:
-        chain: the table before depths and pairs are added.
+        recipe: says how the table is made.
+        chain: the table before pairs, depths and vocabulary are added.
     """
     # Each choice of ranks has a split of its own; the best is finished.
     choices = ranks_of_depths(draft.config, chain.placement)
@@ -230,8 +231,8 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
     """Add pairs, depths and vocabulary to a table, and choose the split if the layout is `auto`.
 
     Args:
-        chain: the table before depths and pairs are added.
-    Returns: (the draft with the split of least time, the recipe as it was given, the plan).
+        chain: the table before pairs, depths and vocabulary are added.
+    Returns: (the draft with the fastest split, the recipe as it was given, the plan).
     """
     plan = draft.plan(_with_ends(recipe, chain, draft))
     par = draft.config.parallel
@@ -246,11 +247,11 @@ def _split(draft: Draft, recipe: Recipe, chain: Schedule) -> tuple[Draft, Recipe
 def balanced_by_cost(
     plan: Plan, limit_gib: float | None = None, price: Callable[[Costs], Costs] = as_they_are
 ) -> Plan:
-    """Return the plan with the layers of each stage that take least simulated time.
+    """Return the plan after moving layers between stages so that the simulated step is shortest.
 
     Args:
-        limit_gib: the memory of a rank; None for no limit.
-        price: takes the costs of a split and returns those by which it is judged.
+        limit_gib: memory limit of a rank in GiB; None for no limit.
+        price: takes the costs of a split and returns the costs under which it is simulated.
     """
     even = replace(plan, counts=nearly_even(len(plan.pieces.layers), plan.schedule.placement.main))
     judge = Judge(plan.schedule, plan.pieces, price=price)
@@ -266,17 +267,17 @@ def balanced_by_cost(
 
 
 def _rank(plan: Plan, config: Config) -> tuple[bool, float]:
-    """Return a key by which plans are sorted: whether it exceeds the limit, then its makespan."""
+    """Return the key by which plans are sorted: (whether it exceeds the memory limit, makespan)."""
     limit = config.parallel.memory_limit_gib
     return limit is not None and max(plan.peak_bytes) > limit * GIB, plan.timeline.makespan
 
 
 def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
-    """Return a table with passes in pairs, and passes of depths and vocabulary, as the recipe asks.
+    """Return the table with pairs, depths and a shared vocabulary, as far as the recipe has them.
 
     Args:
-        chain: the table before depths and pairs are added.
-        draft: answers what the stages of a table cost.
+        chain: the table before pairs, depths and vocabulary are added.
+        draft: says what the stages of a table cost.
     """
     with _flags_named(draft.config):
         paired = recipe.with_pairs(chain, draft)
@@ -284,12 +285,12 @@ def _with_ends(recipe: Recipe, chain: Schedule, draft: Draft) -> Schedule:
 
 
 def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
-    """Return the plan of a table, after the recipe's last parts, such as copies and shards.
+    """Return the plan of a table, after adding the recipe's last parts: offload and sharding.
 
     Args:
-        draft: answers what the stages of a table cost.
-        table: has the passes of pairs, depths and vocabulary already.
-    Raises: ConfigError if it does not fit.
+        draft: says what the stages of a table cost.
+        table: the table with pairs, depths and vocabulary.
+    Raises: ConfigError if the plan does not fit the memory.
     """
     config = draft.config
     # Before the rest of the recipe, which may take seconds, and then of its result.
@@ -310,7 +311,7 @@ def _finished(draft: Draft, recipe: Recipe, table: Schedule) -> Plan:
 
 @contextmanager
 def _flags_named(config: Config) -> Iterator[None]:
-    """Turn an error of the recipe in the `with` block into one that names the user's flags."""
+    """Turn an error of a recipe within the block into one that names the user's flags."""
     try:
         yield
     except Refused as error:
@@ -324,9 +325,9 @@ def with_batch(plan: Plan, config: Config) -> Plan:
     """Return a plan for another batch size, with the same layers on the same ranks.
 
     Args:
-        config: has the other batch size.
+        config: the configuration with the other batch size.
     Raises: ScheduleError or ConfigError if the schedule has no table for its number of
-        microbatches, or if it does not fit.
+        microbatches, or if it does not fit the memory.
     """
     if config.num_microbatches == plan.schedule.num_microbatches:
         return plan
@@ -355,12 +356,14 @@ def with_batch(plan: Plan, config: Config) -> Plan:
 
 
 def _of_few(draft: Draft, recipe: Recipe, chain: Schedule) -> Plan:
-    """Return the plan of a batch that may be too small for a part of the recipe, such as copies.
+    """Return the plan of a batch that may be too small for some part of the recipe.
 
-    The plan then lacks that part.
+    If it is too small for a part, such as offload, the plan is made without that part.
 
     Args:
-        chain: the table before depths and pairs are added.
+        draft: says what the stages of a table cost.
+        recipe: says how the table is made.
+        chain: the table before pairs, depths and vocabulary are added.
     """
     try:
         return _finished(draft, recipe, _with_ends(recipe, chain, draft))

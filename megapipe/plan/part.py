@@ -20,12 +20,13 @@ Planner = Callable[[Config], Plan]
 
 
 class NothingToDo(ConfigError):
-    """The error of a part that flags ask for, and that a table of too few microbatches cannot have.
+    """The error for a part of a plan that flags ask for but that this table cannot have.
 
-    A run whose batch grows catches it, and does its small sizes without the part.
+    A table of few microbatches may have nothing to offload, for example. A run whose batch size
+    grows catches the error, and runs small batches without the part.
 
     Attributes:
-        part: its name.
+        part: the name of the part.
     """
 
     def __init__(self, part: str, problem: str) -> None:
@@ -35,22 +36,23 @@ class NothingToDo(ConfigError):
 
 @dataclass(frozen=True)
 class Part:
-    """An optional part of plans, as functions that answer for it.
+    """An optional part of plans, such as offload: a record of functions that make and check it.
 
-    A plan is made by calling them for each part in `parts.PARTS`.
+    To make a plan, the functions are called for each part in `parts.PARTS`. Their first argument is
+    the configuration.
 
     Attributes:
         name: the key in `Plan.own`, and the field of the recipe if it has one.
-        of: returns what the part adds to a plan; None for nothing. Its tables are the schedule
-            before and after activations move. The second is None while it is being made, and both
-            are None before there is one.
-        check: raises ConfigError if flags ask for what this table cannot have.
-        check_made: raises NothingToDo if the finished table lacks what flags ask for.
-        best: plans each open choice by calling its second argument, and returns the best plan; None
-            if the flags leave no choice.
-        chosen: returns the configuration with flags for the choice that `best` made in a plan.
+        of: returns what the part adds to a plan; None for nothing. Its other arguments are the
+            schedule before and after offload and sharding, each None if it does not exist yet.
+        check: raises ConfigError if flags ask for something that this table cannot have.
+        check_made: raises NothingToDo if the finished table lacks the part.
+        best: if the flags leave a choice open, returns the best plan; else None. Its second
+            argument makes the plan of a configuration in which the choice is made.
+        chosen: returns the configuration in which flags state the choice that `best` made in a
+            plan.
         without: returns the configuration without the flags of the part.
-        refused: returns an error that names the flags, given the recipe's error.
+        refused: takes the recipe's error and returns one that names the flags.
     """
 
     name: str

@@ -16,10 +16,10 @@ PARTS = *SHAPES, *FAMILIES, GRAPHS
 def own_parts(
     config: Config, plain: Schedule | None = None, made: Schedule | None = None
 ) -> dict[str, OfPlan]:
-    """Return what each optional part adds to a plan, by the part's name.
+    """Return {name of an optional part: what it adds to a plan}.
 
     Args:
-        plain: the schedule before activations move; None before there is one.
+        plain: the schedule before offload and sharding; None if it does not exist yet.
         made: the finished schedule; None while it is being made.
     """
     own: dict[str, OfPlan] = {}

@@ -31,10 +31,10 @@ Floats = tuple[float, ...]
 
 
 class _Columns(NamedTuple):
-    """Some fields of Work as columns.
+    """Some fields of `Work` as columns, for all stages.
 
-    Each has a value for each stage in the model's order, then one for each depth of multi-token
-    prediction.
+    A column has one value for each stage in the model's order, then one for each depth of
+    multi-token prediction.
     """
 
     f: Floats
@@ -47,21 +47,23 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The work of each piece of a model: embedding, layers, head.
+    """The work of each piece of a model: embedding, layers, head, and depths of prediction.
 
-    `stage` and `costs` return the work of stages made of these pieces.
+    `stage`, `costs` and `of_slices` return the work of stages made of these pieces. `further`,
+    `without_depths` and `on` return changed pieces.
 
     Attributes:
         embedding, layers, head: the work of each piece. The head has the last norm and the loss.
         kept: (the pieces without recomputation, for each stage the fraction of microbatches that do
-            not recompute); None if all microbatches do the same.
+            not recompute); None if all microbatches recompute, or none.
         overhead: time of every pass in addition to its work.
-        shares: ranks over which embedding and head are split; 1 if they are whole, on the stages at
-            the ends of the model.
+        shares: number of pipeline ranks over which embedding and head are split; 1 if they are on
+            the stages at the ends of the model.
         depths: the work of each depth of multi-token prediction, with a head.
         hidden: bytes of a microbatch's hidden states: (of the tokens on one rank, of all tokens). A
-            part of a split vocabulary needs all tokens.
-        wide: bytes of a key's gradient over bytes of a key. Slices add gradients in float32.
+            rank's part of a split vocabulary needs those for all tokens.
+        wide: bytes of a key's gradient, as a multiple of the bytes of a key. Slices add these
+            gradients in float32.
         modules: modules whose activations may be copied to the host; () for all.
     """
 
@@ -78,7 +80,7 @@ class Pieces:
 
     @cached_property
     def _sums(self) -> _Columns:
-        """The sum of each field over the first n layers, for n from 0 to the number of layers."""
+        """The sums of each field over the first n layers, for n from 0 to the number of layers."""
         # A search judges thousands of splits: a stage's work is the difference of two sums.
         sums = []
         for name in _Columns._fields:
@@ -106,7 +108,7 @@ class Pieces:
 
     @property
     def share(self) -> Work:
-        """One rank's part of a split embedding and a split head, with the losses of all depths."""
+        """One rank's part of a split embedding and head, with the losses of all depths."""
         head = self.head
         losses = 1 + len(self.depths)
         here, of_all = self.hidden
@@ -130,12 +132,12 @@ class Pieces:
         return tuple(depth + gone for depth in self.depths)
 
     def costs(self, counts: Sequence[int]) -> Costs:
-        """Return the times and bytes of the stages of a split, and then of the depths.
+        """Return the times and bytes of the stages of a split, then of the depths.
 
         Times are in the unit of the pieces' work.
 
         Args:
-            counts: layers of each stage, in the model's order.
+            counts: number of layers of each stage, in the model's order.
         """
         column = self._columns(counts)
         if self.kept is not None:
@@ -164,7 +166,11 @@ class Pieces:
         return replace(costs, s=share.f + share.b, t=share.w, mem_s=share.held - mask)
 
     def further(self, depths: tuple[Work, ...]) -> Pieces:
-        """Return the pieces with these depths of multi-token prediction."""
+        """Return the pieces with depths of multi-token prediction added.
+
+        Args:
+            depths: the work of each depth.
+        """
         kept = self.kept
         if kept is not None:
             whole, fractions = kept
@@ -182,14 +188,14 @@ class Pieces:
         return replace(self, depths=(), kept=kept)
 
     def of_slices(self, costs: Costs, counts: Sequence[int]) -> Costs:
-        """Return the costs of stages that run a microbatch in slices of its sequence.
+        """Return the costs of stages whose microbatches are cut into slices of the sequence.
 
         Attention's fraction of each pass is added, as it differs between slices. So are the bytes
         of keys and values, which later slices read.
 
         Args:
             costs: the costs of the stages for microbatches that are not cut.
-            counts: layers of each stage, in the model's order.
+            counts: number of layers of each stage, in the model's order.
         """
         # Slices exclude depths and a shared vocabulary: a stage has layers, and perhaps an end.
         stages = []
@@ -209,7 +215,7 @@ class Pieces:
         )
 
     def on(self, ranks: int) -> Pieces:
-        """Return the same work, with the overhead of each pass that `ranks` pipeline ranks have."""
+        """Return the pieces with the overhead that each pass has on `ranks` pipeline ranks."""
         # A stage with 1/P of the model is the unit, however many stages a rank has.
         whole = sum((layer.f for layer in self.layers), self.embedding.f + self.head.f)
         return replace(self, overhead=OVERHEAD * whole / ranks)
@@ -218,7 +224,7 @@ class Pieces:
         """Return the work of each stage of a split, and then of each depth, field by field.
 
         Args:
-            counts: layers of each stage, in the model's order.
+            counts: number of layers of each stage, in the model's order.
         """
         ends = list(accumulate(counts, initial=0))
         columns = []
@@ -238,7 +244,7 @@ class Pieces:
 
 
 def _mixed(some: Floats, others: Floats, fractions: Floats) -> Floats:
-    """Return the mean of two values for each stage, weighted.
+    """Return, for each stage, a weighted mean of two values.
 
     Args:
         some, others: the values of each stage.
@@ -249,7 +255,7 @@ def _mixed(some: Floats, others: Floats, fractions: Floats) -> Floats:
 
 
 def _fractions(parts: Sequence[float], wholes: Sequence[float]) -> Floats:
-    """Return parts[i] / wholes[i] for each stage, at most 1; 0 where the whole is 0."""
+    """Return parts[i] / wholes[i] for each stage i, at most 1; 0 if the whole is 0."""
     pairs = zip(parts, wholes, strict=True)
     # Rounding of the sums can make a part larger than its whole.
     return tuple(min(1.0, part / whole) if whole else 0.0 for part, whole in pairs)
@@ -268,25 +274,25 @@ def pieces(
     modules: tuple[str, ...] = (),
     gathers: Gathers = NOT_GATHERED,
 ) -> Pieces:
-    """Return the work of a GPT, layer by layer with its overrides.
+    """Return the work of each piece of a GPT. Layers may have overrides of their own.
 
     FLOPs are summed over tensor-parallel ranks, for the tokens of one context-parallel rank. A
-    multiplication and an addition count as two. Projections count by their real number of
-    heads, causal scores by half, and the head with the padded vocabulary (Narayanan et al. 2021,
-    appendix). An input gradient costs what the forward does and the scores once more, a weight
-    gradient the projections alone (Qi et al. 2023, table 1). Recomputation is added to the input
-    gradient.
+    multiplication and an addition count as two. Causal attention scores count by half, and the head
+    has the padded vocabulary (Narayanan et al. 2021, appendix). An input gradient costs as much as
+    the forward and the scores once more. A weight gradient costs as much as the projections (Qi et
+    al. 2023, table 1). Recomputation is added to the input gradient.
 
     Bytes are counted on one rank: inputs of linear layers, norms and attention, and one byte for
     each element that dropout may zero. The source is Korthikanti et al. 2022, section 4.1, with
-    attention that keeps no scores. Full recomputation by `block` counts as none.
+    attention that keeps no scores. Full recomputation with the method `block` counts as no
+    recomputation.
 
     Args:
         seq_length: tokens of a sequence.
         micro_batch_size: sequences of a microbatch.
-        tp, cp: tensor- and context-parallel ranks.
-        ep: ranks that share the experts, under an even load.
-        etp: ranks that share each expert; None for `tp`.
+        tp, cp: number of tensor- and of context-parallel ranks.
+        ep: number of expert-parallel ranks. Tokens are assumed to be spread evenly over them.
+        etp: number of ranks that split each expert; None for `tp`.
         element_bytes: bytes of an element of an activation.
         modules: modules whose activations may be copied to the host; () for all.
         gathers: ranks that gather weights in eight bits.
@@ -318,7 +324,11 @@ def pieces(
 
 
 def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
-    """Return the work of each layer, with its own overrides of the model's configuration."""
+    """Return the work of each layer, with its overrides of the model's configuration.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split a layer.
+    """
     different = model.layers
     if not (model.per_layer_overrides or model.has_experts or model.first_last_layers_bf16):
         different = 1
@@ -334,7 +344,10 @@ def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
 def _depth(model: ModelConfig, load: Load) -> Work:
     """Return the work of a depth of multi-token prediction, without its head.
 
-    A depth has a layer, and a projection that joins its two inputs after a norm of each.
+    A depth has a layer, and before it a projection of its two inputs, which are normed first.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split a layer.
     """
     h = model.hidden
     product = 2.0 * load.tokens * 2 * h * h
@@ -352,7 +365,11 @@ def _depth(model: ModelConfig, load: Load) -> Work:
 
 
 def _head(model: ModelConfig, load: Load) -> Work:
-    """Return the work of the output head with the norm before it and the loss."""
+    """Return the work of the output head with the norm before it and the loss.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split a layer.
+    """
     h = model.hidden
     vocab = model.padded_vocab_size or 0
     product = 2.0 * load.tokens * h * vocab

@@ -17,25 +17,27 @@ from megapipe.schedule.recipe import Recipe
 
 
 class Stored(NamedTuple):
-    """The bytes of one parameter: of its weight, and of its gradient."""
+    """The bytes of one parameter: of its weight and of its gradient."""
 
     weight: float
     gradient: float
 
 
 class OfPlan:
-    """The additions of an optional part, such as offloading or sharding, to a plan.
+    """The base class for what an optional part, such as offload or sharding, adds to a plan.
 
-    The methods of this base class add nothing; a part's class overrides some of them.
+    The methods here add nothing, and a part's class overrides some of them. They return bytes
+    (`stored`, `least`, `peak`), costs (`priced`) and lines for the user (`changes`, `summary`).
 
     Attributes:
-        holds: names what the part adds to a rank's peak besides state and activations, for errors.
+        holds: words for what the part adds to a rank's peak besides state and activations, for
+            errors.
     """
 
     holds = ""
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
-        """Return the bytes of a parameter's weight and gradient that a rank keeps.
+        """Return the bytes of one parameter's weight and gradient that a rank keeps.
 
         Args:
             whole: the bytes if the parameter is not sharded.
@@ -53,14 +55,14 @@ class OfPlan:
         return costs
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the bytes on each rank, besides the state, without which no stage can run."""
+        """Return, for each rank, bytes in addition to its state that running any stage needs."""
         return [0.0] * plan.schedule.placement.num_ranks
 
     def peak(self, plan: Plan, usual: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the most bytes of activations on each rank.
+        """Return, for each rank, the most bytes of activations.
 
         Args:
-            usual: the same without this part, by the simulated step.
+            usual: the same without this part, from the simulated step.
         """
         return usual
 
@@ -75,21 +77,24 @@ class OfPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The division of work over the ranks, and the prediction of time and memory.
+    """The division of a model over the ranks, with its predicted time and memory.
 
-    A chain is the stages of one copy of the model; DualPipe has two.
+    Properties return, for each stage, its layers (`spans`), `works` and `costs`. `timeline` is the
+    simulated step. Others return bytes for each rank. A chain is the stages of one copy of the
+    model; DualPipe has two.
 
     Attributes:
-        counts: layers of each stage of a chain.
+        counts: number of layers of each stage of a chain.
         pieces: the work of embedding, layers and head.
-        state: bytes of a parameter, its gradient and optimizer state that a rank keeps all along.
+        state: bytes that a rank keeps for one parameter: weight, gradient and optimizer state.
         of_expert: the same for a parameter of an expert.
         whole: bytes of a parameter's weight and gradient without sharding.
         stored: the part of `whole` that a rank keeps between steps.
         tied: the output head uses the word embedding's weight.
         vocab_weights: elements of the word embedding.
-        tp: ranks that split each parameter; expert_ranks: ranks that split the experts.
-        own: additions of optional parts, by name, such as sharding, slices or CUDA graphs.
+        tp: number of ranks that split each parameter.
+        expert_ranks: number of ranks that split the experts.
+        own: {name: what this optional part adds}, such as sharding, slices or CUDA graphs.
         before: the plan that was replaced by an automatic choice: the even split, or the other
             placement of the vocabulary. None if nothing was chosen.
         given: times of passes and messages, from --pipeline-costs; None without the flag.
@@ -131,7 +136,7 @@ class Plan:
     def costs(self) -> Costs:
         """The times and bytes of each stage's passes.
 
-        Times are --pipeline-costs' if given, else FLOPs.
+        Times are the ones in --pipeline-costs if the flag is given, else FLOPs.
         """
         counted = self.pieces.costs(self.counts)
         costs = counted
@@ -164,7 +169,7 @@ class Plan:
 
     @property
     def least_bytes(self) -> tuple[float, ...]:
-        """Bytes that each rank needs to run any stage: its state, and the least that it gathers."""
+        """Bytes that each rank needs to run any stage: its state, and the least it must gather."""
         # Less than the peak, which gathers early where there is room: a limit leaves the rest.
         least = self.state_bytes
         for one in self.own.values():
@@ -181,10 +186,10 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """The groups of pipeline ranks that have equal weights, by name.
+        """The groups of pipeline ranks that hold equal weights: {name: ranks}.
 
-        `ends`: ranks whose stages use the same embedding or head.
-        `twins`: (0, 1), the two ends of DualPipe's mirrored copies.
+        `ends`: ranks whose stages use the same embedding or head. `twins`: (0, 1), the two ends of
+        DualPipe's mirrored copies.
         """
         return sharing(self.schedule.placement, tied=self.tied)
 
@@ -206,7 +211,7 @@ class Plan:
         return total / self.tp + sum(self.works[stage].rounded for stage in stages)
 
     def _state_of(self, stage: int, embeds: bool) -> Iterator[float]:
-        """Yield summands of a stage's bytes between steps, over all tensor-parallel ranks.
+        """Yield the summands of a stage's bytes between steps, over all tensor-parallel ranks.
 
         Args:
             embeds: the stage's rank has the embedding of the same copy of the model.
@@ -245,7 +250,7 @@ class Plan:
 
 
 def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Return the groups of pipeline ranks that have equal weights, by name; see `Plan.shares`.
+    """Return the groups of pipeline ranks that hold equal weights, as in `Plan.shares`.
 
     Args:
         tied: the output head uses the word embedding's weight.
@@ -270,7 +275,7 @@ def sharing(place: Placement, *, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def stages_with_depths(place: Placement) -> tuple[int, ...]:
-    """Return, for each depth of multi-token prediction, the last main stage on its rank.
+    """Return, for each depth of multi-token prediction, the last other stage on its rank.
 
     A layout string lists depths by these stages.
     """
@@ -282,9 +287,9 @@ def stages_with_depths(place: Placement) -> tuple[int, ...]:
 
 
 def added_by_depths(spans: Sequence[LayerSpan], *, tied: bool) -> tuple[int, int]:
-    """Return the copies of embedding and head that the depths of prediction on a rank add.
+    """Return how often the depths of multi-token prediction add embedding and head to a rank.
 
-    Each depth has a gradient of both. It adds a weight if no other stage of the rank has it.
+    Each depth adds a gradient of both. It adds their weight if no other stage of the rank has it.
 
     Args:
         spans: the rank's stages in one copy of the model.

@@ -42,7 +42,7 @@ SHARE = 0.2
 def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
     """Return the recipe of the table that the flags ask for.
 
-    The ranks of multi-token prediction depths are left open; see `split.ranks_of_depths`.
+    The ranks of multi-token prediction depths are not in it; `split.ranks_of_depths` lists choices.
 
     Args:
         moves: offload or recompute activations that do not fit into --memory-limit-gib.
@@ -68,7 +68,7 @@ def recipe_of(config: Config, *, moves: bool = True) -> Recipe:
 
 
 def order_of(config: Config, microbatches: int) -> Recipe:
-    """Return the recipe without pairs and depths: the order of passes, the stages, the slices.
+    """Return the recipe with only the order of passes, the stages and the slices.
 
     Args:
         microbatches: the number of microbatches of a step.
@@ -113,10 +113,11 @@ def _search(config: Config, microbatches: int) -> Search:
 
 
 def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
-    """Return which activations are offloaded or recomputed, and when; None for none.
+    """Return the settings for offload and recomputation in the table; None for neither.
 
     Args:
-        moves: move activations that do not fit into --memory-limit-gib, without a flag that asks.
+        moves: offload or recompute activations that do not fit into --memory-limit-gib, even if no
+            flag asks for that.
         any_order: a search finds the order of passes.
     """
     limit = config.parallel.memory_limit_gib is not None
@@ -135,12 +136,13 @@ def _offload(config: Config, *, moves: bool, any_order: bool) -> Offload | None:
 def schedule_of(config: Config, microbatches: int) -> Schedule:
     """Return the table of the stages that the flags ask for, without depths of prediction.
 
-    A searched order gets hardly any search here: only a plan knows what its stages cost.
+    If the order comes from a search, the search here is very short, because only a plan knows what
+    the stages cost.
 
     Args:
         microbatches: the number of microbatches of a step.
-    Raises: ScheduleError if no table has these numbers. ConfigError if --pipeline-schedule
-        has another number of stages than the flags or --pipeline-costs.
+    Raises: ScheduleError if no table has these numbers. ConfigError if --pipeline-schedule has
+        another number of stages than the flags or --pipeline-costs.
     """
     recipe = order_of(config, microbatches)
     # Hardly any effort, on the last placement: the one with the most stages.
@@ -151,14 +153,14 @@ def schedule_of(config: Config, microbatches: int) -> Schedule:
 
 
 def step_of(config: Config, table: Schedule) -> StepPasses:
-    """Return the passes outside forward and backward that flags ask for, such as gradient sums.
+    """Return which passes that run once per step flags ask for, such as reductions of gradients.
 
-    Without --enable-optimizer-post-validation the update follows all passes, when the gradient norm
-    is known, and is not in the table.
+    The update is among them with --enable-optimizer-post-validation. Otherwise it follows all
+    passes, when the gradient norm is known.
 
     Args:
         table: the table of passes, perhaps from a user's file.
-    Raises: ScheduleError for a table with V, or with shards, without their flags.
+    Raises: ScheduleError for a table with validation (V) or sharding without the flags for these.
     """
     par = config.parallel
     late = par.enable_optimizer_post_validation
@@ -189,10 +191,10 @@ def step_of(config: Config, table: Schedule) -> StepPasses:
 
 
 def whole_step(table: Schedule, config: Config, costs: Costs = UNIT) -> Schedule:
-    """Return the table with the passes that flags ask for outside forward and backward.
+    """Return the table with the passes that run once per step, as flags ask for them.
 
     Args:
-        costs: times of passes, by which the added passes are placed.
+        costs: times of passes. They decide where the added passes stand.
     """
     recipe = Recipe(table.name, step=step_of(config, table), replicas=config.copies_state)
     # A file's U and V stand where its author put them; a run puts them where its costs say.

@@ -32,9 +32,9 @@ PER_RANK = "--num-virtual-stages-per-pipeline-rank"
 
 
 def schedule_name(config: Config) -> str:
-    """Return the name in --pipeline-schedule.
+    """Return the name of the schedule in --pipeline-schedule.
 
-    Without the flag it is 1f1b, or interleaved if flags ask for several stages on each rank.
+    Without the flag the name is 1f1b, or interleaved if flags ask for several stages on each rank.
 
     Raises: ConfigError if the layers, or the stages of a layout, do not divide as flags say.
     """
@@ -47,11 +47,11 @@ def is_searched(name: str) -> bool:
 
 
 def kept_shares(schedule: Schedule, some: int) -> tuple[float, ...]:
-    """Return the fraction of microbatches that each stage does not recompute.
+    """Return, for each stage, the fraction of microbatches that it does not recompute.
 
     Args:
-        schedule: its replicas of a stage, as in DualPipe, count together.
-        some: microbatches in flight on a stage that keep their activations.
+        schedule: the table. The two replicas of a stage in DualPipe are counted together.
+        some: of the microbatches in flight on a stage, the number that keep their activations.
     """
     kept = share_of_window(schedule, some)
     place = schedule.placement
@@ -74,12 +74,12 @@ def forwards(config: Config, microbatches: int) -> int:
 
 
 def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
-    """Return the layers of each stage, in the model's order.
+    """Return the number of layers of each stage, in the model's order.
 
     For the layout `auto` it is the even split, which a search replaces.
 
     Args:
-        placement: has the stages of the model, without depths.
+        placement: the stages of the model, without depths of multi-token prediction.
     Raises: ConfigError if the layers do not divide as the flags say.
     """
     par = config.parallel
@@ -108,7 +108,7 @@ def counts_of(config: Config, placement: Placement) -> tuple[int, ...]:
 
 
 def chunks_of(config: Config) -> int | None:
-    """Return the stages on a rank that flags ask for; None if they leave the number open.
+    """Return the number of stages on a rank that flags ask for; None if they leave it open.
 
     With DualPipe it is the number for each of the two copies of the model.
 
@@ -126,7 +126,11 @@ def chunks_of(config: Config) -> int | None:
 
 
 def _chunks_of_layout(layout: str, ranks: int) -> int:
-    """Return the stages on a rank, given a layout string and the number of pipeline ranks."""
+    """Return the number of stages on a rank that a layout string has.
+
+    Args:
+        ranks: number of pipeline ranks.
+    """
     stages = len(parse_layout(layout))
     chunks, rest = divmod(stages, ranks)
     if rest:
@@ -139,7 +143,7 @@ def _chunks_of_layout(layout: str, ranks: int) -> int:
 
 
 def _chunks_of_layers(config: Config, count: int) -> int:
-    """Return the stages on a rank if each stage has `count` layers.
+    """Return the number of stages on a rank, if each stage has `count` layers.
 
     Raises: ConfigError if the layers do not fill the stages.
     """
@@ -165,7 +169,7 @@ def _chunks_of_layers(config: Config, count: int) -> int:
 
 
 def other_stages(config: Config, schedule: Schedule) -> str | None:
-    """Return an error that says how a schedule's stages differ from those in the flags.
+    """Return an error text that says how a schedule's stages differ from the flags.
 
     Returns None if they agree, or if no flag asks for a number of stages.
 
@@ -200,7 +204,7 @@ def other_stages(config: Config, schedule: Schedule) -> str | None:
 def placements(config: Config) -> tuple[Placement, ...]:
     """Return the placements of stages on ranks among which a search may choose.
 
-    Raises: ConfigError if --pipeline-costs has another number of stages than each of them.
+    Raises: ConfigError if --pipeline-costs has another number of stages than all of them.
     """
     ranks = config.parallel.pipeline_model_parallel_size
     costs = given_costs(config)
@@ -220,9 +224,10 @@ def placements(config: Config) -> tuple[Placement, ...]:
 
 
 def _filled(config: Config) -> tuple[int, ...]:
-    """Return how many stages a rank may have: one count, or several for a search to try.
+    """Return the numbers of stages per rank to try.
 
-    It is the number that the flags ask for, or each of 1, 2 and 4 that the layers fill.
+    They are the one number that the flags ask for. Otherwise they are 1, 2 and 4, as far as the
+    layers fill the stages.
     """
     if asked := chunks_of(config):
         return (asked,)
@@ -240,7 +245,7 @@ def _filled(config: Config) -> tuple[int, ...]:
 def given_costs(config: Config) -> Costs | None:
     """Return the costs of --pipeline-costs; None without the flag.
 
-    Raises: ConfigError if it is no costs file.
+    Raises: ConfigError if the file is no costs file.
     """
     path = config.parallel.pipeline_costs
     if path is None:
@@ -253,10 +258,10 @@ def given_costs(config: Config) -> Costs | None:
 
 
 def of_chain(config: Config, costs: Costs, place: Placement) -> Costs:
-    """Return the costs of the stages without depths, from the costs of --pipeline-costs.
+    """Return the costs in --pipeline-costs for the stages without multi-token prediction depths.
 
     Args:
-        costs: may have values for depths of prediction after the stages, which are left out.
+        costs: the costs in the file. Values for depths, after those for the stages, are left out.
         place: the placement of the stages.
     Raises: ConfigError if `costs` is for other stages or ranks.
     """

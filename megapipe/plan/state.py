@@ -20,7 +20,7 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
     """Return the bytes of (gradient, optimizer state, main parameter) for one parameter.
 
     Args:
-        half: weights have 16 bits. Only then a parameter may have a main parameter in float32.
+        half: whether weights have 16 bits. Only then there may be a main parameter in float32.
     Raises: ConfigError if --optimizer names none that exists.
     """
     size = {"fp32": 4, "bf16": 2}
@@ -34,10 +34,10 @@ def bytes_of_state(optimizer: OptimizerConfig, half: bool) -> tuple[int, int, in
 def bytes_of_parameter(
     config: Config, own: Iterable[OfPlan], *, experts: bool = False
 ) -> tuple[float, Stored]:
-    """Return the bytes that a rank keeps of one parameter between steps.
+    """Return the bytes that a rank keeps for one parameter between steps.
 
     Args:
-        own: optional parts of the plan, such as sharding, that may split weight and gradient.
+        own: optional parts of the plan. Some, such as sharding, split weight and gradient.
         experts: the parameter is an expert's.
     Returns: (all bytes with the optimizer state, the bytes of weight and gradient among them).
     """
@@ -64,7 +64,10 @@ def whole_parameter(config: Config) -> Stored:
 
 
 def refuse_too_much(plan: Plan, config: Config) -> None:
-    """Raises: ConfigError for a plan that needs more than --memory-limit-gib."""
+    """Refuse a plan that needs more memory than --memory-limit-gib.
+
+    Raises: ConfigError that names the rank and what needs the memory.
+    """
     gib = config.parallel.memory_limit_gib
     need, rank = max((need, rank) for rank, need in enumerate(plan.peak_bytes))
     if gib is None or need <= gib * GIB:

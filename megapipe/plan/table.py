@@ -40,11 +40,11 @@ def table(plan: Plan, parameters: Sequence[int] | None = None) -> str:
 
 
 def cells_of(plan: Plan, parameters: Sequence[int] | None = None) -> list[tuple[str, ...]]:
-    """Return the head of the table, and the cells of each stage.
+    """Return the table of stages as text cells: first the column titles, then a row for each stage.
 
-    They are the stage's layers by their global numbers, from 0; forward FLOPs of a microbatch,
-    summed over the tensor-parallel ranks; its share of all compute time; and the predicted peak
-    memory of its rank.
+    A row has the stage's layers, by global numbers from 0. It has the forward FLOPs of a microbatch
+    over all tensor-parallel ranks, and the stage's share of all compute time. Last is the predicted
+    peak memory of the stage's rank.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count
@@ -90,8 +90,8 @@ def to_html(plan: Plan) -> str:
 def summary(plan: Plan, config: Config, parameters: Sequence[int] | None = None) -> str:
     """Return the table of stages with the lines below it.
 
-    They say what a token uses of experts, the size of a checkpoint, and what context and expert
-    parallelism send.
+    The lines say how many parameters of experts a token uses, the size of a checkpoint, and how
+    many bytes context and expert parallelism send.
 
     Args:
         parameters: number of parameters of each stage, counted on the built model; None to count
@@ -114,7 +114,7 @@ def own_lines(plan: Plan) -> list[str]:
 
 
 def _active(plan: Plan) -> str:
-    """Return a line on the number of parameters that a token uses; empty if it uses all."""
+    """Return a line on the number of parameters that a token uses; "" if it uses all."""
     # DualPipe's second chain has the same parameters once more.
     works = plan.works[: plan.schedule.placement.chain]
     whole = sum(work.parameters for work in works)
@@ -128,15 +128,15 @@ def _active(plan: Plan) -> str:
 
 
 def layout_of_plan(plan: Plan) -> str:
-    """Return the layout string of a plan's split, with its depths of multi-token prediction."""
+    """Return the layout string of a plan's split, including multi-token prediction depths."""
     return layout_string(plan.counts, stages_with_depths(plan.schedule.placement))
 
 
 def changes(plan: Plan) -> str:
-    """Return lines on an automatic split next to the split that it replaced.
+    """Return text that compares an automatic split with the split that it replaced.
 
-    Lines on activations that the table moves follow. The text is empty if nothing was chosen or
-    moved.
+    Lines on activations that the table offloads or recomputes follow. The text is "" if there is
+    neither.
     """
     lines = _split_lines(plan)
     for one in plan.own.values():
@@ -165,7 +165,7 @@ def _split_lines(plan: Plan) -> list[str]:
 
 
 def _holds(span: LayerSpan) -> str:
-    """Return the parts of a stage other than layers: embedding, loss, mtp; "-" for none."""
+    """Return a stage's parts other than layers, as words: embedding, loss, mtp; "-" for none."""
     if span.depth:
         return f"mtp {span.depth} loss"
     return " ".join(["embedding"] * span.embedding + ["loss"] * span.loss) or "-"
@@ -205,7 +205,7 @@ def saved_bytes(plan: Plan, config: Config, parameters: Sequence[int]) -> int:
     """Return the bytes of a checkpoint's tensors, over all ranks.
 
     Args:
-        parameters: the number of parameters of each stage, over its tensor-parallel ranks.
+        parameters: number of parameters of each stage, summed over its tensor-parallel ranks.
     """
     # A second chain has the weights of the first, and tied weights are saved once.
     once = sum(parameters[: plan.schedule.placement.chain]) - plan.tied * plan.vocab_weights
@@ -224,7 +224,7 @@ def _bytes_of_parameter(config: Config) -> tuple[int, int]:
 
 
 def checkpoint_line(plan: Plan, config: Config) -> str:
-    """Return a line on the size of checkpoints; empty without --save."""
+    """Return a line on the size of checkpoints; "" without --save."""
     if config.checkpoint.save is None:
         return ""
     size, most = checkpoint_bytes(plan, config)

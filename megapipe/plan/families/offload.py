@@ -30,19 +30,20 @@ FLOPS_PER_BYTE = 8000.0
 
 @dataclass(frozen=True)
 class Copies(OfPlan):
-    """The copies of activations to the host, as a part of a plan.
+    """The copies of activations to the host, as an optional part of a plan.
 
-    `priced` adds their times and bytes to the costs, and `changes` reports them.
+    `asked` and `of` make it from the flags. `priced` adds times and bytes of the copies to the
+    costs, and `changes` reports the copies.
 
     Attributes:
-        flag: the flag that asks for copies. Under --memory-limit-gib alone it is that flag.
-        share: the fraction of each microbatch's bytes that may go. Keys and values of slices always
-            go entirely.
+        flag: the flag that asks for copies. If no other flag does, it is --memory-limit-gib.
+        share: the fraction of each microbatch's bytes that may be copied. Keys and values of slices
+            are always copied entirely.
         time: the time of a copy in one direction, as a fraction of a forward with its backward.
             None computes it from the bytes.
-        chunks: only the first `chunks` stages of a rank copy; None for all.
+        chunks: copy only for the first `chunks` stages of each rank; None for all.
         input: bytes of a forward's input, which stay on the device if the forward is recomputed.
-        modules: only activations of these modules go, by --offload-modules; () for all.
+        modules: copy only activations of these modules, from --offload-modules; () for all.
     """
 
     flag: str
@@ -68,7 +69,7 @@ class Copies(OfPlan):
         """Return the copies of a run.
 
         Args:
-            flag: the flag that asks for them, which lines and errors name.
+            flag: the flag that asks for them. Printed lines and errors name it.
         """
         par = config.parallel
         model = config.model
@@ -89,6 +90,7 @@ class Copies(OfPlan):
         """Return the costs with the time of each stage's copies, and the bytes that a copy frees.
 
         Args:
+            plan: the plan, whose stages the costs are for.
             costs: the costs of the plan's stages so far.
             counted: the costs by FLOPs, without --pipeline-costs.
         """
@@ -113,9 +115,10 @@ class Copies(OfPlan):
         return replace(costs, o=took, l=took)
 
     def changes(self, plan: Plan) -> list[str]:
-        """Return lines for the user: which activations move, why, and memory and time of each rank.
+        """Return lines for the user on which activations are offloaded or recomputed, and why.
 
-        The list is empty for a table that copies and recomputes nothing.
+        They also give memory and time of each rank. The list is empty for a table that copies and
+        recomputes nothing.
         """
         if not plan.schedule.kinds & MOVES:
             return []
@@ -131,7 +134,7 @@ class Copies(OfPlan):
 
 
 def _saved(before: Timeline, now: Timeline) -> str:
-    """Return the end of the first line: both peaks in GiB, and how much longer the step takes.
+    """Return text on both peaks in GiB, and on how much longer the copies make the step.
 
     Args:
         before: the simulated step without copies.
@@ -186,11 +189,12 @@ def _of(config: Config, plain: Schedule | None, made: Schedule | None) -> Copies
 
 
 def _check(config: Config, table: Schedule, terms: Terms) -> None:
-    """Raises: ConfigError if the modules of --offload-modules have nothing that may be copied.
+    """Refuse --offload-modules with modules that keep nothing that may be copied.
 
     Args:
         table: the table before any copies.
-        terms: answers what the stages of a table cost.
+        terms: says what the stages of a table cost.
+    Raises: ConfigError that names the modules.
     """
     asked = Copies.asked(config)
     if asked is None or not asked.modules:
@@ -212,11 +216,12 @@ def _check(config: Config, table: Schedule, terms: Terms) -> None:
 
 
 def _check_made(config: Config, table: Schedule, recipe: Recipe) -> None:
-    """Raises: NothingToDo if flags ask to copy everything possible, and the table copies nothing.
+    """Refuse a table without copies if flags ask to copy everything possible.
 
     Args:
         table: the finished table.
         recipe: how the table was made, with the activations that it was to copy.
+    Raises: NothingToDo, which says what to change.
     """
     asked = Copies.asked(config)
     # Within a memory limit a table may rightly hold everything, or compute it again.

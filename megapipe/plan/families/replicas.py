@@ -15,7 +15,9 @@ from megapipe.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class Replicas(OfPlan):
-    """Copies of states, as a part of a plan: their bytes, their time, and what they protect from.
+    """The copies of each rank's state on peers, as an optional part of a plan.
+
+    `priced` adds their time to the costs, and `summary` says what they cost and protect from.
 
     Attributes:
         config: the configuration of the run.
@@ -24,7 +26,14 @@ class Replicas(OfPlan):
     config: Config
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with the time of a copy; nothing is sent where states are equal."""
+        """Return the costs with the time of a copy added.
+
+        Ranks whose states are equal anyway send nothing.
+
+        Args:
+            costs: the costs of the plan's stages so far.
+            counted: the costs by FLOPs, without --pipeline-costs.
+        """
         if costs.p or self.config.equal_states > 1:
             return costs
         # As sharding counts it: FLOPs of a device while it receives a byte.
@@ -68,7 +77,10 @@ class Replicas(OfPlan):
 
 
 def stage_bytes(plan: Plan, config: Config) -> list[float]:
-    """Return the bytes of a rank's state of each stage: main parameters and moments, not padded."""
+    """Return, for each stage, the bytes of its state on one rank.
+
+    The state is main parameters and moments, without padding.
+    """
     _, moments, master = bytes_of_state(config.optimizer, config.precision.half)
     each = moments + (master or config.precision.element_bytes)
     sharded = config.parallel.splits_optimizer
@@ -90,7 +102,7 @@ def stage_bytes(plan: Plan, config: Config) -> list[float]:
 
 
 def _shown(plan: Plan) -> float:
-    """Return the share by which the copies make the simulated step longer."""
+    """Return the fraction by which the copies make the simulated step longer."""
     table = Recipe(plan.schedule.name, replicas=True).around(plan.schedule)
     return simulate(table, plan.costs).makespan / plan.timeline.makespan - 1
 

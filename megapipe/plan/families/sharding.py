@@ -22,16 +22,18 @@ from megapipe.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class Sharding(OfPlan):
-    """Shards of gradients, or of weights too, as a part of a plan.
+    """The shards of gradients, or of weights too, as an optional part of a plan.
 
-    Tensors are whole only while consecutive passes of a stage use them. Its methods add the
-    collectives' times and the bytes of gathered tensors to the plan.
+    Full tensors exist only while consecutive passes of a stage use them. `priced` adds the times of
+    collectives and the bytes of gathered tensors to the costs. `stored` and `least` return bytes
+    that a rank needs, and `summary` a line on all this.
 
     Attributes:
-        weights: weights are sharded too, and not gradients alone.
-        replicas: ranks with the same dense weights; same: ranks with the same experts.
-        link: FLOPs that a device computes while it receives a byte from a data-parallel rank. Times
-            of gathers in --pipeline-costs replace it.
+        weights: weights are sharded too, not only gradients.
+        replicas: number of ranks among which dense weights are sharded.
+        same: number of ranks among which the weights of an expert are sharded.
+        link: FLOPs that a device computes while it receives a byte from a data-parallel rank. It
+            gives the times of gathers, unless --pipeline-costs has them.
     """
 
     weights: bool
@@ -42,11 +44,11 @@ class Sharding(OfPlan):
     holds = "gathered weights and gradients"
 
     def stored(self, whole: Stored, *, experts: bool) -> Stored:
-        """Return the bytes of weight and gradient that a rank keeps of one parameter.
+        """Return the bytes of one parameter's weight and gradient that a rank keeps.
 
         Args:
             whole: the bytes without sharding.
-            experts: the parameter is an expert's, which fewer ranks share.
+            experts: the parameter is an expert's, which is sharded among fewer ranks.
         """
         ranks = self.same if experts else self.replicas
         weight = whole.weight
@@ -55,7 +57,7 @@ class Sharding(OfPlan):
         return Stored(weight, whole.gradient / ranks)
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-        """Return the costs with times of gathers and reduce-scatters, and gathered bytes.
+        """Return the costs with the times of gathers and reduce-scatters, and with gathered bytes.
 
         Args:
             costs: the costs of the plan's stages so far.
@@ -93,13 +95,13 @@ class Sharding(OfPlan):
         return replace(costs, mem_a=tuple(gathered), mem_g=whole, mem_lent=tuple(tied))
 
     def least(self, plan: Plan) -> Sequence[float]:
-        """Return the gathered bytes on each rank if tensors are freed as soon as possible."""
+        """Return, for each rank, the gathered bytes if tensors are freed as soon as possible."""
         return whole_at_most(plan.schedule, plan.costs, Living(int(self.weights), 1))
 
     def summary(self, plan: Plan) -> str:
-        """Return a line on the number of collectives, the gathered GiB, and the time that they add.
+        """Return a line on the number of collectives, the gathered GiB, and the time that both add.
 
-        It is empty for a table without collectives of shards.
+        It is "" for a table without such collectives.
         """
         table = plan.schedule
         if table.kinds.isdisjoint(SHARDS):
@@ -133,13 +135,15 @@ class Sharding(OfPlan):
 
 
 class _Own(NamedTuple):
-    """The parameters of each stage on one of its tensor-parallel ranks, in the order of the stages.
+    """The parameters of each stage on one of its tensor-parallel ranks.
+
+    Lists are in the order of the stages.
 
     Attributes:
         dense: parameters outside experts.
         experts: parameters of experts.
-        lighter: bytes that are saved where weights are gathered in eight bits.
-        borrows: the stage whose head reads the first stage's tied embedding; 0 for none.
+        lighter: bytes that are saved if weights are gathered in eight bits.
+        borrows: number of the stage whose head reads the first stage's tied embedding; 0 for none.
     """
 
     dense: list[float]
@@ -149,10 +153,10 @@ class _Own(NamedTuple):
 
 
 def _own_stages(plan: Plan) -> _Own:
-    """Return the parameters of each stage that are sharded, and so have to be gathered.
+    """Return the parameters of each stage that are sharded and have to be gathered.
 
-    The rows of a vocabulary that is split over the pipeline are never sharded. A tied weight counts
-    once on a rank that has both embedding and head.
+    The rows of a vocabulary that is split over the pipeline are never sharded. If a rank has both
+    embedding and head, their tied weight counts once.
     """
     place = plan.schedule.placement
     works: list[Work] = list(plan.works[: place.chain])

@@ -12,10 +12,10 @@ from megapipe.plan.plan import Plan
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the faster of two plans: a vocabulary split over all ranks, or whole at the two ends.
+    """Return the faster of two plans: with the vocabulary split over all ranks, or not.
 
     Args:
-        planned: makes the plan of a configuration in which this choice is made.
+        planned: takes a configuration in which this choice is made and returns its plan.
     Returns: None if the flags leave no choice.
     """
     par = config.parallel

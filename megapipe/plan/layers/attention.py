@@ -20,7 +20,11 @@ SMALLEST_BLOCK = 128
 
 
 def attention_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of a layer's attention and the norm before it."""
+    """Return the work and memory of a layer's attention, with the norm before it.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split the layer.
+    """
     if model.no_attention:
         return Work()
     if model.multi_latent_attention:
@@ -52,7 +56,7 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
-    """Return the fields `held` and `copied` of Work: bytes that attention keeps for backward."""
+    """Return {"held", "copied": bytes} that attention keeps for backward: fields of `Work`."""
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
     grouped = model.heads > model.query_groups
@@ -91,7 +95,7 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
 
 
 def _around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
-    """Return (bytes, module) for what attention's norms, its input and its dropout keep."""
+    """Return [(bytes, module)] for what attention's norms, its input and its dropout keep."""
     h = model.hidden
     # The norm's result can be recomputed. Without a norm before attention its input is the
     # residual stream itself.
@@ -104,12 +108,12 @@ def _around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
 
 
 def _sinks(model: ModelConfig) -> int:
-    """Return the number of learned sinks, one for each head or none."""
+    """Return the number of learned attention sinks: one for each head, or 0."""
     return model.heads * (model.softmax_type == "learnable")
 
 
 def _by_blocks(model: ModelConfig, load: Load) -> bool:
-    """Return whether attention is computed by blocks of keys."""
+    """Return whether attention is computed block by block of keys."""
     return load.meets or model.attention_dropout > 0 or model.needs_blocks
 
 
@@ -190,7 +194,7 @@ def _latent_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, Any]:
-    """Return the fields `held` and `copied` of Work: the bytes that multi-latent attention keeps.
+    """Return {"held", "copied": bytes}: the fields of `Work` for multi-latent attention.
 
     Args:
         wide: the number of channels of all heads together, as attention pads them: the wider of

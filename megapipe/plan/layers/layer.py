@@ -12,7 +12,11 @@ from megapipe.plan.layers.work import Work
 
 
 def layer_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of a transformer layer with this configuration."""
+    """Return the work and memory of a transformer layer with this configuration.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split the layer.
+    """
     work = attention_work(model, load) + mlp_work(model, load)
     # By `block` the layers of a stage differ, and a plan that may move layers counts none of them.
     if model.recompute_granularity != "full" or model.recompute_method == "block":

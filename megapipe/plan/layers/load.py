@@ -9,12 +9,13 @@ from megapipe.config import ModelConfig
 
 
 class Gathers(NamedTuple):
-    """The numbers of data-parallel ranks that gather weights from each other in eight bits.
+    """The data-parallel ranks that gather weights from each other in eight bits.
 
     Attributes:
-        dense: ranks with shards of a dense layer's weights; 1 if each has them all.
-        experts: ranks with shards of an expert's weights; 1 if each has them all.
-        drops: gathered weights are freed each time that consecutive passes have used them.
+        dense: number of ranks with shards of a dense layer's weights; 1 if each rank has all
+            weights.
+        experts: number of ranks with shards of an expert's weights; 1 if each rank has all weights.
+        drops: gathered weights are freed after each sequence of passes that use them.
     """
 
     dense: int = 1
@@ -27,20 +28,22 @@ NOT_GATHERED = Gathers()
 
 @dataclass(frozen=True)
 class Load:
-    """A microbatch's tokens on one rank, and the ranks that split a layer.
+    """The load of one rank: a microbatch's tokens on it, and the ranks that split a layer with it.
 
-    The methods turn numbers of channels into FLOPs and bytes.
+    The methods turn numbers of channels into FLOPs and bytes: `scores` and `sliced` for attention,
+    `saved` and `bytes` for activations.
 
     Attributes:
-        seq: tokens of a whole sequence.
-        tokens: tokens of the microbatch on this context-parallel rank.
-        tp: tensor-parallel ranks.
-        shared: ranks that split the hidden states between linear layers; 1 without sequence
-            parallelism.
+        seq: number of tokens in a whole sequence.
+        tokens: number of the microbatch's tokens on this context-parallel rank.
+        tp: number of tensor-parallel ranks.
+        shared: number of ranks that split the hidden states between linear layers; 1 without
+            sequence parallelism.
         element: bytes of an element of an activation.
-        meets: attention goes block by block, because keys arrive from context-parallel ranks.
-        ep: ranks of expert parallelism.
-        etp: ranks that split each expert.
+        meets: attention is computed block by block, because keys arrive from context-parallel
+            ranks.
+        ep: number of expert-parallel ranks.
+        etp: number of ranks that split each expert.
         modules: names of modules whose activations may be copied to the host.
         gathers: ranks that gather weights in eight bits.
     """
@@ -59,11 +62,11 @@ class Load:
     def scores(self, channels: int, window: int | None) -> float:
         """Return the FLOPs of one matrix product of causal attention.
 
-        Attention has two: queries with keys, and probabilities with values.
+        Attention has two products: queries with keys, and probabilities with values.
 
         Args:
             channels: the number of channels of all heads together.
-            window: tokens before itself that a token attends to; None for all.
+            window: number of earlier tokens that a token attends to; None for all.
         """
         reach = self.seq
         if window is not None:
@@ -75,15 +78,16 @@ class Load:
     def sliced(
         self, scores: float, again: float, channels: int, window: int | None
     ) -> dict[str, Any]:
-        """Return the fields scores_f, scores_b and keys of Work: they make later slices dearer.
+        """Return {"scores_f", "scores_b", "keys": value}: the fields of `Work` for slices.
 
-        A slice is a part of a microbatch's sequences. Later slices attend to more tokens.
+        A slice is a part of a microbatch's sequences. Later slices attend to more tokens, so they
+        cost more.
 
         Args:
             scores: FLOPs of attention's products in forward.
             again: the FLOPs of attention's products in backward, as a multiple of `scores`.
             channels: the number of channels of all keys and values together.
-            window: tokens before itself that a token attends to; None for all.
+            window: number of earlier tokens that a token attends to; None for all.
         """
         growing = scores
         # Within a window all tokens attend to equally many, so later slices cost no more.
@@ -96,7 +100,7 @@ class Load:
         }
 
     def saved(self, *parts: tuple[float, str]) -> dict[str, Any]:
-        """Return the fields `held` and `copied` of Work: bytes of activations until backward.
+        """Return {"held", "copied": bytes} of activations kept until backward: fields of `Work`.
 
         Args:
             parts: (bytes, names of the modules that save them, separated by spaces).
@@ -110,16 +114,17 @@ class Load:
         """Return the bytes of activations on a rank.
 
         Args:
-            between: features between linear layers, which sequence parallelism splits.
-            inside: features within linear layers and heads, which tensor parallelism splits.
-            masked: features between linear layers that also have a dropout mask, a byte each.
+            between: features per token between linear layers, which sequence parallelism splits.
+            inside: features per token within linear layers and heads, which tensor parallelism
+                splits.
+            masked: features between linear layers that also have a dropout mask of one byte each.
         """
         outside = (self.element * between + masked) / self.shared
         return self.tokens * (outside + self.element * inside / self.tp)
 
 
 def norms_of_half(model: ModelConfig) -> int:
-    """Return the number of norms around attention, and around an MLP: 1 or 2."""
+    """Return the number of norms around attention, which is also that around an MLP: 1 or 2."""
     return model.has_pre_norm + model.has_post_norm
 
 

@@ -19,7 +19,11 @@ NUMBER = 8
 
 
 def mlp_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of a layer's MLP, dense or of experts, and the norm before it."""
+    """Return the work and memory of a layer's MLP or experts, with the norm before it.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split the layer.
+    """
     if model.no_mlp:
         return Work()
     if model.has_experts:
@@ -64,19 +68,19 @@ def _parameters(model: ModelConfig, width: int) -> int:
 def _kept(model: ModelConfig) -> int:
     """Return the number of tensors [tokens, width] that an MLP keeps for backward.
 
-    They are the output of its first product and the input of its last. Activations between them
-    keep nothing else, see `config.model.activation`.
+    The tensors are the output of its first product and the input of its last. The activation
+    between the two products keeps nothing else, see `config.model.activation`.
     """
     return ACTIVATIONS[model.activation].kept
 
 
 def _shares_norm(model: ModelConfig) -> bool:
-    """Return whether the MLP reads the result of attention's norm, which then counts there."""
+    """Return whether the MLP reads the output of attention's norm, whose bytes count there."""
     return model.parallel_attention_mlp == "one_norm" and not model.no_attention
 
 
 def _sums_first(model: ModelConfig) -> bool:
-    """Return whether a norm before the MLP keeps its input, and attention's norm not the same."""
+    """Return whether a norm before the MLP keeps its input, and attention's norm keeps another."""
     follows = model.parallel_attention_mlp is None or model.no_attention
     return model.has_pre_norm and follows
 
@@ -87,17 +91,17 @@ def _norms(model: ModelConfig) -> int:
 
 
 def _keeps_normed(model: ModelConfig) -> bool:
-    """Return whether the input of an MLP is kept, and attention does not keep the same."""
+    """Return whether the input of an MLP is kept and attention does not keep the same tensor."""
     again = model.has_pre_norm and model.recompute_norms
     return not again and not _shares_norm(model)
 
 
 class _Rows(NamedTuple):
-    """The rows of a microbatch on one rank; a row is a token on its way to one of its experts.
+    """The rows of a microbatch on one rank. A row is a token on its way to one of its experts.
 
     Attributes:
-        here: rows that this rank's experts compute.
-        exchanged: rows come from other ranks by an all-to-all.
+        here: number of rows that this rank's experts compute.
+        exchanged: whether rows come from other ranks by an all-to-all.
         numbers: bytes of the tables that say where each row goes.
     """
 
@@ -107,7 +111,11 @@ class _Rows(NamedTuple):
 
 
 def _experts(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of a layer's experts, their router, and the norm before them."""
+    """Return the work and memory of a layer's experts, their router, and the norm before them.
+
+    Args:
+        load: the tokens of a microbatch on one rank, and the ranks that split the layer.
+    """
     h = model.hidden
     experts = model.experts
     choices = model.moe_router_topk
@@ -151,7 +159,7 @@ def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
     """Return how many rows this rank's experts compute, and whether the rows are exchanged.
 
     Args:
-        accepted: rows that no expert drops, of all tensor-parallel ranks together.
+        accepted: number of rows that no expert drops, on all tensor-parallel ranks together.
     """
     tokens = load.tokens / load.shared
     choices = model.moe_router_topk
@@ -170,8 +178,10 @@ def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
 
 
 def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str]]:
-    """Return what experts, router and norm keep until backward.
+    """Return the bytes that experts, router and norm keep until backward.
 
+    Args:
+        rows: the rows of the microbatch on one rank.
     Returns: (bytes, names of the modules that save them, separated by spaces) for each group of
         tensors.
     """
@@ -194,7 +204,11 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
 
 
 def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
-    """Return the bytes kept by router, shared expert, and the tables that say where rows go."""
+    """Return the bytes that router, shared expert, and the tables of where rows go keep.
+
+    Args:
+        rows: the rows of the microbatch on one rank.
+    """
     tokens = load.tokens / load.shared
     choices = tokens * model.moe_router_topk
     score = _score(model)

@@ -12,25 +12,27 @@ from megapipe.plan.layers.load import Load
 class Work:
     """The work and memory of one microbatch in a piece of the model.
 
-    A piece is an embedding, a layer, a head, or a stage of these. Works of several pieces add up.
-    Bytes are counted on one rank, FLOPs and parameters over all ranks that split the piece.
+    A piece is an embedding, a layer, a head, or a stage of these. The works of several pieces can
+    be added. `part` divides, `in_fp8` adds quantised weights, and `time` sums the passes. Bytes are
+    counted on one rank, FLOPs and parameters over all ranks that split the piece.
 
     Attributes:
-        f: forward, in FLOPs or any unit of time.
-        b: gradient of the input.
-        w: gradients of the weights.
+        f: the forward, in FLOPs or any unit of time.
+        b: the gradient of the input, in the same unit.
+        w: the gradients of the weights, in the same unit.
         held: bytes kept from F to B.
-        kept: bytes that stay until W: a part of `held`, with the tensors that B adds.
+        kept: bytes kept from B to W: a part of `held`, and the tensors that B adds.
         parameters: the number of parameters.
-        unused: parameters that a token does not use, as it goes to few experts.
-        experts: parameters that expert-parallel ranks split.
-        scores_f: the part of `f` that is causal attention to all tokens before.
+        unused: number of parameters that a token does not use, because it goes to few experts.
+        experts: number of parameters that expert-parallel ranks split.
+        scores_f: the part of `f` that is attention to earlier tokens.
         scores_b: the same part of `b`.
         keys: bytes of keys and values.
         kept_keys: bytes of the keys and values of slices that `held` does not count.
-        rounded: bytes of weights in eight bits, in addition to the parameters.
-        copied: the part of `held` that the modules of --offload-modules save.
-        lighter: bytes that gathered weights save where they are in eight bits.
+        rounded: bytes of copies of weights in eight bits, in addition to the parameters.
+        copied: the part of `held` that the modules in --offload-modules keep, and so may be
+            offloaded.
+        lighter: bytes by which gathered weights are smaller because they are in eight bits.
     """
 
     f: float = 0.0
@@ -53,7 +55,7 @@ class Work:
         return Work(*map(add, vars(self).values(), vars(other).values()))
 
     def part(self, shares: int) -> Work:
-        """Return the work of one of `shares` equal parts of an embedding and a head."""
+        """Return the work of one of `shares` equal parts of this embedding and head."""
         return Work(
             self.f / shares,
             self.b / shares,
@@ -64,10 +66,10 @@ class Work:
         )
 
     def in_fp8(self, load: Load) -> Work:
-        """Return this layer's work, with the bytes of weights that are quantised for a step.
+        """Return this layer's work, with the bytes of weights that are quantised once a step.
 
         Args:
-            load: has the ranks that split the layer, and the ranks that gather its weights.
+            load: the ranks that split the layer, and the ranks that gather its weights.
         """
         rounded = 0.0
         lighter = 0.0

@@ -19,25 +19,27 @@ Sizes = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Device:
-    """The speeds of a device; all devices of a run are equal.
+    """The speeds of a device and its links. All devices of a run are equal.
 
     The defaults are for an H100 SXM in a node of eight. The peak is NVIDIA's for dense bf16, and
-    products of a GPT are assumed to reach half of it.
+    matrix products are assumed to reach half of it. `seconds`, `rate` and `speed` return times and
+    speeds; `links` and `assumed` describe them.
 
     Attributes:
         flops: FLOP/s that matrix products of this model reach, at most.
-        node: the number of devices that the fast links join.
+        node: number of devices in a node, which fast links connect.
         inside: bytes per second that a device sends within a node.
         outside: bytes per second that a device sends to another node.
         latency: seconds of each message and of each collective.
         overhead: seconds that each pass takes in addition to its work.
         peak: FLOP/s of the data sheet, in which MFU is measured.
         source: where these numbers come from, in words.
-        memory: bytes per second that an update reads and writes; 0 for updates in no time.
-        by_product: (FLOP of a product, FLOP/s); () if products of every size reach `flops`.
-        by_message: (bytes of a message within a node, its seconds); () for bytes / `inside` and
+        memory: bytes per second that an update reads and writes; 0 if updates are to take no time.
+        by_product: pairs (FLOP of a matrix product, its FLOP/s); () if products of every size reach
+            `flops`.
+        by_message: pairs (bytes of a message within a node, its seconds); () to use `inside` and
             `latency`.
-        by_far_message: the same beyond a node, in place of `outside`.
+        by_far_message: the same for messages to another node; () to use `outside`.
     """
 
     flops: float = 5e14
@@ -55,14 +57,14 @@ class Device:
 
     @property
     def links(self) -> str:
-        """Return the bandwidths within and between nodes, and the latency, in words."""
+        """Return, in words, the bandwidths within and between nodes, and the latency."""
         near = f"{self.inside / 1e9:.4g} GB/s among {self.node}"
         far = f"{self.outside / 1e9:.4g} GB/s beyond"
         return f"{near}, {far}, {self.latency * 1e6:.4g} us a message"
 
     @property
     def assumed(self) -> str:
-        """Return all speeds in words, and where they come from."""
+        """Return, in words, all speeds and where they come from."""
         products = f"{self.flops / 1e12:.4g} TFLOP/s of {self.peak / 1e12:.4g}"
         if self.by_product:
             products = f"{self.by_product[0][1] / 1e12:.4g} to {products} by their size"
@@ -74,8 +76,9 @@ class Device:
 
         Args:
             sent: bytes that each rank sends in all of them together.
-            extent: devices from the first to the last rank. Beyond a node, the slower links count.
-            calls: the number of collectives, each with the latency of one.
+            extent: number of devices from the first to the last rank. If it exceeds a node, the
+                slower links count.
+            calls: number of collectives. Each adds the latency.
         """
         if not sent:
             return 0.0
@@ -85,7 +88,7 @@ class Device:
         return sent / self.speed(extent) + calls * self.latency
 
     def rate(self, product: float) -> float:
-        """Return the FLOP/s of passes whose matrix products have a size.
+        """Return the FLOP/s of passes, given the size of their matrix products.
 
         Args:
             product: FLOP of one product, as a mean over the products.
@@ -95,16 +98,23 @@ class Device:
         return _between(product, self.by_product)
 
     def speed(self, extent: int) -> float:
-        """Return the bytes per second that a device sends to another.
+        """Return the bytes per second that a device sends to another device.
 
         Args:
-            extent: devices from the first to the last rank. Beyond a node, the slower links count.
+            extent: number of devices from the first to the last rank. If it exceeds a node, the
+                slower links count.
         """
         return self.inside if extent <= self.node else self.outside
 
 
 def _between(size: float, known: Sizes) -> float:
-    """Return the value of a size, on the line between its neighbours; beyond the ends, theirs."""
+    """Return a value for `size`, by linear interpolation between known sizes.
+
+    Beyond the smallest and the largest known size it is their value.
+
+    Args:
+        known: pairs (size, value), ascending.
+    """
     if size <= known[0][0]:
         return known[0][1]
     for (less, before), (more, after) in pairwise(known):
@@ -114,7 +124,13 @@ def _between(size: float, known: Sizes) -> float:
 
 
 def _time_of(size: float, known: Sizes) -> float:
-    """Return the seconds of a message. Above the largest known size its speed stays the same."""
+    """Return the seconds of a message of `size` bytes.
+
+    Above the largest known size its speed stays the same.
+
+    Args:
+        known: pairs (bytes, seconds), ascending.
+    """
     largest, _ = known[-1]
     return _between(size, known) * max(1.0, size / largest)
 
@@ -140,12 +156,12 @@ and over one InfiniBand card a device beyond it (400 Gbit/s; with A100s 200).
 
 
 def load_device(flag: str, given: str) -> Device:
-    """Return a device by name, or from a JSON object with some fields of Device.
+    """Return a device, given by its name or by a JSON file with some fields of `Device`.
 
-    Fields that the object leaves out keep the defaults of an H100.
+    Fields that the file leaves out keep the defaults of an H100.
 
     Args:
-        flag: the flag that gave it, for errors.
+        flag: the flag that gave the name or file, for errors.
         given: a name of DEVICES, or the path of a .json.
     Raises: ConfigError that names the file and the field.
     """
@@ -186,20 +202,21 @@ _BY_SIZE = {"flops": "by_product", "inside": "by_message", "outside": "by_far_me
 
 
 def _is_number(value: object, *, or_zero: bool = False) -> bool:
-    """Return whether parsed JSON is a number that a speed may be."""
+    """Return whether parsed JSON is a positive number, or zero if `or_zero`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return 1e-30 <= value <= 1e30 or (or_zero and value == 0)
 
 
 def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
-    """Return fields of Device from a list by size: the list itself, and its largest speed.
+    """Return {field of `Device`: value} from a list by size: the list itself and its largest speed.
 
     Args:
-        where: names flag, file and field for errors.
-        name: flops, with FLOP/s by the FLOP of a product; or inside or outside, with seconds by
-            the bytes of a message.
-    Raises: ConfigError if it is no list of pairs in ascending order.
+        where: flag, file and field in words, for errors.
+        name: "flops", "inside" or "outside".
+        rows: for "flops" pairs (FLOP of a product, FLOP/s), else pairs (bytes of a message,
+            seconds).
+    Raises: ConfigError if `rows` are no pairs in ascending order.
     """
     pairs: list[tuple[float, float]] = []
     for row in rows:
@@ -230,9 +247,9 @@ def _by_size(where: str, name: str, rows: Sequence[object]) -> dict[str, Any]:
 
 
 def device_of(config: Config) -> Device | None:
-    """Return the device of --rates, by default an H100.
+    """Return the device that --rates describes; without the flag an H100.
 
-    Returns None for a run on CPUs, whose rates nobody knows, unless --rates gives them.
+    Returns None for a run on CPUs without --rates, because their rates are not known.
     Raises: ConfigError if the file of --rates cannot be read.
     """
     given = config.check.rates

@@ -30,6 +30,7 @@ def with_messages(costs: Costs, plan: Plan, config: Config, device: Device) -> C
 
     Args:
         costs: the seconds of each stage's passes without communication.
+        device: the speeds of devices and links.
     """
     means = (_mean_of_layer(costs.f, plan), _mean_of_layer(costs.b, plan))
     forward, backward = of_layer(means, config, device)
@@ -65,14 +66,14 @@ def _share_of(computed: tuple[float, ...], whole: tuple[float, ...]) -> float:
 
     Args:
         computed: seconds of each stage's pass without communication.
-        whole: the same with communication.
+        whole: seconds of each stage's pass with communication.
     """
     total = sum(whole)
     return 1 - sum(computed) / total if total else 0.0
 
 
 def of_layer(means: tuple[float, float], config: Config, device: Device) -> tuple[float, float]:
-    """Return (forward, backward): the seconds that a layer's pass waits for its collectives.
+    """Return (forward, backward): seconds that a pass of one layer waits for its collectives.
 
     Args:
         means: the seconds that a layer computes, (forward, backward), as means over the layers.
@@ -115,15 +116,15 @@ def of_layer(means: tuple[float, float], config: Config, device: Device) -> tupl
 
 
 def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -> float:
-    """Return the seconds of collectives over ranks that hold copies of the same weights, by rings.
+    """Return the seconds of ring collectives over ranks with copies of the same weights.
 
-    A ring runs through all ranks of a node before it leaves the node, each ring by another network
-    card. So the bytes between nodes are divided by the number of these ranks on a node.
+    There are several rings. Each runs through all ranks of a node before it leaves the node by its
+    own network card. So the bytes between nodes are divided by the number of these ranks on a node.
 
     Args:
         sent: bytes that each rank sends in all of them together.
         ranks: the number of ranks.
-        extent: devices from the first to the last rank.
+        extent: number of devices from the first to the last rank.
         calls: the number of collectives.
     """
     if extent <= device.node:
@@ -134,9 +135,9 @@ def ring(device: Device, sent: float, ranks: int, extent: int, calls: int = 1) -
 
 
 def _stage_extent(config: Config) -> int:
-    """Return how many devices lie from a rank of a stage to its neighbour in the next stage.
+    """Return the number of devices from a rank of one stage to its peer in the next stage.
 
-    The number decides whether a message stays in a node.
+    It decides whether a message between stages stays within a node.
     """
     par = config.parallel
     extent = par.context_parallel_size * par.tensor_model_parallel_size
@@ -147,7 +148,7 @@ def _stage_extent(config: Config) -> int:
 
 
 def _message(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds of a message between two stages: hidden states, or their gradient."""
+    """Return the seconds of a message between two stages: hidden states or their gradient."""
     model = config.model
     tokens = config.batch.sequence * config.batch.micro_batch
     # With sequence parallelism each tensor-parallel rank sends its own part of the sequence.
@@ -162,10 +163,10 @@ def _message(plan: Plan, config: Config, device: Device) -> float:
 
 
 def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Costs:
-    """Return the costs with the seconds to gather weights and to reduce-scatter gradients.
+    """Return the costs with the seconds of weight gathers and gradient reduce-scatters.
 
     Args:
-        costs: has the bytes that are gathered and reduced for each stage.
+        costs: the costs, with the bytes that are gathered and reduced for each stage.
     """
     n = config.weight_replicas
     extent = replicas(config)
@@ -180,14 +181,16 @@ def _with_shards(costs: Costs, plan: Plan, config: Config, device: Device) -> Co
 
 
 def _per_stage(sizes: PerStage) -> tuple[float, ...]:
-    """Return sizes as a tuple with one for each stage. A single number means a single stage."""
+    """Return sizes as a tuple with one for each stage; a single number is for a single stage."""
     if isinstance(sizes, tuple):
         return sizes
     return (sizes,)
 
 
 def _mean_of_layer(times: PerStage, plan: Plan) -> float:
-    """Return the mean seconds of a pass of one layer, with its part of embedding and head.
+    """Return the mean seconds that a pass takes for one layer.
+
+    Embedding and head are spread evenly over the layers.
 
     Args:
         times: seconds of that pass on each stage.
@@ -201,7 +204,7 @@ def _mean_of_layer(times: PerStage, plan: Plan) -> float:
 
 
 def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) -> float:
-    """Return the seconds of a layer's collectives that its matrix products do not hide.
+    """Return the seconds of a layer's collectives that its matrix products cannot hide.
 
     With --tp-comm-overlap a product is computed in pieces, while the collective of another piece
     runs. The first or last piece has nothing to hide with.
@@ -223,7 +226,7 @@ def _not_hidden(sent: float, computed: float, model: ModelConfig, ranks: int) ->
 
 
 def replicas(config: Config) -> int:
-    """Return how many devices lie from the first to the last rank with the same weights."""
+    """Return the number of devices from the first to the last rank with the same weights."""
     # With this order of ranks, pipeline comes before data parallel.
     if config.parallel.use_tp_pp_dp_mapping:
         return config.world_size
@@ -231,12 +234,12 @@ def replicas(config: Config) -> int:
 
 
 def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -> PerStage:
-    """Return the fractions that attention has of the new times, if its own time stays the same.
+    """Return attention's fraction of new times, if the seconds of attention stay the same.
 
     Args:
         share: attention's fraction of the old time of each stage.
         old: seconds of each stage without communication.
-        new: the same with communication.
+        new: seconds of each stage with communication.
     """
     if not isinstance(share, tuple):
         return share
@@ -245,12 +248,12 @@ def _rescaled(share: PerStage, old: tuple[float, ...], new: tuple[float, ...]) -
 
 
 class OfRank(NamedTuple):
-    """The parameters of one rank whose gradients are summed over data parallel.
+    """The parameters of one rank whose gradients are reduced over data parallelism.
 
     Attributes:
-        dense: parameters outside experts.
-        experts: parameters of experts.
-        lighter: bytes that weights in eight bits save in a gather.
+        dense: number of parameters outside experts.
+        experts: number of parameters of experts.
+        lighter: bytes by which a gather is smaller because weights are in eight bits.
     """
 
     dense: float
@@ -261,8 +264,9 @@ class OfRank(NamedTuple):
 def sums(plan: Plan, config: Config, device: Device) -> float:
     """Return the seconds that the slowest rank communicates after the last pass of a step.
 
-    It sums gradients over data parallel, adds the gradients of DualPipe's second copy, and gathers
-    updated weights. Passes of the table do this for sharded weights, so that nothing is counted.
+    The rank reduces gradients over data parallelism, adds the gradients of DualPipe's second copy,
+    and gathers updated weights. With sharded weights, passes of the table do this, so that it is
+    not counted here.
     """
     place = plan.schedule.placement
     tp = config.parallel.tensor_model_parallel_size
@@ -280,7 +284,7 @@ def sums(plan: Plan, config: Config, device: Device) -> float:
 
 
 def sums_of(rows: Sequence[OfRank], config: Config, device: Device) -> float:
-    """Return the seconds in which the slowest of these ranks sums gradients and gathers weights.
+    """Return the seconds that the slowest rank reduces gradients and gathers weights.
 
     Args:
         rows: the parameters of each pipeline rank.

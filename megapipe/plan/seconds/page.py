@@ -22,9 +22,9 @@ UNKNOWN = (
 
 
 def digest(plan: Plan, config: Config) -> str:
-    """Return twelve hexadecimal digits that name a plan.
+    """Return twelve hexadecimal digits that identify a plan.
 
-    Two runs with the same digest have the same table, layers, layout and predicted memory.
+    Two runs with the same digits have the same table, layers, layout and predicted memory.
     """
     model = config.model
     par = config.parallel
@@ -49,7 +49,7 @@ def digest(plan: Plan, config: Config) -> str:
 
 
 def page(plan: Plan, config: Config, device: Device) -> str:
-    """Return lines on the seconds of a step, their causes, and the assumed rates of the device."""
+    """Return text on the seconds of a step, their causes, and the assumed speeds of the device."""
     size, _ = checkpoint_bytes(plan, config)
     name = f"plan {digest(plan, config)}; a checkpoint has {size / GIB:.3g} GiB"
     found = predicted(plan, config, device)
@@ -66,9 +66,10 @@ def page(plan: Plan, config: Config, device: Device) -> str:
 
 
 def predicted(plan: Plan, config: Config, device: Device) -> dict[str, Any] | None:
-    """Return `numbers` of a plan; None if --pipeline-costs gave the times of its passes.
+    """Return the numbers of `numbers` for a plan.
 
-    Those times have a unit of their own, which no rate of a device turns into seconds.
+    Returns None if --pipeline-costs gave the times of its passes. They have an unknown unit, which
+    no speed of a device turns into seconds.
     """
     if plan.given is not None:
         return None
@@ -76,7 +77,7 @@ def predicted(plan: Plan, config: Config, device: Device) -> dict[str, Any] | No
 
 
 def in_short(found: dict[str, Any]) -> str:
-    """Return seconds, tokens per second, MFU and bubble in a line.
+    """Return a line with seconds, tokens per second, MFU and bubble.
 
     Args:
         found: the result of `numbers`.
@@ -88,13 +89,13 @@ def in_short(found: dict[str, Any]) -> str:
 
 
 def numbers(one: Timed, device: Device) -> dict[str, Any]:
-    """Return the predicted speed of a plan: step time, tokens per second, MFU, and shares.
+    """Return the predicted speed of a plan: {name: number}.
 
     Args:
         one: a plan with the times of its step.
-        device: the device whose peak MFU is measured by.
+        device: the device. Its peak FLOP/s are those for MFU.
     Returns: `seconds` of a step, `tokens_per_second` of all devices, `mfu` of the device's peak,
-        `bubble` as a fraction of the step, and `shares`: the fraction of the step by cause. The
+        `bubble` as a fraction of the step, and `shares`: {cause: its fraction of the step}. The
         shares add up to 1.
     """
     config = one.config

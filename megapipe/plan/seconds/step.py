@@ -35,13 +35,16 @@ A run chooses by its own table.
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan and the times of its step.
+    """A plan with the predicted seconds of its step.
+
+    `layout` returns the sizes of its parallelism, `moves` whether it offloads, and `passes` the
+    seconds before the reduction of gradients.
 
     Attributes:
         schedule: the name of its schedule.
         step: seconds of a step.
-        peak: bytes of the rank that needs most.
-        parts: seconds of a step by cause. The rest of the step is the same for every plan.
+        peak: bytes of memory on the rank that needs most.
+        parts: {cause: seconds of a step}. The rest of the step is the same for every plan.
     """
 
     config: Config
@@ -58,12 +61,12 @@ class Timed:
 
     @property
     def moves(self) -> bool:
-        """Return whether its table offloads or recomputes single activations."""
+        """Return whether its table offloads or recomputes activations of single microbatches."""
         return not self.plan.schedule.kinds.isdisjoint(MOVES)
 
     @property
     def passes(self) -> float:
-        """Return the seconds of the step before gradients are summed and weights updated."""
+        """Return the seconds of the step before gradients are reduced and weights updated."""
         return self.step - self.parts[SUMS] - self.parts[UPDATE]
 
 
@@ -82,10 +85,10 @@ def layout_of(config: Config) -> Layout:
 
 
 def timed(plan: Plan, config: Config, device: Device, *, sends: bool = True) -> Timed:
-    """Return a plan with the times of its step.
+    """Return a plan with the predicted seconds of its step.
 
     Args:
-        config: has the batch, and whether anything is recomputed.
+        config: the configuration, for batch size and recomputation.
         sends: whether messages between stages take time; False makes them free.
     """
     whole = plan.schedule
@@ -138,16 +141,16 @@ def _end(clock: Clock) -> float:
 
 
 def _busy(clock: Clock) -> float:
-    """Return the seconds in which ranks run passes, summed over ranks.
+    """Return the seconds in which ranks run passes, summed over the ranks.
 
     Args:
-        clock: start and end of each pass of each rank.
+        clock: start and end of each step of each rank.
     """
     return sum(sum(ends) - sum(starts) for starts, ends in zip(clock.start, clock.end, strict=True))
 
 
 def _least(config: Config, plan: Plan, device: Device) -> float:
-    """Return the seconds of a microbatch's F, B and W on all stages, without recomputation."""
+    """Return the seconds of F, B and W of one microbatch on all stages, without recomputation."""
     model = replace(config.model, recompute_granularity=None)
     pieces = plan.pieces if model == config.model else pieces_of(config, model)
     return work_of(in_seconds(replace(plan, pieces=pieces), config, device))
@@ -168,9 +171,9 @@ def in_seconds(plan: Plan, config: Config, device: Device) -> Costs:
 
 
 def mean_product(plan: Plan) -> float:
-    """Return the FLOP of one matrix product of a layer's forward, as a mean over the layers.
+    """Return the mean FLOP of one matrix product in a layer's forward.
 
-    Tensor parallelism is not counted: the product is the whole one.
+    It is the product before tensor parallelism splits it.
     """
     layers = plan.pieces.layers
     # Four products of a layer stand for all: of queries, keys and values; of their output; and the
@@ -180,5 +183,5 @@ def mean_product(plan: Plan) -> float:
 
 
 def work_of(costs: Costs) -> float:
-    """Return the seconds of a microbatch's F, B and W, summed over the stages."""
+    """Return the seconds of F, B and W of one microbatch, summed over the stages."""
     return sum(sum(x) for x in (costs.f, costs.b, costs.w) if isinstance(x, tuple))

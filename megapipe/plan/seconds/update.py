@@ -9,10 +9,10 @@ from megapipe.plan.state import bytes_of_state
 
 
 def update(plan: Plan, config: Config, device: Device) -> float:
-    """Return the seconds of the slowest rank's update; 0 if the speed of memory is not known.
+    """Return the seconds that the slowest rank's update takes; 0 if the memory's speed is unknown.
 
-    An update waits for memory, not for arithmetic. It zeroes the gradients, reads them for their
-    norm and for the update, and reads and writes the optimizer's state and the parameter.
+    An update is limited by memory bandwidth, not by arithmetic. It zeroes the gradients, reads them
+    for their norm and for the update, and reads and writes the optimizer's state and the parameter.
     """
     if not device.memory:
         return 0.0

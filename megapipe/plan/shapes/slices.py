@@ -24,9 +24,9 @@ CHOICES = (1, 2, 4, 8, 16)
 
 
 def number_of(config: Config) -> int | None:
-    """Return the number in --pipeline-slices; None without the flag, or for `auto`.
+    """Return the number of slices in --pipeline-slices; None without the flag, or for `auto`.
 
-    Raises: ConfigError if it is neither `auto` nor a number in range.
+    Raises: ConfigError if the value is neither `auto` nor a number in range.
     """
     given = config.parallel.pipeline_slices
     if given is None or given == AUTO:
@@ -43,7 +43,7 @@ def chosen(config: Config, count: int, *, always: bool = False) -> Config:
     """Return the configuration with `count` slices if --pipeline-slices is `auto`.
 
     Args:
-        always: replace any value of the flag, and not `auto` alone.
+        always: replace any value of the flag, not only `auto`.
     """
     if config.parallel.pipeline_slices != AUTO and not always:
         return config
@@ -51,11 +51,13 @@ def chosen(config: Config, count: int, *, always: bool = False) -> Config:
 
 
 def _best(config: Config, planned: Planner) -> Plan | None:
-    """Return the plan with the number of slices of least makespan, if --pipeline-slices is `auto`.
+    """Return the plan with the best number of slices, if --pipeline-slices is `auto`; else None.
+
+    The best number gives the shortest makespan.
 
     Args:
-        planned: makes the plan of a configuration with a fixed number of slices.
-    Returns: None if the flag is not `auto`.
+        planned: takes a configuration with a fixed number of slices and returns its plan.
+    Returns: the plan; None if the flag is not `auto`.
     Raises: ConfigError or ScheduleError if every number is refused: the error of the first.
     """
     if config.parallel.pipeline_slices != AUTO:
@@ -74,7 +76,7 @@ def _best(config: Config, planned: Planner) -> Plan | None:
 
 
 def cuts_of(config: Config) -> tuple[int, ...]:
-    """Return the lengths of a microbatch's slices in tokens; empty where it is not cut.
+    """Return the lengths of a microbatch's slices in tokens; () if it is not cut.
 
     Raises: ConfigError if the sequence cannot be cut into these slices.
     """
@@ -90,9 +92,10 @@ def cuts_of(config: Config) -> tuple[int, ...]:
 
 
 def own_slices(config: Config) -> tuple[tuple[str, int], ...]:
-    """Return (("slices", number),) for a schedule that always cuts microbatches in slices.
+    """Return (("slices", number),) for a schedule that always cuts microbatches into slices.
 
-    It is empty for other schedules, and without --pipeline-slices.
+    It is () for other schedules, and without --pipeline-slices. A recipe passes it on to the
+    generator.
     """
     count = number_of(config)
     if count is None or _of_slices(config) is None:
@@ -105,9 +108,9 @@ def _of_slices(config: Config) -> Entry | None:
 
 
 def in_words(schedule: Schedule) -> str:
-    """Return text to append to a schedule's name: the number and sizes of its slices.
+    """Return text on the number and sizes of slices, to append to a schedule's name.
 
-    It is empty for microbatches that are not cut.
+    It is "" if microbatches are not cut.
     """
     if not schedule.cuts:
         return ""
@@ -122,7 +125,7 @@ def in_words(schedule: Schedule) -> str:
 # Each table of a plan asks, and slices of equal work take a search.
 @lru_cache(maxsize=32)
 def lengths(config: Config) -> tuple[int, ...]:
-    """Return the tokens of each slice, by --pipeline-slices and --pipeline-slice-cuts.
+    """Return the tokens of each slice, from --pipeline-slices and --pipeline-slice-cuts.
 
     Raises: ConfigError if the sequence cannot be cut into these slices.
     """

@@ -102,7 +102,6 @@ def fill_weights(problem: Problem, orders: Orders, overrun: float) -> Filled | N
     """Return (orders with W, end of every pass), with W where a rank waits or lacks memory.
 
     Args:
-        problem: the placement with its costs and memory limits.
         orders: each rank's F and B, without W. The oldest pending W of a rank runs first.
         overrun: a W may extend beyond the wait in which it starts by this fraction of its own time.
     Returns: None if the order deadlocks or exceeds a rank's memory limit.
