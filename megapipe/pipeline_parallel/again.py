@@ -9,12 +9,13 @@ T = TypeVar("T")
 
 
 class Rewinding(Iterator[T]):
-    """An iterator over a stage's data that `rewind` sets back to its first item.
+    """An iterator over a stage's data that can be set back to its first item.
 
-    V, the pass that validates the last update, may send a program back to its beginning.
+    `rewind` sets it back. It is needed if V, the pass that validates the last update, finds an
+    error: then the step's program begins again.
 
     Args:
-        at: returns the item of an index.
+        at: takes an index and returns its item.
         order: the indices, in the order in which their items are given.
     """
 
@@ -31,17 +32,17 @@ class Rewinding(Iterator[T]):
         return self._at(self._order[self._taken - 1])
 
     def rewind(self) -> None:
-        """Make the first item the next one."""
+        """Set the iterator back: the first item is the next one again."""
         self._taken = 0
 
 
 class Noting(Iterator[T]):
-    """An iterator that keeps the items it has given, so that R can run the same forward again.
+    """An iterator that keeps the items it has returned, so that a forward can be run again.
 
-    R is the pass that recomputes a forward before its backward.
+    Pass R, which recomputes a forward before its backward, needs the same items.
 
     Attributes:
-        given: the items given so far, in order.
+        given: the items returned so far, in order.
     """
 
     def __init__(self, items: Iterator[T]) -> None:

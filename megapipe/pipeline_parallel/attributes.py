@@ -22,6 +22,9 @@ def attribute_of(module: nn.Module, name: str) -> Any:
 
     DistributedDataParallel wraps a model in this way. Raises: AttributeError if neither the module
     nor any module inside it has the attribute.
+
+    Args:
+        name: name of the attribute.
     """
     while not hasattr(module, name):
         inner = getattr(module, "module", None)
@@ -32,7 +35,7 @@ def attribute_of(module: nn.Module, name: str) -> Any:
 
 
 def config_of(module: nn.Module) -> Any:
-    """Return a model's `.config`, the object from which Megatron-LM reads hidden_size and the like.
+    """Return a model's `.config`, the object from which Megatron-LM reads hidden_size and others.
 
     Raises: ConfigError if the module has none.
     """
@@ -52,13 +55,13 @@ def chunks_of(
     model: nn.Module | Sequence[nn.Module],
     data: Any,
 ) -> Chunks:
-    """Return, by number of the stage, the (module, data iterator) of each stage of a rank.
+    """Return {stage: (module, data iterator)} for the stages of a rank.
 
     Args:
         table: the schedule, which says which stages the rank has.
         rank: pipeline rank.
         model: one module, or a list with one for each stage in ascending order.
-        data: one iterator for all stages, or a list with one for each stage.
+        data: one data iterator for all stages, or a list with one for each stage.
     Raises: ConfigError for a list whose length is not the number of stages.
     """
     # Megatron's callers give a list only where a rank has several chunks.

@@ -16,21 +16,23 @@ from megapipe.schedule.kinds import Lane
 
 
 class Call(NamedTuple):
-    """A pass of a rank, with everything that the executor needs in order to run it.
+    """A pass of a rank, with all that the executor needs in order to run it.
 
     Attributes:
         item: the pass.
-        number: the number that the stage gets: of the microbatch; of the slice among the slices of
-            all microbatches, where they are cut; of the step, for a pass on weights.
-        takes: the passes whose results are its inputs, each with the rank that runs it. Empty at an
-            end of the model, and for W.
+        number: the number that the stage gets. It is that for the microbatch or, if microbatches
+            are cut, for the slice among all slices. For a pass on weights it is the number of the
+            step.
+        takes: the passes whose results are its inputs, each as (pass, rank that runs it). It is ()
+            at the first stage's forward, the last stage's backward, and for W.
         gives: number of times that its result is used on this rank, by passes and by sends.
-        leaves: results of other ranks among `takes` that a later pass of this rank takes too.
+        leaves: results of other ranks in `takes` that a later pass of this rank takes too.
         ends: whether no later pass of any microbatch runs on its stage.
-        overlaps: whether it runs on another stream than compute, at the same time as other passes.
+        overlaps: whether it runs on another stream than compute, so at the same time as other
+            passes.
         before: functions called with its stage before it begins; families of passes add them.
         after: functions called with its stage after it, or after both passes of a pair.
-        awaits: overlapping passes on a stream not its own that must end before it begins.
+        awaits: passes on other streams than its own that must end before it begins.
     """
 
     item: Pass
@@ -59,7 +61,7 @@ def looked_up(
         program: the rank's program.
         placement: the rank of each stage.
         rank: the pipeline rank.
-        ahead: the receives that are posted before their place in the program.
+        ahead: says which receives are posted before their place in the program.
     """
     items = receive_ahead(program, rank, ahead)
     passes = [p for item in items if not isinstance(item, Exchange) for p in item]
@@ -118,10 +120,10 @@ def looked_up(
 def _taken_again_later(
     takes: Mapping[Pass, Sequence[Pass]], received: set[Pass]
 ) -> dict[Pass, frozenset[Pass]]:
-    """Return by pass: the results of other ranks that it takes and that a later pass takes too.
+    """Return {pass: the results of other ranks that it takes and a later pass takes too}.
 
     Args:
-        takes: by pass, the passes whose results it takes; in the order of the program.
+        takes: {pass: the passes whose results it takes}, in the order of the program.
         received: the passes of other ranks whose results arrive here.
     """
     found: dict[Pass, frozenset[Pass]] = {}
@@ -135,7 +137,7 @@ def _taken_again_later(
 
 
 def _table(passes: Sequence[Pass], sent: Sequence[Pass], placement: Placement) -> Schedule:
-    """Return a schedule of one rank's passes, which can be asked what each pass takes and needs.
+    """Return a schedule of one rank's passes, which says what each of them takes and needs.
 
     Args:
         passes: this rank's passes, the first row of the schedule.

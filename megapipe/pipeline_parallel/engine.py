@@ -47,15 +47,15 @@ SLACK = 2
 def _programs(
     schedule: Schedule, costs: Costs, evaluate: bool, hides: bool
 ) -> tuple[tuple[Program, ...], tuple[int, ...]]:
-    """Return each rank's program, and the most sends that each rank has under way at a time.
+    """Return ([rank] its program, [rank] the most sends that it has under way at a time).
 
     The result is cached, and the schedule is verified once.
 
     Args:
         schedule: the table of a step.
-        costs: the times by which the order of messages is chosen.
-        evaluate: run forwards alone.
-        hides: passes wait for collectives, during which other passes can run.
+        costs: the times of passes. They decide where messages are posted.
+        evaluate: leave out all but the forwards.
+        hides: passes wait for collectives, so that pairs of passes have something to hide.
     """
     # Users may bring tables of their own. The cache verifies each once and not at every step.
     verify(schedule)
@@ -73,24 +73,24 @@ _kept = lru_cache(maxsize=16)(share_of_window)
 
 @dataclass(eq=False)
 class ForwardBackward:
-    """The forward and backward passes of one rank's steps. Call it once for each step.
+    """A callable that runs the forward and backward passes of one rank's steps, one step a call.
 
     Args:
         mesh: this rank's mesh.
         schedule: a table, or a name that `schedule.build` knows.
-        chunks: stages per rank, for a name.
-        p2p_mode: how messages are posted, a `transport.P2PMode`.
+        chunks: stages on each rank, if the schedule is a name.
+        p2p_mode: how messages are posted: "plain" (one by one), "batched" or "ring".
         config: has hidden_size and sequence_parallel. It may have
             num_microbatches_with_partial_activation_checkpoints, variable_seq_lengths, and
             pipeline_dtype, the type of messages. None for the model's own `.config`, which
             Megatron-LM's models have.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
-        options: further keywords of `schedule.build`, for a name.
+        options: further keywords of `schedule.build`, if the schedule is a name.
     Attributes:
         transport: posts the messages of all steps.
-        kept: by a family's name (see `families.family`), its state that lasts from step to step.
-        wrap: given the stages of a training step and its table, returns the stages that run, such
-            as ones with CUDA graphs. None to run them as they are.
+        kept: {name of a family of passes: its state that lasts from step to step}.
+        wrap: takes the stages of a training step and its table, and returns the stages to run, such
+            as ones with CUDA graphs. None to run the stages themselves.
     """
 
     mesh: ProcessMesh
@@ -165,14 +165,14 @@ class ForwardBackward:
         config: Any,
         microbatches: Callable[[], Microbatches],
     ) -> dict[int, PipelineStage]:
-        """Return the stages of this rank that run the step, by number of the stage.
+        """Return {stage: the object that runs it} for this rank's stages in one step.
 
         Args:
             step: the keywords of the step.
             table: its schedule.
-            chunks: module and data iterator of each stage.
+            chunks: {stage: (module, data iterator)}.
             config: the model's configuration.
-            microbatches: makes a description of the microbatches, one for each stage.
+            microbatches: returns a new description of the microbatches; each stage gets one.
         """
         window = getattr(config, "num_microbatches_with_partial_activation_checkpoints", None)
         kept = _kept(table, window or 0)
@@ -221,9 +221,9 @@ class ForwardBackward:
             step: the keywords of the step.
             config: the model's configuration.
             place: the rank of each stage.
-            in_flight: most sends under way before the oldest is waited for.
-            microbatches: knows the shapes of messages of slices.
-            variable: microbatches differ in length.
+            in_flight: number of sends that may be under way before the oldest is waited for.
+            microbatches: the description of microbatches, which gives shapes of messages.
+            variable: whether microbatches differ in length.
         """
         assert self._dtype is not None
         length, batch, hidden = 0, 0, 0
@@ -286,7 +286,7 @@ class ForwardBackward:
 def ends_of(place: Placement, stage: int, config: Any) -> Ends:
     """Return the ends of the model, embedding or loss, that a stage has.
 
-    config: has `depth_weight`, the factor on the loss of a depth of multi-token prediction.
+    `config.depth_weight` is the factor on the loss of a depth of multi-token prediction.
     """
     depth = place.depth(stage)
     # Megatron-LM's mtp_loss_scaling_factor, divided by the number of depths.
@@ -304,7 +304,7 @@ def ends_of(place: Placement, stage: int, config: Any) -> Ends:
 def _reported(
     stages: Iterable[PipelineStage], on_loss: Callable[[Loss], None] | None
 ) -> list[dict[str, Any]]:
-    """Return loss_func's dict for each microbatch that has its loss on this rank, in order.
+    """Return loss_func's dict for each microbatch whose loss is on this rank, in order.
 
     on_loss: called with the loss of each microbatch in order; None to call nothing.
     """

@@ -27,7 +27,7 @@ from megapipe.schedule import Exchange, Pass, Placement, Program
 class Stage(Protocol):
     """The methods of a stage that the executor calls, one for each kind of pass.
 
-    `microbatch` is the microbatch's number, or the slice's where microbatches are cut.
+    `microbatch` is the number of the microbatch or, if microbatches are cut, of the slice.
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -49,10 +49,13 @@ class Stage(Protocol):
         """Compute the weight gradients that a backward with weights=False has left out."""
 
     def forget(self) -> None:
-        """Drop the tensors that forwards have saved, because all forwards run again."""
+        """Drop the tensors that forwards have saved, because all forwards will run again."""
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of both microbatches wait for collectives in the same places."""
+        """Return whether backwards of two microbatches wait for collectives at the same points.
+
+        Only then may they run together.
+        """
 
 
 RunTogether = Callable[
@@ -69,13 +72,14 @@ _NOTHING = "{} made nothing for the next stage"
 
 
 class _Hand(dict[Pass, Tensor | InFlight | Begun]):
-    """The results that a rank holds between two items of its program, by the pass that made them.
+    """The results that a rank holds between passes, by the pass that produced them.
 
-    A result may still be on its way (InFlight) or being computed on another stream (Begun).
+    A result may still be on its way (`InFlight`) or in computation on another stream (`Begun`).
+    `give` adds a result, `taken` and `take` return results for use, and `end` waits for passes.
 
     Attributes:
-        uses: how often each result will still be used; 1 for a result that is not listed.
-        running: overlapping passes that have begun and make no result for other passes.
+        uses: {pass: how often its result will still be used}; 1 for a pass that is not in it.
+        running: passes on other streams that have begun and whose result no other pass uses.
     """
 
     def __init__(self) -> None:
@@ -84,12 +88,12 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         self.running: dict[Pass, Begun] = {}
 
     def give(self, made_by: Pass, made: Tensor | Begun, uses: int) -> None:
-        """Hold the result `made` of the pass `made_by` until it has been used `uses` times."""
+        """Hold `made`, the result of the pass `made_by`, until it has been used `uses` times."""
         self[made_by] = made
         self.uses[made_by] = uses
 
     def taken(self, call: Call) -> list[Tensor]:
-        """Take the inputs of a pass and return them, waiting for each that is under way."""
+        """Return the inputs of a pass, after waiting for each that is under way."""
         given = []
         # In the order of the table, because sums of floats depend on their order.
         for made_by, _ in call.takes:
@@ -99,7 +103,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return given
 
     def take(self, made_by: Pass) -> Tensor:
-        """Return the result of a pass, waiting for it if it is under way, and count one use."""
+        """Return the result of the pass `made_by`, after waiting for it, and count one use."""
         # It stays in hand while it is waited for: a diagnosis of a hang looks for it here.
         held = self[made_by]
         tensor = held if isinstance(held, Tensor) else held.wait()
@@ -112,7 +116,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         return tensor
 
     def end(self, passes: Iterable[Pass]) -> None:
-        """Wait for the end of these passes, of each that has begun and was not waited for."""
+        """Wait for the end of each of these passes that has begun and was not waited for."""
         for one in passes:
             begun = self.running.pop(one, None) or self.get(one)
             if not isinstance(begun, Begun):
@@ -141,9 +145,10 @@ def execute(
 ) -> None:
     """Run one rank's program from its first to its last item.
 
-    A pass begins as the function in `PASSES` for its kind does. On the compute stream it is waited
-    for at once. On another stream it is waited for where it is first needed, or at the end. A
-    message is waited for when a pass uses it. An output is held until it is sent, and no longer.
+    For each pass, the function in `PASSES` for its kind begins it. A pass on the compute stream is
+    waited for at once. A pass on another stream is waited for when it is first needed, or at the
+    end. A message is waited for when a pass uses it. An output is held until it is sent, and no
+    longer.
 
     While a profiler records, every pass has a label such as `1F0`. Messages have `send 1F0 ->2` and
     `recv 0F1 <-0` (the wait for it). The wait for a pass of another stream has `wait 1G0`.
@@ -152,13 +157,14 @@ def execute(
         program: this rank's part of `schedule.lower`.
         placement: the rank of each stage.
         stages: this rank's stages by number, with the methods that `PASSES` calls.
-        comm: moves tensors between ranks.
+        comm: sends and receives tensors.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is taken. It waits for the samples of the pass.
-        position: kept up to date, for `pipeline_parallel.watch`.
-        watch: takes the time of every pass, and of its waits for collectives.
-        together: runs the passes of one item together, if it has several. It may keep a thread from
-            step to step.
+        read: called with each pass before its time is measured. It waits for the training samples
+            of the pass.
+        position: updated with the item that runs, for `pipeline_parallel.watch`.
+        watch: measures the time of every pass, and of its waits for collectives.
+        together: runs the passes of one item together, if there are several. It may keep a thread
+            from step to step.
     Raises: the error of a pass or message, with its place in a note. AssertionError if a tensor is
         never used.
     """
@@ -190,9 +196,9 @@ def _walk(
     Args:
         plan: the program, with a `Call` for each pass.
         runs: runs one item.
-        position: the item that now runs is noted here.
+        position: updated with the item that runs.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before it runs; it waits for samples.
+        read: called with each pass before it runs. It waits for training samples.
     """
     stages, hand, comm, watch, _ = runs
     # Labels cost time in each pass, so they are there only while a profiler records.
@@ -231,9 +237,9 @@ def _walk(
 
 
 def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
-    """Drop all results and what forwards saved, to run the program again from its beginning.
+    """Drop all results and all that forwards have saved, so that the program can begin again.
 
-    Everything that other ranks have sent so far is in `hand`, or its receive is posted.
+    All that other ranks have sent so far is in `hand`, or its receive is posted.
     """
     hand.end(list(hand.running))
     # A receive that is posted cannot be taken back. Its tensor is dropped, and will come again.
@@ -246,7 +252,7 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
 
 
 class _Runs(NamedTuple):
-    """The means by which a rank runs the items of its program.
+    """The objects with which a rank runs the items of its program: passes and exchanges.
 
     `item` runs one item, and `labelled` does so with labels for a profiler. Both return whether the
     program must begin again, because V found that the last update was wrong.
@@ -275,7 +281,7 @@ class _Runs(NamedTuple):
         return again
 
     def single(self, call: Call) -> bool:
-        """Run one pass. Return True if it is V and the program must begin again."""
+        """Run one pass. Return True if it is V, and V makes the program begin again."""
         hand = self.hand
         watch = self.watch
         kind, stage, *_ = call.item
@@ -299,7 +305,7 @@ class _Runs(NamedTuple):
         return False
 
     def several(self, calls: Sequence[Call]) -> bool:
-        """Run the passes of a pair together. Return False: the program need not begin again."""
+        """Run the passes of a pair together. Return False, as the program need not begin again."""
         given = [self.hand.taken(call) for call in calls]
         begin = self.watch.mark()
         made = self.together(calls, self.stages, given, self.watch)
@@ -330,7 +336,7 @@ class _Runs(NamedTuple):
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
-    """Hold the result `made` of a pass, if another pass or a message takes it."""
+    """Hold `made`, the result of a pass, if another pass or a message takes it."""
     # Other results are not held: a hand that is not empty at the end shows a table that was lowered
     # wrongly.
     if call.gives:

@@ -25,7 +25,7 @@ _FORMS = "loss_func must return (loss, dict) or (sum of token losses, number of 
 
 
 def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
-    """Return (output, loss_func), given what forward_step returned.
+    """Return (output, loss_func) from what forward_step returned.
 
     The loss_func is None on a stage that needs none. Raises: ConfigError for anything but such a
     pair.
@@ -38,14 +38,15 @@ def output_of(returned: Any) -> tuple[Tensor, LossFunc | None]:
 
 
 class Loss(NamedTuple):
-    """The loss of one microbatch, and the values that loss_func reports for the log.
+    """The loss of one microbatch, with the values that loss_func reports for the log.
 
-    `of` makes it, `share` returns its gradient, and `kept` returns it without graph.
+    `of` makes it from the result of loss_func, `share` returns the gradient from which backward
+    starts, and `kept` returns the loss without graph.
 
     Attributes:
-        value: one number, which is differentiated.
+        value: the loss as a tensor [], with its graph.
         tokens: number of tokens that `value` is the sum over, a tensor []; None if it is a mean.
-        reported: for the log: name -> one number or (sum, count).
+        reported: {name: one number or (sum, count)}, for the log.
     """
 
     value: Tensor
@@ -54,7 +55,7 @@ class Loss(NamedTuple):
 
     @staticmethod
     def of(returned: Any) -> Loss:
-        """Return the loss, given the return value of loss_func.
+        """Return the loss, made from the return value of loss_func.
 
         Raises: ConfigError for anything but (loss, dict) and (sum, number of tokens, dict).
         """
@@ -99,19 +100,22 @@ class Loss(NamedTuple):
     ) -> Tensor:
         """Return the gradient of the step's loss with respect to `value`.
 
-        It is scale / microbatches. A sum over tokens is also divided by its tokens, at least 1.
+        The gradient is scale / microbatches. If `value` is a sum over tokens, it is also divided by
+        their number, at least 1.
 
         Args:
             microbatches: number of microbatches of the step.
-            per_token: divide by neither. The end of the step divides by the tokens of the batch,
-                whose number is known only then.
+            per_token: divide by neither. At the end of the step, gradients are divided by the
+                number of tokens of the whole batch.
             scale: a factor on the loss, see `optim.loss_scale`.
-            cp: the ranks that share the microbatch's tokens. A sum is divided by the tokens of all
-                these ranks, so the loss is the mean of the whole sequences. Means do not say
-                their tokens, so the mean of means counts.
+            cp: the ranks that share the microbatch's tokens. A sum is divided by the number of
+                tokens on all these ranks, so the loss is the mean over whole sequences. If `value`
+                is a mean, its number of tokens is not known, so the loss is the mean of the ranks'
+                means.
             averaged: gradients will be averaged over cp, as Megatron-LM's DistributedDataParallel
-                does, and not summed. Then, as in Megatron-LM, a sum is divided by this rank's own
-                tokens, and a mean counts once for each rank.
+                does, and not summed. Then, as in Megatron-LM, a sum is divided by the number of
+                this rank's tokens only. The gradient of a mean is multiplied by the number of
+                ranks.
         Raises: ConfigError for per_token without tokens.
         """
         if per_token:
@@ -136,9 +140,8 @@ class Loss(NamedTuple):
         """Return the loss without its graph, for the log.
 
         Args:
-            depth: number of the depth of multi-token prediction, 0 for the model's own loss. For a
-                depth Megatron-LM logs the mean over the tokens of the microbatch, in which each
-                microbatch counts equally.
+            depth: number of the depth of multi-token prediction; 0 for the model's own loss. For a
+                depth the mean over the microbatch's tokens is logged, as in Megatron-LM.
             cp: the ranks that share the microbatch's tokens.
         """
         value = self.value.detach()
@@ -154,6 +157,9 @@ def _check_reported(name: str, number: Any) -> None:
     """Raise ConfigError for a reported value that is neither one number nor (sum, count).
 
     name: its key in the dict of loss_func.
+
+    Args:
+        number: the value.
     """
     numbers = number if isinstance(number, tuple | list) else (number,)
     elements = 0
@@ -172,7 +178,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _count(tokens: Tensor | float, device: torch.device) -> Tensor:
-    """Return a count as a tensor [] on the loss's device, without waiting for the device."""
+    """Return a number of tokens as a tensor [] on a device, without waiting for the device."""
     # Waiting would hold up the launch of the next kernels.
     if isinstance(tokens, Tensor):
         return tokens.detach().to(device, non_blocking=True).reshape(())

@@ -24,10 +24,11 @@ Keep = Callable[[int, int, Tensor], Callable[[], Tensor]]
 
 
 class Microbatches:
-    """The microbatches of one stage. Here each has one part, the whole microbatch.
+    """The microbatches of one stage. In this class each has one part, the whole microbatch.
 
     A subclass cuts a microbatch into several parts, its slices. Parts have consecutive numbers
-    through all microbatches. The stage asks these methods about the part of each pass.
+    through all microbatches. `number` is the number of a part in all methods. The stage calls them
+    for the part of each pass.
     """
 
     # A stage asks these for every pass, so a shape overrides only the answers that it changes.
@@ -37,7 +38,7 @@ class Microbatches:
         return 1
 
     def microbatch(self, number: int) -> int:
-        """Return the microbatch to which the part of this number belongs."""
+        """Return the number of the microbatch to which a part belongs."""
         return number
 
     def tokens(self, number: int) -> tuple[range | None, int]:
@@ -45,7 +46,7 @@ class Microbatches:
         return None, 0
 
     def stream(self, whole: Stream, number: int) -> Stream:
-        """Return the random stream of a part; `whole` is the stream of its microbatch."""
+        """Return the random stream of a part, given the stream of its whole microbatch."""
         return whole
 
     def keeping(self, stream: Stream, number: int, keep: Keep) -> Stream:
@@ -54,21 +55,22 @@ class Microbatches:
         Args:
             stream: the stream of the part.
             number: the number of the part.
-            keep: called as (number, number of the last part that reads the keys, keys).
+            keep: that function. It takes (number of the part, number of the last part that reads
+                the keys, keys).
         """
         return stream
 
     def begun(self, number: int, stream: Callable[[int], Stream]) -> Stream:
-        """Return the stream of a forward that begins, also when it runs again.
+        """Return the stream for a forward of a part, each time that the forward begins.
 
         Args:
             number: the number of the part.
-            stream: returns the stream of a part, given its number.
+            stream: takes the number of a part and returns its stream.
         """
         return stream(number)
 
     def share(self, number: int) -> float:
-        """Return the number of a part's tokens divided by the number of its microbatch's tokens."""
+        """Return a part's number of tokens divided by its microbatch's number of tokens."""
         return 1.0
 
     def share_of(
@@ -78,22 +80,22 @@ class Microbatches:
 
         Args:
             number: the number of the part.
-            losses: the losses of all parts so far, by number.
-            share: returns this gradient for the loss of a whole microbatch.
+            losses: {number: loss} of all parts so far.
+            share: takes the loss of a whole microbatch and returns the gradient with respect to it.
         """
         # Known at once: a whole microbatch's loss has all its tokens. A part's is a function.
         return share(losses[number])
 
     def losses_of(self, losses: Mapping[int, Loss]) -> list[tuple[int, Loss]]:
-        """Return a list of (microbatch, its loss), given the loss of each part by number."""
+        """Return [(microbatch, its loss)], given {number of a part: its loss}."""
         return sorted(losses.items())
 
     def refuse_lossless(self, loss_func: object, collects: bool) -> None:
-        """Raise ConfigError for forwards without a loss if results of parts cannot be joined.
+        """Raise ConfigError for forwards without a loss, if results of parts cannot be joined.
 
         Args:
-            loss_func: None if the forward has no loss.
-            collects: the step collects other data than losses.
+            loss_func: the function that computes the loss; None if the forward has none.
+            collects: whether the step collects other data than losses.
         """
 
     def shape(self, whole: Shape, made_by: Pass) -> Shape | None:
@@ -109,7 +111,7 @@ class Microbatches:
 def ranks_of_tokens(mesh: ProcessMesh, config: Any) -> int:
     """Return the number of ranks that share the tokens of a message.
 
-    config: may have `sequence_parallel`, with which the tensor-parallel ranks share them too.
+    `config` may have `sequence_parallel`, with which the tensor-parallel ranks share them too.
     """
     # Between layers sequence parallelism cuts the sequence a second time, and messages leave in
     # that form (Korthikanti et al. 2022, sec. 4.2.2).

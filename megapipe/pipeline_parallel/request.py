@@ -20,7 +20,7 @@ from megapipe.tensor_parallel.rng import Stream
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The keywords of one step: Megatron's for forward_backward_func, and ours.
+    """The arguments of one step: Megatron's for forward_backward_func, and ours.
 
     In shapes s is a sequence length, b a microbatch size and h a hidden size. There are c
     context-parallel and t tensor-parallel ranks.
@@ -34,24 +34,25 @@ class Request:
             config.sequence_parallel is on takes and gives [s/(c t), b, h]. A pipeline of one rank
             reads neither.
         schedule: the step's table; None for the engine's.
-        costs: times of passes and messages. Messages are posted in the order that they give.
+        costs: times of passes and messages. They decide where messages are posted.
         decoder_seq_length: s of the decoder, if it differs; else None.
         forward_only: an evaluation: the same order of forwards, without gradients.
         collect_non_loss_data: call loss_func with non_loss_data=True and collect its results.
         calculate_per_token_loss: do not divide losses in (sum, tokens) form by their tokens.
         averaged_over_cp: gradients are averaged over context-parallel ranks, see `Loss.share`.
         loss_scale: returns the factor on every loss before backward, see `optim.loss_scale`.
-        stream: returns the random stream of a microbatch.
+        stream: takes a microbatch and returns its stream of random numbers.
         variable_seq_lengths: microbatches of this step differ in length.
-        documents: returns a microbatch's documents, near whose ends its slices are cut; None to cut
-            all microbatches at the same tokens.
+        documents: takes a microbatch and returns its documents, so that slices are cut near their
+            ends; None to cut all microbatches at the same tokens.
         around_last_backward: returns a context for the last backward of the stage with this number.
         on_stage_done: called with a stage's number when its last pass is over.
-        read: called with each pass before its time is taken. It waits for the samples of the pass.
-        weights: for each chunk, the functions that passes on its weights call; None if the
-            table has no such pass.
-        on_loss: called with the loss of every microbatch in order, on ranks with a loss.
-        stopwatch: takes the time of every pass.
+        read: called with each pass before its time is measured. It waits for the training samples
+            of the pass.
+        weights: for each chunk, the functions that passes on its weights call; None if the table
+            has no such pass.
+        on_loss: called with the loss of every microbatch in order, on ranks with a loss; or None.
+        stopwatch: measures the time of every pass; None for no measurement.
     """
 
     forward_step_func: ForwardStep

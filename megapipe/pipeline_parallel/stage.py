@@ -34,10 +34,10 @@ class _Saved(NamedTuple):
 
     Attributes:
         x: the input; None at the embedding.
-        output: the edge of the output in autograd's graph; None if nothing before it is trained.
-            The output itself is free once it is sent.
-        grad: gradient of the step's loss by this stage's own loss; None on a stage without one,
-            which receives its gradient from the next stage.
+        output: the edge of the output in autograd's graph; None if nothing in the graph is trained.
+            The output itself is freed once it is sent.
+        grad: gradient of the step's loss with respect to this stage's own loss. None on a stage
+            without loss, which receives the gradient of its output from the next stage.
     """
 
     x: Tensor | None
@@ -49,23 +49,25 @@ class _Saved(NamedTuple):
 class PipelineStage:
     """One stage in one step: it runs Megatron's forward_step_func and differentiates it.
 
-    The executor calls its methods for the passes F, B and W of a microbatch. Methods get the
-    number of a microbatch. If microbatches are cut in slices, it is the number of a slice, counted
-    over the slices of all microbatches.
+    The executor calls its methods for the passes F, B and W of a microbatch. Methods get the number
+    of a microbatch. If microbatches are cut into slices, it is the number of a slice, counted
+    through all microbatches. `finish` checks the end of a step, and `forget` lets it begin again.
 
     Args:
-        request: the step. Losses are reported without the factors by which they count in the step.
+        request: the arguments of the step. Losses are reported without the factors that they have
+            in the step.
         module: has `set_input_tensor`, and forward_step calls its forward.
-        data_iterator: the batches of forward_step; None for a stage that reads none.
+        data_iterator: the data iterator for forward_step; None for a stage that reads no data.
         mesh: this rank's mesh.
         number: the number of the stage.
         ends: the ends of the model, embedding or loss, that the stage has.
-        last: which microbatch (or slice) is the last one, by kind of pass; None without a table.
-        kept: the microbatches that keep all activations, so that nothing is recomputed.
+        last: the number of the microbatch (or slice) with the last backward, and the last weight
+            gradients; None without a table.
+        kept: numbers of microbatches that keep all activations, so that nothing is recomputed.
         microbatches: whole microbatches, or their parts.
         weights: functions for the passes on all weights of the stage, such as the update; None if
             the table has no such pass.
-        own: the actions of families around the passes of the stage, by name of the family.
+        own: {name of a family of passes: its actions around the passes of the stage}.
     Attributes:
         losses: the loss of each microbatch or slice, as loss_func returned it, without graph.
         results: other data that loss_func returned, or outputs of an evaluation without loss_func.
@@ -107,9 +109,9 @@ class PipelineStage:
         return self.request.around_last_backward is not None
 
     def stream(self, number: int) -> Stream:
-        """Return the random stream of a microbatch or slice, which layers read in its forward.
+        """Return the random stream of a microbatch or slice. Layers read it in their forward.
 
-        It has the random numbers, the range of tokens, and the factor on the layers' own losses.
+        It gives random numbers, the range of tokens, and the factor on the layers' own losses.
         """
         step = self.request
         parts = self.microbatches
@@ -134,7 +136,7 @@ class PipelineStage:
         return stream
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run a forward and return its output [s, b, h], given the input x [s, b, h].
+        """Run a forward and return its output [s, b, h], given its input x [s, b, h].
 
         The input is None at the embedding, the output None at the loss.
         """
@@ -176,9 +178,13 @@ class PipelineStage:
         return _grad_of(saved.x)
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of both numbers wait for collectives in the same places.
+        """Return whether backwards of two microbatches wait for collectives at the same points.
 
-        They do if both are the same slice of their microbatches, and both recompute or neither.
+        They do if both are the same slice of their microbatches, and if both recompute or neither
+        does.
+
+        Args:
+            microbatch, other: the numbers of the two microbatches (or slices).
         """
         same_slice = (microbatch - other) % self.microbatches.count == 0
         return same_slice and (microbatch in self.kept) == (other in self.kept)
@@ -195,9 +201,9 @@ class PipelineStage:
         Args:
             microbatch: number of the microbatch.
             x: the input; None at the embedding.
-            data: the batches; None for the stage's own iterator.
-            stream: the stream of a forward that runs twice, first without a graph and then with
-                one; None for a forward that runs once.
+            data: the data iterator; None for the stage's own.
+            stream: the random stream, for a forward that runs twice, first without a graph and then
+                with one. None for a forward that runs once.
         Returns: the output without graph; None at the loss.
         """
         differentiates = torch.is_grad_enabled()
@@ -259,9 +265,10 @@ class PipelineStage:
             self.weight_grads.run(microbatch)
 
     def forget(self) -> None:
-        """Drop what forwards have saved, because all forwards run again.
+        """Drop what forwards have saved, because all forwards will run again.
 
-        No microbatch has had a backward."""
+        It is called only before the first backward of a step.
+        """
         self._saved.clear()
         for of_stage in self.own.values():
             of_stage.forget()
@@ -277,7 +284,7 @@ class PipelineStage:
     def loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis
     ) -> tuple[Tensor, Grad]:
-        """Call loss_func, and note the loss, or the other data that loss_func returns.
+        """Call loss_func, and store the loss, or the other data that loss_func returns.
 
         Args:
             microbatch: number of the microbatch.
@@ -321,7 +328,8 @@ class PipelineStage:
 def _differentiate(output: GradientEdge, grad: Tensor) -> None:
     """Add the gradients of the graph before `output` to its leaves, given the output's gradient.
 
-    It is torch.autograd.backward without the checks in Python, a fifth of a small pass's CPU time.
+    It is torch.autograd.backward without its checks in Python. They take a fifth of a small pass's
+    CPU time.
     """
     _engine_run_backward(
         (output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -329,9 +337,9 @@ def _differentiate(output: GradientEdge, grad: Tensor) -> None:
 
 
 def _grad_of(x: Tensor | None) -> Tensor | None:
-    """Return the gradient that a backward left in the stage's input x; None for None.
+    """Return the gradient that a backward left in the stage's input x; None if x is None.
 
-    It is zero where the output does not depend on the input.
+    It is zeros if the output does not depend on the input.
     """
     if x is None:
         return None

@@ -21,17 +21,18 @@ from megapipe.schedule.measured.costs import Ran
 
 
 class Stopwatch:
-    """The times of one step's passes in their order. Both passes of a pair have the pair's times.
+    """A stopwatch for the passes of one step, in their order.
 
-    `ask`, `note` and `copying` take times and never wait for the device. The other methods read
-    the times, once the step is over. A mark is a point in time on the device's clock.
+    Both passes of an overlapped pair have the same times. `ask`, `note` and `copying` measure times
+    and never wait for the device. The other methods return the times, once the step is over. A mark
+    is a point in time on the device's clock.
 
     Attributes:
         schedule: the table of the passes. Only `ran` and the functions below need it.
-        passes: for each pass or pair (mark when it asked for its input, mark when it had it, mark
-            of its end, number of passes: 1 or 2).
+        passes: for each pass or pair, (mark when it asked for its input, mark when it had its
+            input, mark of its end, number of passes: 1 or 2).
         waits: (mark before, mark after) each wait of a pass for a collective.
-        copies: for each O and L in order: (the pass, a function that returns the marks of its
+        copies: for each copy O or L in order, (the pass, a function that returns the marks of its
             beginning and end, its waits). Each wait is (mark before, mark after).
     """
 
@@ -68,7 +69,7 @@ class Stopwatch:
         self.passes.append((self._asked, begin, self.mark(), passes))
 
     def copying(self, item: Pass, begin: Any, begun: Begun) -> Begun:
-        """Note a copy that has begun, and return it with a `wait` that takes its own time.
+        """Note a copy that has begun. Return it with a `wait` whose time is measured.
 
         Args:
             item: the pass, O or L.
@@ -95,11 +96,11 @@ class Stopwatch:
 
     @property
     def exposed_communication(self) -> float:
-        """Return the seconds in which a pass waited for a collective and no other pass ran."""
+        """Return the seconds in which a pass waited for a collective while no other pass ran."""
         return sum(self.seconds(end) - self.seconds(begin) for begin, end in self.waits)
 
     def times(self) -> list[tuple[float, float, float]]:
-        """Return, for every pass, (asked for its input, had it, ended) in seconds."""
+        """Return, for every pass, the seconds at which it (asked for its input, had it, ended)."""
         rows: list[tuple[float, float, float]] = []
         # A pair has one row of marks, and a row of times for each of its passes.
         for asked, begin, end, passes in self.passes:
@@ -121,14 +122,17 @@ class Stopwatch:
         return rows
 
     def ran(self, rank: int) -> list[Ran]:
-        """Return the measured passes of compute of this rank, whose pipeline rank is `rank`."""
+        """Return this rank's measured passes on the compute stream.
+
+        `rank` is its pipeline rank.
+        """
         return [_ran(*row) for row in zip(_timed(self.schedule, rank), self.times(), strict=True)]
 
 
 def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """Return [step][pipeline rank] -> the measured passes of compute. Collective over pp.
+    """Return [step][pipeline rank] the measured passes on the compute stream. Collective over pp.
 
-    steps: this rank's stopwatches of some steps, all under one table.
+    `steps` are this rank's stopwatches of some steps, all with one table.
     """
     rows = [_timed(steps[0].schedule, rank) for rank in range(pp.size)]
     mine = [watch.times() for watch in steps]
@@ -138,9 +142,9 @@ def ran_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
 
 
 def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]:
-    """Return [step][pipeline rank] -> the measured copies O and L. Collective over pp.
+    """Return [step][pipeline rank] the measured copies out (O) and back (L). Collective over pp.
 
-    steps: this rank's stopwatches of some steps, all under one table.
+    `steps` are this rank's stopwatches of some steps, all with one table.
     """
     rows = [_timed(steps[0].schedule, rank, COPIES) for rank in range(pp.size)]
     mine = []
@@ -153,7 +157,10 @@ def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]
 
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
-    """Return the mean over steps and ranks of `exposed_communication`, in seconds. Collective."""
+    """Return the mean over steps and ranks of `exposed_communication`, in seconds. Collective.
+
+    `steps` are this rank's stopwatches of some steps.
+    """
     # The mean over this rank's steps of the sum over ranks.
     mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)
     return float(pp.all_reduce(mine.to(pp.device)).mean()) / pp.size
@@ -165,12 +172,12 @@ def _gathered(
     pp: Axis,
     make: Callable[[Pass, Sequence[float]], Ran],
 ) -> list[list[list[Ran]]]:
-    """Return [step][pipeline rank] -> the measured passes of all ranks. Collective over pp.
+    """Return [step][pipeline rank] the measured passes. Collective over pp.
 
     Args:
-        mine: [step][pass] -> three times, in seconds, of this rank's passes.
-        rows: [rank] -> its passes.
-        make: returns a measured pass, given the pass and its three times.
+        mine: [step][pass] three times in seconds, for this rank's passes.
+        rows: [rank] its passes.
+        make: takes a pass and its three times, and returns the measured pass.
     """
     # Padded to the longest row of any rank, so that one all-gather takes all. In float64, because
     # a host's clock may have run for months: float32 would round it to seconds.
@@ -195,5 +202,5 @@ def _ran(item: Pass, marks: Sequence[float]) -> Ran:
 
 
 def _timed(schedule: Schedule, rank: int, lanes: Collection[Lane] = (Lane.COMPUTE,)) -> list[Pass]:
-    """Return the passes of a rank's row that run on the given streams; by default only compute."""
+    """Return the passes of a rank's row that run on some streams; by default the compute stream."""
     return [p for step in schedule.ranks[rank] for p in step if p.kind.traits.lane in lanes]

@@ -40,16 +40,16 @@ def run_threads(
     shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
 ) -> list[T]:
-    """Call `body(mesh)` once for each rank of a tp x cp x dp x pp mesh, and return the results.
+    """Call `body(mesh)` in a thread for each rank of a mesh, and return the results.
 
     Args:
-        body: a rank's program.
+        body: the function that each rank runs.
         tp, cp, dp, pp: numbers of tensor-, context-, data- and pipeline-parallel ranks.
         ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
-        shares: by name of a shared weight, the pipeline ranks that have it, see `Plan.shares`.
+        shares: {name of a shared weight: the pipeline ranks that have it}, see `Plan.shares`.
         timeout_s: timeout of each collective, in seconds.
     Returns: the results in the order of ranks.
-    Raises: the first error of any rank, at once. Ranks that wait for the failed one run into their
+    Raises: the first error of any rank, at once. Ranks that wait for the failed rank run into their
         timeouts.
     """
     # Experts lie over the same ranks: their sizes do not multiply.
@@ -100,7 +100,7 @@ def run_threads(
 
 
 def _wait(threads: Sequence[threading.Thread]) -> None:
-    """Wait until all of these threads have ended, together at most GRACE_S."""
+    """Wait until these threads have ended, for all together at most `GRACE_S` seconds."""
     until = monotonic() + GRACE_S
     for thread in threads:
         thread.join(max(until - monotonic(), 0))

@@ -43,7 +43,12 @@ PAIR = "overlapped_forward_backward"
 
 
 class _Saved(NamedTuple):
-    """A microbatch's tensors between its forward and its backward; `loss` is None without one."""
+    """The tensors of one microbatch between its forward and its backward.
+
+    Attributes:
+        inputs, outputs: the module's inputs and outputs.
+        loss: the loss; None on a stage without loss.
+    """
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
@@ -51,10 +56,11 @@ class _Saved(NamedTuple):
 
 
 class DeferredWeightGrads:
-    """DeepSeek's WeightGradStore, with which a module's backward leaves weight gradients to W.
+    """DeepSeek's WeightGradStore, which lets a module's backward leave weight gradients to pass W.
 
     Modules call `if WeightGradStore.enabled: WeightGradStore.put(job) else: job()`, where `job`
-    computes one weight gradient. `backward` connects the store with the stage that runs.
+    computes one weight gradient. `backward` makes the context in which a stage's backward runs, so
+    that `put` finds the stage.
     """
 
     def __init__(self) -> None:
@@ -69,7 +75,7 @@ class DeferredWeightGrads:
         return owner is not None and owner.is_deferring
 
     def put(self, job: Callable[[], None]) -> None:
-        """Keep a function that computes a weight gradient for the W pass. Call it now without W."""
+        """Keep a function that computes a weight gradient for pass W; without a W, call it now."""
         owner = self._owner()
         if owner is None:
             job()
@@ -110,15 +116,16 @@ class PairedStage:
     """A stage that runs a module of DeepSeek's contract; the executor calls its methods for passes.
 
     Args:
-        module: as the file describes. Without the classmethod a pair is its forward, then the
-            backward.
-        inputs: the module's arguments for each microbatch; None where they arrive from the
-            previous stage.
+        module: a module as described at the top of this file. If it lacks the classmethod
+            overlapped_forward_backward, the two passes of a pair run one after the other.
+        inputs: the module's arguments for each microbatch; None where they arrive from the previous
+            stage.
         criterion, labels: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch;
             None on stages without loss.
-        shapes: of the tensors that one stage sends to the next; several travel as one message.
+        shapes: shapes of the tensors that one stage sends to the next; several are sent as one
+            message.
         is_last: whether the stage is the last one, which sends no outputs.
-        overlaps: whether the classmethod runs pairs, if the module has it.
+        overlaps: whether the module's classmethod runs the pairs, if it has one.
         keeps_outputs: whether to keep the outputs of the last stage.
     Attributes:
         losses: the loss of each microbatch, without graph. Gradients are of the sum of losses.
@@ -182,10 +189,17 @@ class PairedStage:
         *,
         weights: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run a forward of this stage together with a backward of `backward_stage`.
+        """Run a forward of this stage together with a backward of another stage.
 
-        Returns: (output of the forward, gradient of the backward's input). The arguments and None
-            mean what they mean in `forward` and `backward`.
+        Args:
+            microbatch: number of the forward's microbatch.
+            x: the forward's input; None at the first stage.
+            backward_stage: the stage that runs the backward.
+            backward_microbatch: number of the backward's microbatch.
+            grad: gradient of the backward's output; None at the last stage.
+            weights: compute weight gradients too. Otherwise they are left to `weight`.
+        Returns: (output of the forward, gradient of the backward's input), each None as in
+            `forward` and `backward`.
         """
         if not (self.overlaps and hasattr(type(self.module), PAIR)):
             output = self.forward(microbatch, x)
@@ -210,9 +224,12 @@ class PairedStage:
             self.weight_grads.run(microbatch)
 
     def same_waits(self, microbatch: int, other: int) -> bool:
-        """Return whether backwards of both microbatches wait for collectives in the same places.
+        """Return whether the backwards of two microbatches wait for collectives at the same points.
 
         Always True: these modules do not recompute, and microbatches are not cut.
+
+        Args:
+            microbatch, other: the two microbatches.
         """
         return True
 
@@ -228,8 +245,8 @@ class PairedStage:
         Args:
             microbatch: number of the microbatch.
             x: the input; None at the first stage.
-            other: (module1, loss1, outputs1, grads1) of a backward that runs together with it; None
-                to run the forward alone.
+            other: (module, loss, outputs, gradients of outputs) for a backward that runs together
+                with the forward; None to run the forward alone.
         """
         train = torch.is_grad_enabled()
         if x is None:
@@ -263,7 +280,7 @@ class PairedStage:
         return None
 
     def _packed(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the outputs as one message: a single one as it is, several flattened and joined.
+        """Return the outputs as one message: one output unchanged, several flattened and joined.
 
         Raises: ConfigError if their shapes are not those in `shapes`.
         """
@@ -280,7 +297,7 @@ class PairedStage:
         return torch.cat([output.detach().flatten() for output in outputs])
 
     def _unpacked(self, message: Tensor | None) -> list[Tensor]:
-        """Split a message into tensors of the shapes in `shapes`; no tensors for None."""
+        """Split a message into tensors of the shapes in `shapes`; return [] for None."""
         if message is None:
             return []
         if len(self.shapes) == 1:
@@ -289,7 +306,11 @@ class PairedStage:
         return [part.view(*shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def _grad_of(self, saved: _Saved) -> Tensor | None:
-        """Return the gradient of a microbatch's inputs as one message; None on the first stage."""
+        """Return the gradient of a microbatch's inputs as one message; None on the first stage.
+
+        Args:
+            saved: the tensors of the microbatch.
+        """
         if self.inputs is not None:
             return None
         # Zeros where the output does not depend on an input: the stage before expects a message.
@@ -298,9 +319,11 @@ class PairedStage:
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Run the backward of the outputs whose gradient is not None, as DeepSeek's function does.
+    """Run the backward of those outputs that have a gradient, as DeepSeek's function does.
 
-    grads: one for each output.
+    Args:
+        outputs: outputs of a module.
+        grads: the gradient of each output, or None to leave the output out.
     """
     roots = []
     given = []
@@ -331,10 +354,10 @@ def paired_step(
         schedule: a table, or a name that `schedule.build` knows.
         modules: one per stage of this rank, in ascending stage order. A rank of DualPipe has two,
             one of each direction. Each stage is on two ranks, whose gradients are summed here.
-        inputs, labels: by microbatch, the tensors given to the first stage and to the criterion.
+        inputs, labels: [microbatch] the tensors for the first stage, and for the criterion.
         criterion: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch.
         shape, dtype: shape and type of the tensor that one stage sends to the next.
-    Returns: by number, the loss of each microbatch whose last stage is on this rank.
+    Returns: {microbatch: its loss} for microbatches whose last stage is on this rank.
     """
     table = schedule
     if isinstance(table, str):

@@ -48,12 +48,12 @@ _dtype: ContextVar[torch.dtype | None] = ContextVar("p2p_tensor_dtype", default=
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[Shape]) -> None:
-    """Set the shapes of the tensors that a stage gives the next one, for this thread's steps."""
+    """Set the shapes of the tensors that a stage sends to the next one, for this thread's steps."""
     _shapes.set([tuple(shape) for shape in shapes])
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
-    """Set the type of the tensors that a stage gives the next one, for this thread's steps."""
+    """Set the type of the tensors that a stage sends to the next one, for this thread's steps."""
     _dtype.set(dtype)
 
 
@@ -61,11 +61,12 @@ class _Pipe(nn.Module):
     """The base of DualPipe and DualPipeV. `step` runs all microbatches.
 
     Args:
-        modules: this rank's two stages, in the order of the class. If both are of one class that
-            has overlapped_forward_backward, that method runs the pairs, see `deepseek`.
+        modules: this rank's two stages, in the order that DualPipe or DualPipeV asks for. If both
+            are of one class with a method overlapped_forward_backward, that method runs pairs of
+            passes.
         batch_dim: the dimension of inputs, labels and outputs that is cut into microbatches.
-        process_group: the pipeline's ranks; default torch.distributed's own.
-        rank_mapping: the place in the pipeline of each rank of the group; default the rank itself.
+        process_group: the group of the pipeline's ranks; by default all ranks of torch.distributed.
+        rank_mapping: for each rank of the group, its place in the pipeline; by default its number.
     """
 
     _schedule: str
@@ -182,10 +183,12 @@ class _Pipe(nn.Module):
         return Messenger(self._pp, shape, dtype, transport=_Mapped(self._pp, self._of_group))
 
     def _cut(self, given: Any, begin: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-        """Cut tensors along the batch dimension, and return each microbatch's parts by its number.
+        """Cut tensors into microbatches, and return {microbatch: its part of each tensor}.
+
+        They are cut along the batch dimension.
 
         Args:
-            given: a tensor or several; None stands for a tensor that this rank has not.
+            given: a tensor or several; None stands for a tensor that this rank does not have.
             begin: number of the first microbatch.
             microbatches: number of microbatches.
         """
@@ -207,23 +210,23 @@ class _Pipe(nn.Module):
 
 
 class DualPipe(_Pipe):
-    """Two copies of the model in opposite directions (DeepSeek-V3 report, sec. 3.2.1).
+    """A pipeline of two copies of the model in opposite directions (DeepSeek-V3 report, 3.2.1).
 
     The model is cut into p consecutive stages for an even number p of ranks. The first module of
     rank r is stage r, for batches that enter at rank 0. Its second module is stage p-1-r, for
-    batches that enter at rank p-1. Each of these two ranks is given half of the inputs, and the
-    labels of the other rank's half. The copies of a stage are on ranks r and p-1-r. The caller adds
-    their gradients, as with DeepSeek's class.
+    batches that enter at rank p-1. The caller gives each of these two ranks half of the inputs, and
+    the labels for the other rank's half. The two copies of a stage are on ranks r and p-1-r. The
+    caller adds their gradients, as with DeepSeek's class.
     """
 
     _schedule = "dualpipe"
 
 
 class DualPipeV(_Pipe):
-    """One copy of the model, from rank 0 to rank p-1 and back (Qi et al. 2025).
+    """A pipeline of one copy of the model, from rank 0 to rank p-1 and back (Qi et al. 2025).
 
-    The model is cut into 2p consecutive stages. The modules of rank r are stages r and 2p-1-r. Rank
-    0 is given the inputs and the labels.
+    The model is cut into 2p consecutive stages. The modules of rank r are stages r and 2p-1-r. The
+    caller gives inputs and labels to rank 0.
     """
 
     _schedule = "dualpipe-v"
@@ -257,7 +260,8 @@ def _table(
 class _Mapped(Transport):
     """A transport over a group whose ranks are in another order than the pipeline.
 
-    The operations given to `post` name a peer by its place in the pipeline.
+    Operations name a peer by its place in the pipeline, and `post` translates it to the rank in the
+    group.
     """
 
     def __init__(self, pp: Any, of_group: Sequence[int]) -> None:

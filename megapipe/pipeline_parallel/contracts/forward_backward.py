@@ -44,11 +44,11 @@ def get_forward_backward_func(
     Args:
         pp_size, vp_size: as Megatron's: number of pipeline ranks, and of model chunks per rank.
             Their defaults are the mesh's pipeline size and the number of modules at the first step.
-        schedule_pg_collection: Megatron's several modules on grids of their own; refused.
+        schedule_pg_collection: Megatron's, for modules with groups of their own; refused.
         mesh: this rank's mesh; by default the one that ProcessMesh.create made.
         schedule: a table, or a name or file for `schedule.build`. The default is 1f1b, and
             interleaved with several chunks.
-        p2p_mode: how messages are posted, a `transport.P2PMode`; None for plain.
+        p2p_mode: how messages are posted: "plain" (one by one, the default), "batched" or "ring".
         config: a Megatron config in place of the model's own.
         variable_seq_lengths: microbatches differ in length, so each message's shape is sent first.
     Raises: ConfigError if pp_size is not the mesh's, here or at the first step.
@@ -69,7 +69,10 @@ _ENGINES = 8
 
 
 class _Engine(NamedTuple):
-    """An engine and its arguments. Steps with equal `values` and identical `objects` share it."""
+    """An engine and its arguments.
+
+    Later steps with equal `values` and identical `objects` use it.
+    """
 
     values: tuple[Any, ...]
     objects: tuple[Any, ...]
@@ -78,7 +81,7 @@ class _Engine(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """One rank's step, called as Megatron's train_step and evaluate call theirs.
+    """A function that runs one rank's step, called as Megatron calls its forward_backward_func.
 
     Keywords that are not described here are as in request.Request.
 
@@ -94,10 +97,10 @@ class Step:
             of three dimensions.
         p2p_communicator, pg_collection: transport and groups in place of the mesh's. Give both or
             neither. One pipeline rank reads no p2p_communicator.
-        consumed_microbatches: number of microbatches that this rank has trained on before, which
-            names the randomness of our layers. By default all steps on this mesh count. Give it
-            after a resume, where that count begins at 0.
-        force_all_reduce, pg_collection: handed on to config.finalize_model_grads_func; the mesh's
+        consumed_microbatches: number of microbatches that this rank has trained on before. It seeds
+            our layers' random numbers. By default the steps on this mesh are counted. Give it after
+            a resume, when that count begins at 0.
+        force_all_reduce, pg_collection: passed on to config.finalize_model_grads_func; the mesh's
             groups if None.
         ours: stream, loss_scale, calculate_per_token_loss of the engine. The last two default to
             config.grad_scale_func and config.calculate_per_token_loss.
@@ -206,7 +209,7 @@ class Step:
 
     @property
     def _kept(self) -> dict[str, Any]:
-        """Return the dict of what lasts from step to step: engines and the number of microbatches.
+        """Return the dict of all that lasts from step to step: engines and a count of microbatches.
 
         The mesh holds it, as Megatron's callers ask for a new function, such as this, in each step.
         """
@@ -216,9 +219,9 @@ class Step:
     def _engine_for(
         self, chunks: int, config: Any, p2p_communicator: Any, pg_collection: Any
     ) -> ForwardBackward:
-        """Return the engine of an earlier step with the same arguments, or make one.
+        """Return the engine of an earlier step with the same arguments, or a new one.
 
-        chunks: number of modules of this rank.
+        `chunks` is the number of modules of this rank.
         """
         group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
         # To make an engine is collective, as ranks agree on their messages. So nothing may count
@@ -252,9 +255,9 @@ class Step:
         chunks: int,
         group_size: int | None,
     ) -> ForwardBackward:
-        """Return a new engine; `p2p` and `pg_collection` replace the mesh if they are not None.
+        """Return a new engine. `p2p` and `pg_collection` replace the mesh if they are not None.
 
-        group_size: config.microbatch_group_size_per_vp_stage, or None.
+        `group_size` is config.microbatch_group_size_per_vp_stage.
         """
         if pg_collection is not None:
             mesh = mesh_of(pg_collection, getattr(p2p, "pp", None))
@@ -288,13 +291,13 @@ class Step:
         )
 
     def _stream(self, trained: int, consumed: int | None, mesh: ProcessMesh) -> dict[str, Any]:
-        """Return the engine's keyword `stream`: a function from a microbatch to its random stream.
+        """Return {"stream": a function from a microbatch to its stream of random numbers}.
 
         The stream differs for each microbatch, step and data-parallel rank.
 
         Args:
-            trained: microbatches of this step, 0 in an evaluation.
-            consumed: microbatches before this step; None for the number counted on this mesh.
+            trained: number of microbatches of this step; 0 in an evaluation.
+            consumed: number of microbatches before this step; None for this mesh's own count.
         """
         kept = self._kept
         first = kept.get("microbatches", 0) if consumed is None else consumed
@@ -305,15 +308,16 @@ class Step:
 
 
 def _entry(table: Schedule | str) -> Entry | None:
-    """Return the entry of a schedule in the catalogue; None for a table or a file."""
+    """Return a schedule's entry in the catalogue; None for a table or a file."""
     return None if isinstance(table, Schedule) or is_file(table) else entry_of(table)
 
 
 def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int) -> dict[str, int]:
-    """Return config.microbatch_group_size_per_vp_stage as a keyword of `schedule.build`.
+    """Return config.microbatch_group_size_per_vp_stage as keywords for `schedule.build`.
 
-    size: its value. No keyword is returned for None and for Megatron's default, `ranks`.
-    Raises: ConfigError for a schedule without groups, where it would do nothing.
+    The result is {} if `size`, the value, is None or Megatron's default, `ranks`.
+
+    Raises: ConfigError for a schedule without groups, where the value would do nothing.
     """
     # The number of pipeline ranks is Megatron's default.
     if size in (None, ranks) or chunks == 1:
@@ -330,7 +334,7 @@ def _group_size(table: Schedule | str, size: int | None, chunks: int, ranks: int
 
 
 def _settings_of(config: Any) -> dict[str, Any]:
-    """Return the config's calculate_per_token_loss and loss_scale, if set, for the engine."""
+    """Return {keyword of the engine: value} for calculate_per_token_loss and loss_scale, if set."""
     # Absent and None say nothing, so that the engine's own defaults hold.
     settings: dict[str, Any] = {}
     per_token = getattr(config, "calculate_per_token_loss", None)
@@ -349,7 +353,7 @@ def _mark_first_microbatch(modules: Sequence[nn.Module]) -> None:
 
 
 def _forget_last_step(modules: Sequence[nn.Module]) -> None:
-    """Let routers of experts drop their records of the last step, which would only grow."""
+    """Let routers of experts drop their records of the last step, which would grow otherwise."""
     for module in modules:
         for part in module.modules():
             forget = getattr(part, "forget", None)
@@ -376,7 +380,7 @@ def _tokens(losses: Sequence[Loss], mesh: ProcessMesh) -> Tensor:
 
 @contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Run the timer `forward-backward` of config.timers, if it has one, around a step."""
+    """Run the timer `forward-backward` of config.timers, if there is one, around a step."""
     timers = getattr(config, "timers", None)
     if timers is not None:
         barrier = getattr(config, "barrier_with_L1_time", False)

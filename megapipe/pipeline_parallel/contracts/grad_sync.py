@@ -59,15 +59,16 @@ def check_config(config: Any, mesh: ProcessMesh) -> None:
 
 
 class GradSync:
-    """Turns the synchronisation of gradients off, except where a stage's gradients are complete.
+    """A switch that turns the synchronisation of gradients off, until a stage's are complete.
 
     The synchronisation of a stage is on while its last backward runs. If the config has a
-    grad_sync_func, it is on instead during the call of that function, after the stage's last pass.
-    The engine enters `off` for a step and `around_last_backward` for each last backward. It calls
-    `on_stage_done` after a stage's last pass, and `finalize` at the end.
+    grad_sync_func, the synchronisation is on only during the call of that function, after the
+    stage's last pass. The engine enters `off` for a step and `around_last_backward` for each last
+    backward. It calls `on_stage_done` after a stage's last pass, and `finalize` at the end.
 
-    One no_sync_func for all chunks opens and closes for all of them. That is safe: it is closed for
-    no longer than one backward, and no gradient of another chunk arrives meanwhile.
+    If there is one no_sync_func for all chunks, it switches all of them together. That is safe: the
+    synchronisation is on for no longer than one backward, in which no gradient of another chunk
+    arrives.
 
     Args:
         config: the Megatron config.
@@ -88,7 +89,7 @@ class GradSync:
 
     @contextmanager
     def off(self, training: bool) -> Iterator[None]:
-        """Call param_sync_func of every chunk, and turn synchronisation off inside this context.
+        """Call param_sync_func of every chunk, and turn synchronisation off within this context.
 
         training: whether the step has backwards; without them nothing is turned off.
         """
@@ -128,7 +129,7 @@ class GradSync:
         self._turn_off(which)
 
     def around_last_backward(self, stage: int) -> AbstractContextManager[None]:
-        """Return a context for the last backward of a stage, in which its gradients synchronise."""
+        """Return a context for a stage's last backward, in which its gradients synchronise."""
         return nullcontext() if self._grad_sync else self._on(stage)
 
     def on_stage_done(self, stage: int) -> None:
@@ -161,13 +162,13 @@ class GradSync:
 def _per_chunk(
     config: Any, name: str, chunks: int, *, one_for_all: bool = False
 ) -> Sequence[Callable[..., Any]]:
-    """Return the functions of a config's field, one per chunk; none if the field is absent or None.
+    """Return the functions in a config's field, one for each chunk; () if the field is not set.
 
     Args:
         config: the Megatron config.
         name: the name of the field.
         chunks: number of chunks.
-        one_for_all: a single function is allowed for several chunks.
+        one_for_all: whether a single function is allowed for several chunks.
     Raises: ConfigError for another number of functions.
     """
     found = getattr(config, name, None)

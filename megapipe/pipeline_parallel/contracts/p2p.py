@@ -23,9 +23,9 @@ from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode,
 class P2PCommunicator:
     """Sends and receives of one pipeline rank, called in Megatron's order.
 
-    The first and the last stage lack a neighbour; the half of a call that concerns it does nothing.
-    Where Megatron takes lists, with a shape or tensor per message, a list gives a list, and a
-    single one gives a single result.
+    The first and the last stage lack a neighbour: the part of a call that concerns a missing
+    neighbour does nothing. Shapes and tensors may be lists, with one for each message, as in
+    Megatron. Then results are lists too.
 
     Args:
         pp_group: the pipeline's process group, or our Axis.
@@ -76,7 +76,7 @@ class P2PCommunicator:
         return self.pp.rank
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Return the previous stage's output, [s, b, h] with requires_grad; None on the first."""
+        """Return the previous stage's output [s, b, h], with requires_grad; None on the first."""
         if is_first_stage:
             return _each(tensor_shapes, lambda shape: None)
         return _each(tensor_shapes, lambda shape: self._communicate(recv_prev=shape)[0])
@@ -88,19 +88,19 @@ class P2PCommunicator:
         return _each(tensor_shapes, lambda shape: self._communicate(recv_next=shape)[1])
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send an output to the next stage; nothing on the last stage."""
+        """Send an output to the next stage; do nothing on the last stage."""
         if not is_last_stage:
             _each(output_tensors, lambda x: self._communicate(send_next=x))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send a gradient to the previous stage; nothing on the first stage."""
+        """Send a gradient to the previous stage; do nothing on the first stage."""
         if not is_first_stage:
             _each(input_tensor_grads, lambda x: self._communicate(send_prev=x))
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Any:
-        """Send an output to the next stage and return its gradient; None on the last stage."""
+        """Send an output to the next stage, and return its gradient; None on the last stage."""
 
         def call(x: Any, shape: Any) -> Any:
             if is_last_stage:
@@ -112,7 +112,7 @@ class P2PCommunicator:
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
-        """Send a gradient to the previous stage and return its output; None on the first stage."""
+        """Send a gradient to the previous stage, and return its output; None on the first stage."""
 
         def call(x: Any, shape: Any) -> Any:
             if is_first_stage:
@@ -202,8 +202,9 @@ class P2PCommunicator:
             send_next, send_prev: the tensors to send; None to send nothing.
             recv_prev, recv_next: shapes of the tensors to receive; None to receive nothing.
             wait: wait until all messages have arrived; otherwise return handles.
-        Returns: (tensor of the previous rank, tensor of the next rank, handles). The handles are by
-            argument's name, such as recv_prev, and empty after a wait.
+        Returns: (tensor from the previous rank, tensor from the next rank, handles). A tensor is
+            None if it was not asked for. Handles are {argument's name, such as "recv_prev":
+            handle}, and {} after a wait.
         """
         # Sends to the next rank pair with receives from the previous one before any gradient moves.
         # Two ranks that are both of each other's neighbours then agree on the order. Even ranks
@@ -254,7 +255,8 @@ class P2PCommunicator:
 
         Args:
             direction: such as "recv_prev".
-            x: the tensor whose shape is sent; or the expected shape, overwritten by the real one.
+            x: the tensor whose shape is sent. For a receive, the expected shape, which the received
+                one replaces.
         """
         sends = isinstance(x, Tensor)
         shape = x.shape if isinstance(x, Tensor) else tuple(x)
@@ -270,7 +272,7 @@ class P2PCommunicator:
 
 
 def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
-    """Return the Axis of a process group; an Axis is returned as it is."""
+    """Return the `Axis` of a process group; an `Axis` is returned unchanged."""
     if isinstance(group, Axis):
         return group
     # Gloo also lists CUDA as a device, but its tensors live on CPUs here.
@@ -289,8 +291,8 @@ def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
     The collection has the group tp and may have pp, dp, cp and dp_cp.
 
     Args:
-        pp: the pipeline, if it is not the collection's own. Without both there is one pipeline
-            rank.
+        pp: the axis of the pipeline; None for the collection's own. If the collection has none
+            either, there is one pipeline rank.
     Raises: ConfigError for a collection without tp.
     """
     names = ("pp", "tp", "dp", "cp", "dp_cp")
@@ -317,8 +319,8 @@ def _each(tensors: Any, call: Callable[..., Any], shapes: Any = None) -> Any:
     Args:
         tensors: a list; for a single tensor or shape the single result is returned.
         call: the function.
-        shapes: its second argument: a list with one for each tensor, or one for all; None for calls
-            with one argument.
+        shapes: its second argument: a list with one for each tensor, or one for all. None to call
+            it with one argument.
     """
     many = _is_list(tensors)
     rows = [tensors if many else [tensors]]

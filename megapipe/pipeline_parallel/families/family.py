@@ -29,28 +29,34 @@ Forward = Callable[[int, Tensor | None], Tensor | None]
 
 
 class OfStage:
-    """The actions of a family around the passes of one stage in one step.
+    """The actions of a family of passes around the passes of one stage, in one step.
 
     The methods here change nothing; a family's subclass overrides some. A `PipelineStage`, called
     `stage` here, has one such object for each family whose passes are in the table. `microbatch` is
-    the number of a microbatch, or of a slice among all slices.
+    the number of a microbatch or, if microbatches are cut, of a slice among all slices.
     """
 
     # Before the step: what the stage gets.
 
     def data(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
-        """Return the iterator for the stage's forwards; `given` is the rank's or None."""
+        """Return the data iterator for the stage's forwards.
+
+        `given` is the rank's iterator; None if the rank has none.
+        """
         return given
 
     def ends(self, given: Ends) -> Ends:
-        """Return the ends of the model that the stage has; `given` is its ends by the table."""
+        """Return which ends of the model, embedding or loss, the stage has.
+
+        `given` is its ends according to the table.
+        """
         return given
 
     def stream(self, stream: Stream, number: int, microbatches: Microbatches) -> Stream:
-        """Return the random stream that layers of a microbatch or slice find while they run.
+        """Return the random stream that layers use in a forward of a microbatch or slice.
 
         Args:
-            stream: the stream so far.
+            stream: the stream without this family's changes.
             number: the number of the microbatch or slice.
             microbatches: describes the microbatches of the stage.
         """
@@ -59,22 +65,28 @@ class OfStage:
     # Around a forward. Only differentiated forwards save anything.
 
     def forward(self, stage: Any, microbatch: int, usual: Forward) -> Forward:
-        """Return the function that runs this microbatch's forward; `usual` is the stage's own."""
+        """Return the function that runs this microbatch's forward.
+
+        `usual` is the stage's own function.
+        """
         return usual
 
     def takes_input(self, x: Tensor | None) -> Tensor | None:
-        """Return the tensor that the module gets in place of the input x of a forward with a graph.
+        """Return the tensor that the module gets instead of x, the input of a forward with a graph.
 
-        Both are None at the embedding.
+        Both are None at the stage with the embedding.
         """
         return x
 
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context in which the module runs a forward with a graph."""
+        """Return a context in which the module runs a forward with a graph.
+
+        It may set hooks on the tensors that autograd saves.
+        """
         return nullcontext()
 
     def saved(self, microbatch: int, output: Tensor | None, leaf: Tensor | None) -> None:
-        """Note that a forward with a graph has ended.
+        """Take note that a forward with a graph has ended.
 
         Args:
             microbatch: number of the microbatch.
@@ -86,38 +98,40 @@ class OfStage:
     def takes_loss(
         self, microbatch: int, output: Tensor, loss_func: LossFunc | None, cp: Axis, *, again: bool
     ) -> bool:
-        """Return whether a pass of the family computes the loss of this output, not the forward.
+        """Return whether another pass of the family computes the loss, and not the forward.
 
         Args:
             microbatch: number of the microbatch.
             output: the output of the model.
             loss_func: the function that forward_step returned; None without one.
             cp: the ranks that share the microbatch's tokens.
-            again: the forward has run before, so these arguments were given before.
+            again: the forward runs a second time, so that the method was called with these
+                arguments before.
         """
         return False
 
     # Before a backward.
 
     def gradient(self, microbatch: int, own: Tensor | None) -> Tensor | None:
-        """Return the gradient of the output by this stage's loss; `own` is the stage's own result.
+        """Return the gradient of the output that comes from this stage's loss.
 
-        Both are None for a stage without loss.
+        `own` is the gradient that the stage itself computed. Both are None for a stage without
+        loss.
         """
         return own
 
     # After V has found a wrong update.
 
     def forget(self) -> None:
-        """Drop what forwards have noted, because the program runs again from its beginning."""
+        """Drop what forwards have stored, because the program runs again from its beginning."""
 
 
 class Setting(NamedTuple):
-    """A step on a rank before it runs, as a family's `stages` gets it.
+    """A step of a rank before it runs. A family makes its objects for the stages from it.
 
     Attributes:
         table: the step's schedule.
-        chunks: module and data iterator of each stage of the rank.
+        chunks: {stage: (module, data iterator)}.
         step: the keywords of the step.
         kept: the state that the family keeps from step to step.
     """
@@ -129,15 +143,15 @@ class Setting(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers on which the shapes of messages depend, as a family's `shapes` gets them.
+    """The numbers on which the shapes of a step's messages depend.
 
     Attributes:
         place: the rank of each stage.
         whole: shape [s, b, h] of the hidden states of whole sequences.
-        here: number of a sequence's tokens that this rank has.
+        here: number of a sequence's tokens that are on this rank.
         dtype: the type of messages.
-        evaluates: the step has forwards only.
-        variable: microbatches differ in length.
+        evaluates: whether the step has forwards only.
+        variable: whether microbatches differ in length.
         context: number of context-parallel ranks.
     """
 
@@ -151,11 +165,11 @@ class Sizes(NamedTuple):
 
 
 class Around(NamedTuple):
-    """Functions that a family calls around some passes, each with the stage as its argument.
+    """Functions that are called before and after some passes, with the stage as their argument.
 
     Attributes:
-        before: by pass, called before the pass begins.
-        after: by pass, called after the pass, or after both passes of a pair.
+        before: {pass: function to call before it begins}.
+        after: {pass: function to call after it, or after both passes of a pair}.
     """
 
     before: Mapping[Pass, Callable[[Any], None]]
@@ -164,17 +178,17 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of passes in a run: the kinds of passes it adds and how the engine runs them.
+    """A family of kinds of pass, and the functions with which the engine runs these passes.
 
     Attributes:
-        name: the key of its `OfStage` at a stage, and of its state at an engine.
-        begin: by kind of pass, a function that begins a pass of that kind on a stage.
-        keeps: given the rank's device, returns the state that lasts from step to step.
-        stages: returns the `OfStage` of each stage that has one, by the stage's number.
-        around: given the table of a rank, returns functions to call before and after passes.
-        shapes: returns a function from the pass that makes a message to the message's shape. The
-            function returns None for hidden states. None in its place means that the family has no
-            messages of other shapes.
+        name: its name, the key of its `OfStage` in a stage and of its state in an engine.
+        begin: {kind: function that begins a pass of that kind on a stage}.
+        keeps: takes the rank's device and returns the state that lasts from step to step.
+        stages: returns {stage: its `OfStage`} for the stages that have one.
+        around: takes a rank's table and returns the functions to call before and after passes.
+        shapes: returns a function that takes the pass that makes a message and returns the
+            message's shape, or None for hidden states. It returns None if the family's messages are
+            all hidden states.
     """
 
     # Most families need few of these. A family of passes that only call the trainer's functions has

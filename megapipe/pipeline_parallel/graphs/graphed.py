@@ -22,18 +22,21 @@ from megapipe.tensor_parallel.weight_grad import current_weight_grads
 
 
 class Graphed(nn.Module):
-    """A stage's module whose calls replay CUDA graphs, one slot of graphs per microbatch in flight.
+    """A stage's module whose calls replay CUDA graphs, with one slot for each microbatch in flight.
 
-    A call replays if a slot is free and its arguments have the form of the captured ones. Any other
-    call goes to the module itself.
+    A slot has the graphs and buffers for one microbatch. A call replays a graph if a slot is free
+    and if its arguments have the same shapes and types as the captured ones. Any other call goes to
+    the module itself. `begin` captures graphs before a step.
 
     Args:
         module: the stage.
-        lasts: the output is read until the end of the step, so a replay returns a copy.
+        lasts: whether the output is read until the end of the step, so that a replay must return a
+            copy.
     Attributes:
-        forms: different forms of the calls that went to the module and might have had a graph.
+        forms: the different forms (shapes and types of arguments) of calls that went to the module
+            and might have had a graph.
         slots: the captured graphs, one slot for each microbatch in flight.
-        why_not: the reason why the stage has no graphs; empty if it has, or may still get them.
+        why_not: the reason why the stage has no graphs; "" if it has some or may still get them.
     """
 
     def __init__(self, module: nn.Module, *, lasts: bool) -> None:
@@ -61,12 +64,12 @@ class Graphed(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def set_input_tensor(self, x: Tensor | None) -> None:
-        """Keep the input of the next call; None on a stage without input."""
+        """Store the input of the next call; None on a stage without input."""
         self._input = x
 
     @property
     def between_layers(self) -> Callable[..., AbstractContextManager[None]]:
-        """Return the module's `between_layers`; a pass inside its context runs without a graph.
+        """Return the module's `between_layers`. A pass inside its context runs without a graph.
 
         Layers of such a pass report their gradients by hooks, which a graph would not call.
         Raises: AttributeError if the module has none.
@@ -83,7 +86,7 @@ class Graphed(nn.Module):
         return reporting
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, or replay its graph, on the input that was set and these arguments."""
+        """Run the module, or replay its graph, on the stored input and these arguments."""
         x = self._input
         self._input = None
         form, leaves = Form.of(x, (args, kwargs))
@@ -102,12 +105,12 @@ class Graphed(nn.Module):
         return self.module(*args, **kwargs)
 
     def begin(self, number: int, pool: Callable[[], Capture], *, splits: bool) -> int:
-        """Prepare a step: capture the slots that it lacks, and return how many were captured.
+        """Prepare a step: capture the slots that are missing, and return how many were captured.
 
         Args:
             number: most microbatches that the step has in flight on this stage.
-            pool: makes a private pool of memory to capture in.
-            splits: the table has W separately from B.
+            pool: returns a new private memory pool to capture in.
+            splits: whether the table has backwards split into B and W.
         """
         parameters = list(self.module.parameters())
         where = tuple(x.data_ptr() for p in parameters for x in (p, getattr(p, "main_grad", p)))
@@ -147,7 +150,7 @@ class Graphed(nn.Module):
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module, or a parameter of its own, has hooks that graphs would not call.
+    """Return whether a module, or one of its own parameters, has hooks that graphs would not call.
 
     One hook of a parameter is allowed, because it is the optimizer's.
     """
@@ -169,15 +172,16 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class Graphs:
-    """The CUDA graphs of a rank's stages. Call it before each step to capture and use them.
+    """The CUDA graphs of a rank's stages. Call the object before each step.
 
-    Graphs are captured between steps, when no message is on its way: first after `warmup` steps,
-    and later before a step whose table has more microbatches in flight.
+    A call captures graphs if necessary and returns the stages that use them. Graphs are captured
+    between steps, when no message is on its way: first after `warmup` steps, and later before a
+    step whose table has more microbatches in flight.
 
     Args:
-        pool: makes a private pool of memory to capture in, see `device.graph_pool`.
-        warmup: steps without graphs.
-        say: prints a line: the graphs captured on a stage, or why there are none.
+        pool: returns a new private memory pool to capture in, see `device.graph_pool`.
+        warmup: number of steps without graphs.
+        say: prints a line, such as how many graphs were captured on a stage, or why none.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ class Graphs:
         return {number: (self.stages[number], data) for number, (_, data) in chunks.items()}
 
     def _begin(self, number: int, stage: Graphed, table: Schedule) -> None:
-        """Capture the graphs that the table needs on a stage, and print the result.
+        """Capture the graphs that a table needs on a stage, and print the result.
 
         number: the number of the stage.
         """

@@ -25,7 +25,7 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a call: one graph serves two calls only if their forms are equal.
+    """The shapes and types in a call. One graph serves two calls only if their forms are equal.
 
     Attributes:
         x: shape, strides, type and device of the stage's input; None without input.
@@ -40,7 +40,7 @@ class Form:
 
     @staticmethod
     def of(x: Tensor | None, given: Any) -> tuple[Form, list[Any]]:
-        """Return (form of a call, its arguments without their nesting).
+        """Return (the form of a call, its arguments as a flat list without their nesting).
 
         Args:
             x: the stage's input; None without input.
@@ -52,7 +52,7 @@ class Form:
 
 @dataclass(frozen=True)
 class _Like:
-    """Everything of a tensor except its numbers. `buffer` makes a tensor of zeros like it."""
+    """The properties of a tensor without its values. `buffer` makes a tensor of zeros like it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -75,17 +75,18 @@ def _buffer(form: object) -> Any:
 
 
 class Slot:
-    """Buffers and graphs for one microbatch at a time; making a slot captures them.
+    """Buffers and CUDA graphs for one microbatch at a time. Making a slot captures the graphs.
 
     A microbatch uses a slot in this order: `take`, `forward`, `backward`, `end`.
 
     Args:
-        capture: runs a function and returns its result and a function that replays its kernels.
-            It captures in a pool of the slot's own, see `device.graph_pool`.
+        capture: runs a function, and returns its result and a function that replays its kernels. It
+            captures in a memory pool of the slot's own, see `device.graph_pool`.
         module: the stage.
-        set_input: gives the module its input.
+        set_input: sets the module's input for the next call.
         form: the form of the calls that the graphs serve.
-        splits: the table has B and W; otherwise the graph of B computes weight gradients too.
+        splits: whether backwards are split into B and W; otherwise the graph of B also computes
+            weight gradients.
         on_free: called with the slot when its microbatch has had its last pass.
     Raises: RuntimeError for a module that cannot be captured.
     """
@@ -150,11 +151,11 @@ class Slot:
         self.grad_x = grads[0] if grads else None
 
     def take(self, x: Tensor | None, leaves: Sequence[Any]) -> None:
-        """Copy a microbatch's input and arguments to the buffers that the graphs read.
+        """Copy a microbatch's input and arguments into the buffers that the graphs read.
 
         Args:
             x: the input; None without input.
-            leaves: the arguments without their nesting.
+            leaves: the arguments as a flat list without their nesting.
         """
         with torch.no_grad():
             for own, given in zip([self.x, *self.leaves], [x, *leaves], strict=True):
@@ -162,7 +163,7 @@ class Slot:
                     own.copy_(given, non_blocking=True)
 
     def end(self) -> None:
-        """Compute the weight gradients that B has left to W, if it has, and free the slot."""
+        """Compute the weight gradients that B has left to W, if any, and free the slot."""
         if self.weight is not None:
             self.weight()
         self._on_free(self)

@@ -45,7 +45,7 @@ def dtype_of(
     Args:
         modules: this rank's stages.
         pp: the pipeline's ranks.
-        dtype: the type that a configuration names; None for the type of all parameters.
+        dtype: the type that a configuration asks for; None for the type of the parameters.
     Raises: ConfigError if the ranks find several types and send messages.
     """
     if dtype is None:
@@ -68,5 +68,5 @@ def dtype_of(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a type's name without `torch.`."""
+    """Return the name of a type without `torch.`."""
     return str(dtype).removeprefix("torch.")

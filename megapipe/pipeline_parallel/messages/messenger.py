@@ -24,22 +24,23 @@ _MADE = tuple(Made)
 
 
 class Messenger:
-    """Sends and receives the messages of a pipeline rank's program.
+    """The sender and receiver of the messages in one pipeline rank's program.
 
     `exchange` posts messages, `finish` waits for the last sends, and `open_links` connects ranks
-    before the first step.
+    before the first step. `receives_ahead` says which receives may be posted early.
 
     Args:
         pp: the pipeline axis.
-        shape, dtype: of hidden states [s, b, h] and their gradients, which most messages are.
-        transport: posts the operations; plain by default.
-        shape_of: returns the shape of a message of another kind, given the pass that makes it, and
-            None for hidden states.
-        beyond_neighbours: messages also go to ranks that are no neighbours, over the axis's group.
-        variable_seq_lengths: the shape of each message is sent before it. Of `shape` only the
-            number of dimensions counts then.
-        sends_in_flight: number of sends under way before the oldest is waited for. It bounds the
-            memory that they hold.
+        shape, dtype: shape and type of hidden states [s, b, h] and their gradients. Most messages
+            are of this kind.
+        transport: posts the operations; by default one by one.
+        shape_of: takes the pass that makes a message, and returns the message's shape; None for
+            hidden states.
+        beyond_neighbours: whether messages also go to ranks that are no neighbours in the pipeline.
+        variable_seq_lengths: the shape of each message is sent before it. Only the number of
+            dimensions of `shape` is used then.
+        sends_in_flight: number of sends that may be under way before the oldest is waited for. It
+            limits the memory that they hold.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class Messenger:
     def exchange(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages, and return the received tensors by the pass that made each.
+        """Post messages, and return {pass that made it: received tensor}.
 
         Args:
-            messages: in the global order of `schedule.lower`; this rank sends or receives each.
-            payload: returns the tensor of a message that leaves here, given its pass.
+            messages: the messages, in the order that all ranks have in common. This rank sends or
+                receives each.
+            payload: takes a pass and returns its result, the tensor to send.
         """
         if self.variable_seq_lengths:
             return self._exchange_with_shapes(messages, payload)
@@ -128,6 +130,9 @@ class Messenger:
     def _checked(self, made_by: Pass, x: Tensor) -> Tensor:
         """Return the result of a pass as a contiguous tensor that can be sent.
 
+        Args:
+            made_by: the pass.
+            x: its result.
         Raises: ConfigError if it does not fit the receiver's buffer. Otherwise the error would come
             from gloo or NCCL, in their words and on the other rank.
         """
@@ -144,14 +149,14 @@ class Messenger:
         return x.contiguous()
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         while self.sends:
             self._finish_oldest()
 
     def _exchange_with_shapes(
         self, messages: tuple[Message, ...], payload: Callable[[Pass], Tensor]
     ) -> dict[Pass, InFlight]:
-        """Post messages one by one, each right after its shape; return what `exchange` returns.
+        """Post messages one by one, each right after its shape. Return what `exchange` returns.
 
         All shapes first would not do: the other rank may have grouped these messages differently.
         """
@@ -176,9 +181,12 @@ class Messenger:
         return received
 
     def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
-        """Post operations, remember the sends, and return the received tensors by pass.
+        """Post operations, remember the sends, and return {pass: received tensor}.
 
-        ops: one for each message.
+
+        Args:
+            messages: the messages.
+            ops: the operation of each message.
         """
         received: dict[Pass, InFlight] = {}
         for message, op, work in zip(messages, ops, self.transport.post(ops), strict=True):
@@ -205,7 +213,7 @@ class Messenger:
 def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
     """Return the program with its receives posted `ahead.places` places earlier.
 
-    The nth receive stands where the one `ahead.places` before it stood, and everything else stays.
+    The nth receive takes the place of the receive `ahead.places` before it. Nothing else moves.
     With one place, and receives of a, b and c:
 
         recv a  F0  recv b  F1  recv c  F2        before
@@ -213,6 +221,10 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
     It is safe if posting a receive blocks nothing: each link keeps its order, and no send waits
     longer.
+
+    Args:
+        rank: this pipeline rank.
+        ahead: says which receives are posted earlier.
     """
     if not ahead.places:
         return program
@@ -223,7 +235,7 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """Return a part of a program, in which no pass is V, with its receives posted earlier."""
+    """Return a part of a program, without the pass V in it, with its receives posted earlier."""
 
     def early(m: Message) -> bool:
         return m.dst == rank and m.src in ahead.peers
@@ -248,7 +260,7 @@ def _validates(item: tuple[Pass, ...] | Exchange) -> bool:
 
 
 def _tag(made_by: Pass) -> int:
-    """Return a number for a message, unlike the number of any other message under way.
+    """Return a number for a message that no other message under way has.
 
     The number repeats after 32,768 microbatches, or after 512 microbatches of slices. Fewer
     messages than that are under way at a time.

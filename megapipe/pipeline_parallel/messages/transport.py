@@ -21,7 +21,7 @@ Shape = Sequence[int]
 
 
 class P2PMode(StrEnum):
-    """A way to post the sends and receives of one call.
+    """The way in which the sends and receives of one call are posted.
 
     plain: one by one; each completes on its own.
     batched: as one group, which is one NCCL launch on the axis's communicator.
@@ -35,7 +35,7 @@ class P2PMode(StrEnum):
 
 
 class Handle(Protocol):
-    """The handle of a send or receive that was posted, as torch.distributed's Work."""
+    """The handle of a send or receive that was posted, like torch.distributed's Work."""
 
     def wait(self) -> Any:
         """Wait until the operation has completed."""
@@ -64,11 +64,11 @@ class Op(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The receives that may be posted before their place in the program.
+    """A description of the receives that may be posted before their place in the program.
 
     Attributes:
-        places: by how many receives earlier each is posted; 0 for none.
-        peers: pipeline ranks that send them.
+        places: each receive is posted this number of receives earlier; 0 to move none.
+        peers: only receives from these pipeline ranks are posted earlier.
     """
 
     places: int
@@ -76,7 +76,7 @@ class Ahead(NamedTuple):
 
 
 class InFlight:
-    """A tensor that is being sent or received. `wait` returns it at the end.
+    """A tensor that is being sent or received. `wait` returns it when that is done.
 
     Args:
         tensor: the tensor, or the buffer that receives it.
@@ -95,7 +95,7 @@ class InFlight:
 
     @property
     def is_over(self) -> bool:
-        """Return whether `wait` would return at once. A handle that cannot know says False."""
+        """Return whether `wait` would return at once; False if the handle does not know."""
         return self._work.is_completed()
 
     def wait(self) -> Tensor:
@@ -110,9 +110,9 @@ class InFlight:
 
 
 class Transport:
-    """Posts sends and receives over the group of an axis.
+    """A poster of sends and receives over the process group of an axis.
 
-    `post` starts several in the way that the mode names, `one` starts one.
+    `post` starts several operations in the way of the mode, and `one` starts one operation.
 
     Args:
         pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
@@ -149,7 +149,7 @@ class Transport:
         return Ahead(1, frozenset(linked))
 
     def post(self, ops: list[Op]) -> Sequence[Handle]:
-        """Start the operations and return a handle for each.
+        """Start the operations, and return a handle for each.
 
         Plain ones start in the order of the list. A group has no order of its own.
         """
@@ -177,7 +177,7 @@ class Transport:
         return post([op.tensor], op.peer, op.tag)
 
     def _link(self, src: int, dst: int) -> dist.ProcessGroup | None:
-        """Return the communicator for messages from src to dst, None if the axis's group has them.
+        """Return the communicator for messages from src to dst; None for the axis's group.
 
         With a shared vocabulary one more communicator serves ranks that are no neighbours.
         """
@@ -238,7 +238,7 @@ class _Unit:
 
 
 def _rounds(ops: list[Op]) -> list[list[Op]]:
-    """Split operations into consecutive groups with at most one send and one receive per peer."""
+    """Split operations into groups with at most one send and one receive for each peer."""
     rounds: list[list[Op]] = []
     seen: set[tuple[bool, int]] = set()
     for op in ops:

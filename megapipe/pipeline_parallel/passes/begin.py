@@ -19,8 +19,8 @@ class Begun(NamedTuple):
 
     Attributes:
         wait: waits for the end of the pass, and returns its result or None.
-        span: of a copy: returns (mark of its beginning, mark of its end), as a stopwatch takes
-            them. Call it once the copy is over. None for other passes.
+        span: for a copy, returns the stopwatch's marks of (its beginning, its end), once the copy
+            is over. None for other passes.
     """
 
     wait: Callable[[], Tensor | None]
@@ -28,7 +28,7 @@ class Begun(NamedTuple):
 
 
 class Again:
-    """The result of pass V that makes the program run again from its beginning."""
+    """The result of pass V (validation) that makes the program run again from its beginning."""
 
 
 AGAIN: Final = Again()
@@ -45,21 +45,22 @@ whoever runs them keeps that order.
 
 @dataclass(frozen=True)
 class Weights:
-    """The functions that a stage's passes on weights call, such as U for the update.
+    """The functions with which a stage's weights are reduced, gathered, updated and checked.
 
-    The trainer makes them. `reduce`, `gather` and `copy` begin their work, and return a function
-    that waits for its end.
+    The trainer creates this object. The executor calls a function when the schedule has the pass
+    for it, such as U for `update`. `reduce`, `gather` and `copy` begin their work, and return a
+    function that waits for its end.
 
     Attributes:
-        reduce: sums the stage's gradients over data parallelism.
-        gather: gathers the weights over data parallelism: updated ones, or sharded ones for some
-            consecutive passes (a run).
-        update: updates the weights that the rank owns; None where no table has U.
-        validate: checks the updates of the previous step. It returns True if they were wrong, so
-            that the passes before it run again. None where no table has V.
-        begin: allocates memory for the gradients of a run of passes.
-        drop: frees the weights that were gathered for a run of passes.
-        copy: copies the stage's state to a peer. The state may change once its wait is over.
+        reduce: sums the stage's gradients over data parallelism (G or RS).
+        gather: gathers the weights over data parallelism: updated weights (A), or sharded weights
+            for some consecutive passes (AF, AB).
+        update: updates the weights that the rank owns (U); None if no table has U.
+        validate: checks the updates of the previous step (V). It returns True if they were wrong,
+            so that the passes before it run again. None if no table has V.
+        begin: allocates memory for the gradients of some consecutive passes.
+        drop: frees the weights that were gathered for some consecutive passes.
+        copy: copies the stage's state to a peer (P). The state may change after the wait.
         layer_done: called as (layer, number of layers) once all microbatches have added to the
             gradients of this layer and all later ones. None if no caller needs it.
     """
@@ -75,7 +76,10 @@ class Weights:
 
 
 def weights_of(stage: Any) -> Weights:
-    """Return the functions that work on a stage's weights. Raises: ConfigError if it has none."""
+    """Return the functions that work on a stage's weights.
+
+    Raises: ConfigError if the stage has none.
+    """
     # A stage that Megatron's loop runs has none: its passes of weights are the caller's own.
     weights: Weights | None = stage.weights
     if weights is None:
@@ -87,9 +91,13 @@ def weights_of(stage: Any) -> Weights:
 
 
 def input_of(stage: Any, given: list[Tensor]) -> Tensor | None:
-    """Return the input of a stage's forward, given the results that it takes; None for none.
+    """Return the input of a stage's forward, made from the results that it takes; None for none.
 
     It is their sum, unless `stage.ends.joins` joins them in another way.
+
+    Args:
+        stage: the stage.
+        given: the results of the passes on which the forward depends.
     """
     ends: Ends | None = getattr(stage, "ends", None)
     # Stages of a contract, such as DeepSeek's, have no ends.
@@ -103,14 +111,14 @@ def sum_of(given: list[Tensor]) -> Tensor | None:
 
 
 class Ends(NamedTuple):
-    """The ends of the model, embedding or loss, that a stage has.
+    """The ends of the model that a stage has: embedding or loss.
 
     Attributes:
         holds_loss: whether its forward ends in loss_func.
-        goes_on: whether it gives hidden states to a next stage, maybe in addition to a loss.
+        goes_on: whether it sends hidden states to a next stage, perhaps in addition to a loss.
         depth: number of its depth of multi-token prediction, from 1; 0 if it has none.
         counts: factor on its loss.
-        joins: returns the input of a forward, given the results that the forward takes.
+        joins: takes the results on which a forward depends, and returns the forward's input.
     """
 
     holds_loss: bool = False

@@ -23,15 +23,17 @@ def microbatches_of(
     config: Any,
     documents: Callable[[int], Documents | None] | None = None,
 ) -> Callable[[], Microbatches]:
-    """Return a function that makes a stage's microbatches, cut into slices if the table has slices.
+    """Return a function that returns a new description of a stage's microbatches.
+
+    They are cut into slices if the table has slices.
 
     Args:
         table: the schedule.
-        length: tokens of a sequence; None if sequences differ in length.
+        length: number of tokens of a sequence; None if sequences differ in length.
         mesh: this rank's mesh; its context-parallel ranks share the tokens of a sequence.
         config: may have `sequence_parallel`, with which tensor-parallel ranks share them too.
-        documents: returns the documents of a microbatch, given its number. Slices are then cut at
-            their borders. None to cut all microbatches at the same tokens.
+        documents: takes the number of a microbatch and returns its documents, so that slices are
+            cut near their borders. None to cut all microbatches at the same tokens.
     Raises: ConfigError if the sequence cannot be cut as the table says.
     """
     return slices_of(table, length, mesh, config, documents) or Microbatches
@@ -42,10 +44,11 @@ together_on = Pairs
 
 
 def as_run(table: Schedule, *, hides: bool) -> Schedule:
-    """Return the table that ranks run: with its pairs of passes, or with each pass on its own.
+    """Return the table as ranks run it: with its overlapped pairs, or with each pass on its own.
 
-    hides: passes wait for collectives, during which other passes can run. Without them pairs have
-        no use.
+    Args:
+        hides: whether passes wait for collectives, during which the other pass of a pair can run.
+            Otherwise pairs have no use, and are separated.
     """
     # Otherwise the first of a pair sends its result before the second runs.
     return table if hides else unpaired(table)

@@ -28,10 +28,10 @@ class Lengths:
     """The lengths of a microbatch's slices, in tokens of the whole sequence on all ranks.
 
     Attributes:
-        usual: the lengths if documents do not matter.
+        usual: the lengths without regard to documents.
         multiple: each length is a multiple of this number.
-        documents: returns a microbatch's documents, at whose borders slices end where one is near;
-            None to cut every microbatch in the usual lengths.
+        documents: takes a microbatch and returns its documents. A cut moves to a border of a
+            document if one is near. None to cut every microbatch into the usual lengths.
     """
 
     usual: tuple[int, ...]
@@ -56,8 +56,8 @@ class Slices(Microbatches):
 
     Attributes:
         lengths: the lengths of the slices of each microbatch, in tokens.
-        prefixes: by microbatch, the keys and values that layers keep for its later slices. An item
-            goes when the last slice's forward begins.
+        prefixes: {microbatch: keys and values that layers keep for its later slices}. An item is
+            removed when the last slice's forward begins.
     """
 
     lengths: Lengths
@@ -132,13 +132,18 @@ class Slices(Microbatches):
         return whole[0] * lengths[made_by.slice] // sum(lengths), *whole[1:]
 
     def _loss_of(self, number: int, losses: Mapping[int, Loss]) -> Loss:
-        """Return the loss of the whole microbatch to which the slice of this number belongs."""
+        """Return the loss of the whole microbatch to which a slice belongs.
+
+        Args:
+            number: number of the slice, among all slices.
+            losses: {number: loss} of the slices so far.
+        """
         first = self.microbatch(number) * self.count
         return joined([losses[n] for n in range(first, first + self.count)])
 
 
 def joined(losses: Sequence[Loss]) -> Loss:
-    """Return the loss of a microbatch, given the losses of its slices in order.
+    """Return the loss of a microbatch, made from the losses of its slices in order.
 
     Raises: ConfigError if a loss is a mean over an unknown number of tokens, or if a reported value
         is one number: such means cannot be joined.
@@ -184,15 +189,15 @@ def slices_of(
     config: Any,
     documents: Callable[[int], Documents | None] | None = None,
 ) -> Callable[[], Slices] | None:
-    """Return a function that makes a stage's slices, or None for a table of whole microbatches.
+    """Return a function that returns a new `Slices` for a stage; None for a table without slices.
 
     Args:
         table: the schedule.
-        length: tokens of a sequence; None if sequences differ in length.
+        length: number of tokens of a sequence; None if sequences differ in length.
         mesh: this rank's mesh; its context-parallel ranks share the tokens of a sequence.
         config: may have `sequence_parallel`, with which tensor-parallel ranks share them too.
-        documents: returns the documents of a microbatch, given its number, for cuts at their
-            borders; None to cut all microbatches at the same tokens.
+        documents: takes the number of a microbatch and returns its documents, so that slices are
+            cut near their borders; None to cut all microbatches at the same tokens.
     Raises: ConfigError if the sequence cannot be cut as the table says.
     """
     if not table.cuts:

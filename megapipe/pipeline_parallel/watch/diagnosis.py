@@ -41,18 +41,20 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's statement on where it is, for the other ranks to read.
+    """A rank's report on where it is, for the other ranks to read.
+
+    `to_json` and `from_json` convert it to text and back.
 
     Attributes:
-        name: as "rank 1 (pipeline rank 1, stage 1)"; the first number is the global rank.
+        name: such as "rank 1 (pipeline rank 1, stage 1)"; the first number is the global rank.
         place: the pass or call in which the rank is, with its iteration.
-        step: the iteration alone.
+        step: only the iteration.
         since_s: seconds that it has been in this place.
         waits: the message that it waits for; None if it waits for none.
-        ahead: messages of this step that it has not come to yet; None if it has not begun the
-            step's passes.
+        ahead: messages of this step that it has still to send or receive; None if it has not begun
+            the step's passes.
         note: why it reports, such as "timed out".
-        cause: its own error, which no other rank has caused; None without one.
+        cause: its own error, if no other rank has caused it; else None.
     """
 
     name: str
@@ -86,12 +88,12 @@ class Report:
 def report_of(mesh: ProcessMesh, note: str, cause: str | None = None) -> Report:
     """Return the report of this rank at this moment.
 
-    The thread of the watch calls it, and the main thread may move on meanwhile.
+    The thread of `Watch` calls it, while the main thread may go on.
 
     Args:
         mesh: this rank's mesh.
         note: why the rank reports.
-        cause: its own error, if it has one.
+        cause: its own error; None if it has none.
     """
     position = mesh.position
     item, since = position.at or (None, monotonic())
@@ -127,7 +129,7 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
     """Return a sentence that names the rank that holds up the others, and who waits for it.
 
     Args:
-        reports: by global rank, the reports of the ranks that answered.
+        reports: {global rank: its report} for the ranks that answered.
         world: number of ranks.
     """
     # 1. A rank's own error explains all that others see.
@@ -167,8 +169,10 @@ def first_mismatch(reports: Mapping[int, Report], world: int) -> str:
 
 
 def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
-    """Follow the waits of a rank from peer to peer to one that does not wait in turn.
+    """Follow the waits of a rank from peer to peer, until a rank that does not wait for another.
 
+    Args:
+        reports: {global rank: its report}.
     Returns: (that rank, the rest of a sentence on its place and the missing message). None if
         `rank` waits for no message, or if the waits form a circle.
     """
@@ -194,7 +198,7 @@ def _follow(reports: Mapping[int, Report], rank: int) -> tuple[int, str] | None:
 def _waits(mesh: ProcessMesh, item: Any) -> Link | None:
     """Return the message that the main thread waits for; None if it waits for none.
 
-    item: the item of the program that now runs; None outside of a program.
+    `item` is the item of the program that now runs; None outside of a program.
     """
     hand = mesh.position.hand
     comm = mesh.position.comm
@@ -223,7 +227,7 @@ def _ahead(mesh: ProcessMesh, item: Any) -> Iterable[Link]:
 
     Sends that were posted and may not have left are among them.
 
-    item: the item of the program that now runs.
+    `item` is the item of the program that now runs.
     """
     plan = list(mesh.position.plan or ())
     for message, _ in list(mesh.position.comm.sends):

@@ -66,15 +66,15 @@ PAUSE_S = 0.05
 
 
 class Watch:
-    """Watches over one rank while it is entered: `with Watch(mesh): train()`.
+    """A guard of one rank's run while its context is entered: `with Watch(mesh): train()`.
 
     When a message or collective fails or times out, or a rank ends in an error or disappears, the
     run ends. Each rank prints one line, and one rank also the first mismatch: who waits for whom.
     The process exits with a code that says why. Ctrl-C ends it with 130.
 
-    A UserError passes through, and so does a normal end; ranks that wait for this one are informed
-    in both cases. A rank whose launcher or store is gone ends too. Otherwise a run that is started
-    again would meet its old ranks.
+    A UserError passes through, and so does a normal end. Ranks that wait for this one are informed
+    in both cases. A rank whose launcher or store is gone also ends. Otherwise a run that is started
+    again would meet ranks of the old run.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
@@ -132,11 +132,11 @@ class Watch:
         self._close()
 
     def _take_leave(self, limit_s: float) -> None:
-        """Count this rank as one that has left. If it keeps the store, wait for the other ranks.
+        """Count this rank as one that has left the run. If it hosts the store, wait for the others.
 
-        If it left first, the others would take the run for one that broke off.
+        If the host left first, the others would think that the run had failed.
 
-        limit_s: the longest wait, in seconds.
+        `limit_s` is the longest wait, in seconds.
         """
         left = self._ask(lambda store: store.add("left", 1))
         until = time.monotonic() + limit_s
@@ -180,7 +180,7 @@ class Watch:
     def _look(self, heard: bytes) -> None:
         """End the process if there is a reason; Ctrl-C and this rank's own error come first.
 
-        heard: the signals that came, as bytes; a byte is the signal's number.
+        `heard` has one byte for each signal that came: the signal's number.
         """
         if self._closed:
             return
@@ -202,8 +202,8 @@ class Watch:
     def _interrupted(self) -> bool:
         """Return whether this Ctrl-C ends the run.
 
-        Where the first Ctrl-C makes the run save, only a second one ends it. Torchrun passes the
-        first one on, and this repetition does not count as the second.
+        If the first Ctrl-C makes the run save, only a second one ends it. Torchrun passes the first
+        one on, and this repetition does not count as the second.
         """
         handler = signal.getsignal(signal.SIGINT)
         if not getattr(handler, "first_saves", False):
@@ -217,7 +217,7 @@ class Watch:
         return now - first > relay_s
 
     def _alone(self) -> str | None:
-        """Return a text if no other rank can be reached any more, and why; else None."""
+        """Return why no other rank can be reached any more; None if some can."""
         if LAUNCHER is not None and os.getppid() != LAUNCHER:
             return "its launcher has ended"
         if self._lost:
@@ -234,7 +234,10 @@ class Watch:
         return bool(self._ask(lambda store: store.check(["failed"])))
 
     def _leave(self, why: str, number: int) -> NoReturn:
-        """Exit with 128 + `number`, a signal's; one rank of each machine prints `why`."""
+        """Exit with 128 + `number`, the number of a signal.
+
+        One rank of each machine prints `why`.
+        """
         if os.environ.get("LOCAL_RANK", "0") == "0":
             position = self.mesh.position
             where = "in" if position.at or position.plan is None else "after"
@@ -259,9 +262,9 @@ class Watch:
         self._end(report, 128 + signal.SIGTERM)
 
     def _end(self, report: Report, code: int) -> NoReturn:
-        """Print this rank's report, on the first rank to fail also the mismatch, and exit.
+        """Print this rank's report and exit. The first rank to fail also prints the first mismatch.
 
-        code: exit code of the process.
+        `code` is the exit code of the process.
         """
         try:
             self._tell(report)
@@ -293,7 +296,7 @@ class Watch:
             time.sleep(POLL_S)
 
     def _collect(self) -> dict[int, Report]:
-        """Return, by global rank, all reports that were posted within ANSWER_S seconds."""
+        """Return {global rank: its report} for reports that were posted within ANSWER_S seconds."""
         ranks: set[int] = set()
         size = self.mesh.world.size
         until = time.monotonic() + ANSWER_S
@@ -319,9 +322,9 @@ class Watch:
         self._ask(post)
 
     def _ask(self, call: Callable[[Any], T], limit_s: float = 2.0) -> T | None:
-        """Return call(store); None if no answer comes in `limit_s` seconds.
+        """Return call(store); None if there is no answer within `limit_s` seconds.
 
-        A store that is gone is not asked again.
+        After a first failure the store is not asked again.
         """
         answer: list[T] = []
 
@@ -353,7 +356,7 @@ class Watch:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing, as a signal's handler: the watch hears the signal by its number."""
+    """Do nothing. It is a signal handler; the watch receives the signal's number separately."""
 
 
 def _say(text: str) -> None:
@@ -367,7 +370,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether the error is a failed message or collective, maybe another rank's fault."""
+    """Return whether an error is a failed message or collective, perhaps another rank's fault."""
     of_gloo = any(part in str(error) for part in ("gloo", _CLOSED))
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and of_gloo)
 

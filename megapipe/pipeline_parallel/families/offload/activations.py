@@ -36,14 +36,14 @@ KEYS = "core_attn"
 
 @dataclass(eq=False)
 class _Slot:
-    """A storage that a graph saved, on the device or as a copy on the host.
+    """A tensor storage that autograd saved, on the device or as a copy on the host.
 
     Attributes:
-        storage: None while it is on the host.
-        size: its bytes.
-        held: the count of bytes on the device, to which it adds its size.
-        goes: a layer that --offload-modules selects saved it, so it should move.
-        stays: it is the output, which cannot move.
+        storage: the storage; None while it is on the host.
+        size: its size in bytes.
+        held: the counter of bytes on the device, to which its size is added.
+        goes: whether it may be offloaded, because a module in --offload-modules saved it.
+        stays: whether it is the stage's output, which cannot be offloaded.
         buffer: its copy on the host; None while there is none.
     """
 
@@ -64,7 +64,14 @@ class _Slot:
 
 
 class _View(NamedTuple):
-    """A saved tensor, described as a view of a slot's storage. `tensor` makes the tensor again."""
+    """A saved tensor, described as a view of a slot's storage.
+
+    `of` makes the description, and `tensor` makes the tensor from it.
+
+    Attributes:
+        slot: the storage.
+        dtype, device, size, stride, offset: the properties of the tensor.
+    """
 
     slot: _Slot
     dtype: torch.dtype
@@ -75,7 +82,7 @@ class _View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, slot: _Slot) -> Self:
-        """Return the description of a tensor, which is a view of the slot's storage."""
+        """Return the description of a tensor, whose storage is that in the slot."""
         offset = int(tensor.storage_offset())
         return cls(slot, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), offset)
 
@@ -91,8 +98,8 @@ class _Kept:
     """The storages that the forward of one microbatch saved.
 
     Attributes:
-        slots: by the address of their memory.
-        begun: the copies to the host, as `CopyLane.begin` returned them; None before O.
+        slots: {address of its memory: the storage}.
+        begun: the copies to the host, as `CopyLane.begin` returned them; None before pass O.
         leaf: the input, where the graph begins; None at the embedding.
     """
 
@@ -103,18 +110,19 @@ class _Kept:
 
 @dataclass(eq=False)
 class Activations(OfStage):
-    """The saved activations of one stage; `offload`, `load` and `repeat` run passes O, L and R.
+    """The saved activations of one stage, with the methods that offload and recompute them.
 
-    `microbatch` is the number of a slice among all slices, where microbatches are cut.
+    `offload` runs pass O (copy to the host), `load` L (copy back) and `repeat` R (recompute). If
+    microbatches are cut, `microbatch` is the number of a slice among all slices.
 
     Args:
         module: the stage. Its parameters stay on the device.
         host: the rank's buffers on the host and its streams of copies.
-        sizes: the bytes of a microbatch or of each of its slices, to be filled in.
-        share: share of the saved bytes that moves. The storages saved first move.
-        out: microbatches with an O, whose activations move.
-        again: microbatches with an R, whose forward runs twice.
-        modules: Megatron-LM's names of modules whose saved tensors move; empty for all.
+        sizes: records to be filled with the bytes of a microbatch, or of each of its slices.
+        share: the fraction of the saved bytes to offload. Storages that were saved first are taken.
+        out: microbatches whose activations are offloaded.
+        again: microbatches whose forward is recomputed.
+        modules: Megatron-LM's names of modules whose saved tensors are offloaded; () for all.
     """
 
     module: nn.Module
@@ -145,7 +153,14 @@ class Activations(OfStage):
         return usual
 
     def _forward_alone(self, stage: Any, microbatch: int, x: Tensor | None) -> Tensor | None:
-        """Run a forward without a graph, and keep its input, data and random stream for R."""
+        """Run a forward without a graph, and keep what R (recomputation) needs.
+
+        It keeps the input, the data and the random stream.
+
+        Args:
+            stage: the stage.
+            x: the input; None at the embedding.
+        """
         stream = stage.microbatches.begun(microbatch, stage.stream)
         data: Noting[Any] | None = None
         batches: list[Any] = []
@@ -159,7 +174,7 @@ class Activations(OfStage):
         return made
 
     def repeat(self, stage: Any, microbatch: int) -> None:
-        """Run R: the forward a second time, on the same data with the same random numbers."""
+        """Run R: the forward a second time, with the same data and random numbers, and a graph."""
         x, batches, stream = self._first.pop(microbatch)
         self.hold(microbatch, x, -1)
         data = iter(batches) if batches else None
@@ -170,13 +185,13 @@ class Activations(OfStage):
         return None if x is None else x.view_as(x)
 
     def keep(self, number: int, last: int, keys: Tensor) -> Callable[[], Tensor]:
-        """Hold the keys and values that a layer of a slice made, for later slices.
+        """Hold the keys and values that a layer computed for a slice, for later slices.
 
-        O of slice `last` moves them to the host, or the next O of the microbatch after it.
+        They are offloaded by the O of slice `last`, or by the next O of the microbatch after it.
 
         Args:
-            number: the slice that made them.
-            last: the last slice that reads them.
+            number: number of the slice.
+            last: number of the last slice that reads them.
             keys: keys and values in one tensor.
         Returns: a function that returns the tensor; call it only while it is on the device.
         """
@@ -193,7 +208,7 @@ class Activations(OfStage):
         return _View.of(keys, slot).tensor
 
     def saving(self, stage: Any, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context for a forward, which puts each tensor that its graph saves in a slot."""
+        """Return a context for a forward that puts each tensor which autograd saves into a slot."""
         kept = _Kept()
         self._kept[microbatch] = kept
         # The hooks hold the dict and not `kept`: see `_drop`.
@@ -237,13 +252,16 @@ class Activations(OfStage):
         return self.sizes[number % len(self.sizes)]
 
     def hold(self, microbatch: int, x: Tensor | None, count: int = 1) -> None:
-        """Add `count` times the bytes of an input x, which is kept for R, to the bytes held."""
+        """Count the bytes of an input x that is kept for R as held on the device.
+
+        They are counted `count` times; -1 removes them.
+        """
         size = self._size(microbatch)
         size.input = 0 if x is None else x.nbytes
         self.held.add(count * size.input)
 
     def offload(self, microbatch: int) -> Copy:
-        """Begin O, the copies of a microbatch's storages to the host; return them as one copy."""
+        """Begin O: copy a microbatch's storages to the host. Return the copies as one."""
         kept = self._kept[microbatch]
         host = self.host
         self._to_go.discard(microbatch)
@@ -266,9 +284,9 @@ class Activations(OfStage):
         return Copy(host.out, kept.begun, needed=False)
 
     def _chosen(self, kept: _Kept) -> list[_Slot]:
-        """Return the storages that O moves: those saved first, up to `share` of the bytes.
+        """Return the storages that O copies: the ones saved first, up to `share` of the bytes.
 
-        The output and a storage that anything else holds are left out.
+        The output is left out, and so is a storage to which there is another reference.
         """
         wanted = [slot for slot in kept.slots.values() if slot.goes]
         left = self.share * sum(slot.size for slot in wanted)
@@ -282,7 +300,7 @@ class Activations(OfStage):
         return chosen
 
     def load(self, microbatch: int) -> Copy:
-        """Begin L, the copies of a microbatch's storages to the device; return them as one copy."""
+        """Begin L: copy a microbatch's storages back to the device. Return the copies as one."""
         kept = self._kept[microbatch]
         host = self.host
         # The keys that went with this slice come back with it: no earlier backward reads them.
@@ -324,7 +342,7 @@ class Activations(OfStage):
 
 
 def _alone(storage: torch.UntypedStorage) -> bool:
-    """Return whether nothing but one reference, a slot's, holds the storage."""
+    """Return whether a slot has the only reference to the storage."""
     return torch._C._storage_Use_Count(storage._cdata) == 1
 
 
@@ -339,7 +357,13 @@ def _of(buffer: Buffer | None, size: int) -> Tensor:
 
 
 def moves_of(setting: Setting) -> dict[int, Activations]:
-    """Return, by stage, the object that moves its activations; none if no pass moves any."""
+    """Return {stage: the object that offloads and recomputes its activations}.
+
+    It is {} if the table has no such pass.
+
+    Args:
+        setting: the step of this rank.
+    """
     table, chunks, step, host = setting
     if step.forward_only or table.kinds.isdisjoint(MOVES):
         return {}

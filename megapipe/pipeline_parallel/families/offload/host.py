@@ -18,7 +18,7 @@ _PARTS = 8
 
 
 def size_class(size: int) -> int:
-    """Return the bytes to allocate for `size` bytes, so that a buffer fits requests of near sizes.
+    """Return the bytes to allocate for `size` bytes, rounded up to fit similar requests too.
 
     It is at most an eighth more, or the next multiple of _ALIGNED if that is larger.
     """
@@ -29,15 +29,15 @@ def size_class(size: int) -> int:
 
 @dataclass(eq=False)
 class Sizes:
-    """Activation bytes of one microbatch of a stage, or of the slice in one place of microbatches.
+    """The activation bytes of one microbatch on a stage, or of the slices with one index.
 
-    The bytes are measured at the last such microbatch (or slice) of a step.
+    They are measured at the last such microbatch (or slice) of a step.
 
     Attributes:
-        saved: saved by the graph of its forward.
-        copied: copied to the host.
-        input: the input, kept for a forward that runs again.
-        keys: keys and values kept for later slices.
+        saved: bytes that autograd saved in its forward.
+        copied: bytes that are copied to the host.
+        input: bytes of the input, which is kept for a forward that runs again.
+        keys: bytes of keys and values that are kept for later slices.
     """
 
     saved: int = 0
@@ -60,7 +60,9 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Copy:
-    """A pass O or L that has begun. Call it to wait for its end, if the next pass needs that.
+    """A copy to the host or back (O or L) that has begun.
+
+    Calling it waits for its end, if the next pass needs that. `span` returns when it ran.
 
     Attributes:
         stream: the stream of copies in one direction.
@@ -78,23 +80,23 @@ class Copy:
             self.stream.wait(self.begun)
 
     def span(self) -> tuple[Any, Any]:
-        """Return (mark of its beginning, mark of its end). Call it once the copy is over."""
+        """Return the marks (points in time) of its beginning and its end, once the copy is over."""
         return self.stream.span(self.begun)
 
 
 class Host:
     """A rank's buffers on the host, kept from step to step, and its streams of copies.
 
-    `take` returns a buffer and `give` frees one; `begin` starts a step.
+    `take` returns a buffer, `give` frees one, and `begin` starts a step.
 
     Attributes:
         out, back: the streams of copies to the host, and to the device.
         held: counts the bytes of activations that the rank's stages have on the device.
-        sizes: by stage, `Sizes` of a microbatch or of each of its slices, for the last table with
+        sizes: {stage: `Sizes` of a microbatch or of each of its slices}, from the last table with
             O, L or R.
         bytes: bytes of all buffers together.
-        modules: Megatron-LM's names of the modules whose saved tensors move; empty for all.
-        share: share of the bytes of these tensors that moves, in each microbatch.
+        modules: Megatron-LM's names of modules whose saved tensors are offloaded; () for all.
+        share: the fraction of the bytes of these tensors to offload, in each microbatch.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +113,7 @@ class Host:
 
     # A step of another table, or with other routing, may need fewer buffers than the one before.
     def begin(self) -> None:
-        """Begin a step: release the buffers that the previous step has not used."""
+        """Begin a step: release the buffers that the previous step did not use."""
         for size, count in self._unused.items():
             del self._free[size][:count]
             self.bytes -= size * count
@@ -137,5 +139,8 @@ class Host:
         return buffer
 
     def give(self, buffer: Buffer) -> None:
-        """Return a buffer to the free list; its next writer waits for the copy that reads it."""
+        """Return a buffer to the free list.
+
+        Its next writer waits for the copy that still reads it.
+        """
         self._free.setdefault(buffer.bytes.numel(), []).append(buffer)

@@ -16,17 +16,15 @@ from megapipe.pipeline_parallel.families.family import OfStage, Setting
 
 
 class Reporting(OfStage):
-    """A stage whose layers report during the last backward that their gradients are complete.
+    """A stage whose layers report, during the last backward, that their gradients are complete.
 
-    Its module has `between_layers(cut)`, which returns a context for a forward. In this context the
-    module calls x = cut(x) with the hidden states before each layer. The context holds for one pass
-    alone: another pass of the module may run in between.
+    Its module has a method `between_layers(cut)`, which returns a context for a forward. In this
+    context the module calls x = cut(x) with the hidden states before each layer.
 
     Args:
         done: called as (layer, number of layers) when the gradients of the layer's weights and of
             all later layers' weights are complete.
-        last: number of the last microbatch or slice that adds to gradients. The others do not
-            report.
+        last: number of the last microbatch or slice that adds to gradients. Only this one reports.
     """
 
     def __init__(self, done: Callable[[int, int], None], last: int) -> None:
@@ -40,9 +38,10 @@ class Reporting(OfStage):
         return context
 
     def _cut(self, stage: Any) -> Callable[[Tensor], Tensor]:
-        """Return the function that the module calls before each layer; it returns x unchanged.
+        """Return the function `cut` that the module calls before each layer.
 
-        When the backward reaches that place, `done` is called for the layer after it.
+        It returns x unchanged. When the backward reaches that place, `done` is called for the layer
+        after it.
         """
         seen: list[None] = []
 
@@ -62,8 +61,13 @@ class Reporting(OfStage):
 
 
 def stages_of(setting: Setting) -> dict[int, Reporting]:
-    """Return, by number, the stages whose layers report: the trainer asks for it in the stage's
-    `Weights.layer_done`, and the module has `between_layers`.
+    """Return {stage: its `Reporting`} for the stages whose layers report.
+
+    They are the stages for which the trainer gives `Weights.layer_done`, if the module has
+    `between_layers`.
+
+    Args:
+        setting: the step of this rank.
     """
     table, chunks, step, _ = setting
     if step.forward_only or not step.weights:

@@ -32,16 +32,17 @@ from megapipe.tensor_parallel.vocabulary import combine, packed_loss, size_of_lo
 
 
 class Shared(OfStage):
-    """A stage of a pipeline whose ranks each have a share of the vocabulary.
+    """A stage of a pipeline in which each rank has a share of the vocabulary's rows.
 
-    `combine` runs pass C: it computes the loss from the parts that all shares computed.
+    `combine` runs pass C: it computes the loss from the parts that the shares computed.
 
     Args:
         place: the rank of each stage.
         number: the number of this stage.
         share: the rank's rows of embedding and head; None if another stage of the rank has them.
-        read: the batches for the stage's own forwards; the share reads a copy.
-        evaluates: the step has no gradients, and only the model's own loss.
+        read: the data iterator for the stage's own forwards. The share reads a copy of the data.
+        evaluates: whether the step is an evaluation, with no gradients and only the model's own
+            loss.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Shared(OfStage):
     def _joined(self, given: list[Tensor]) -> Tensor:
         """Return the input of a stage that embeds tokens.
 
-        It is the sum of the embeddings from all shares, cut to this stage's s tokens: depth d of
-        multi-token prediction embeds the tokens from number d on. A depth's input is its hidden
-        states followed by the embeddings, [s + s, b, h].
+        It is the sum of the embeddings from all shares, cut to the s tokens of this stage. Depth d
+        of multi-token prediction embeds the tokens from number d on. Its input is its hidden states
+        followed by the embeddings, [s + s, b, h].
 
         given: the embeddings from each share; for a depth the hidden states come first.
         """
@@ -104,10 +105,11 @@ class Shared(OfStage):
         """Run C: compute the loss, and the gradient of the stage's output for its backward.
 
         Args:
-            stage: whose loss it is.
+            stage: the stage with the loss.
             microbatch: number of the microbatch.
-            shares: the results of S, one of each share, in the order of the table.
-        Returns: the message that shares need for their weight gradients; None in an evaluation.
+            shares: the result of pass S from each share, in the order of the table.
+        Returns: the message from which shares compute their weight gradients; None in an
+            evaluation.
         """
         x, loss_func, cp = self._ends.pop(microbatch)
         tp = attribute_of(stage.module, "tp")
@@ -137,8 +139,10 @@ class Shared(OfStage):
 
 
 def stages_of(setting: Setting) -> dict[int, Shared]:
-    """Return, by number, the connection of each stage to the shares; none without shares.
+    """Return {stage: its `Shared`} for all stages; {} if the vocabulary is not shared.
 
+    Args:
+        setting: the step of this rank.
     Raises: ConfigError if a stage with a share has no data.
     """
     table, chunks, step, _ = setting
@@ -172,9 +176,10 @@ def _losses(place: Placement, *, evaluates: bool) -> int:
 
 
 def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
-    """Return a function from the pass that makes a message to its shape; None without shares.
+    """Return a function that returns the shape of a message, given the pass that makes it.
 
-    The function returns None for hidden states of the usual shape.
+    Returns None if the vocabulary is not shared. The function itself returns None for hidden states
+    of the usual shape.
     Raises: ConfigError for sequences that shares cannot work on.
     """
     place = sizes.place

@@ -29,18 +29,17 @@ FLAG = "--vocab-parallel-pipeline"
 
 
 class VocabularyShare(nn.Module):
-    """A rank's share of the rows of embedding and head, with the methods that its passes call.
+    """One rank's share of the rows of embedding and head, with the methods that its passes call.
 
     The user's forward_step is called with this module in place of the model. It reads a microbatch
-    and gives the tokens to `forward`, which looks them up.
+    and calls the module with the tokens, so that `forward` looks them up.
 
     Args:
-        module: the stage with the rows, `embedding.word_embeddings` and `output_layer`.
+        module: the stage that has the rows, in `embedding.word_embeddings` and `output_layer`.
         forward_step: Megatron's (data_iterator, model) -> (output, loss_func).
-        data: the batches.
+        data: the data iterator.
         depths: number of depths of multi-token prediction. Depth d reads the microbatch's tokens
-            from the d-th on. The heads of all depths are one pass, because no gradient returns
-            before the last depth has its own.
+            from number d on. The heads of all depths are computed in one pass.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class VocabularyShare(nn.Module):
         position_ids: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        """Return the embeddings of the tokens whose rows are here, and note tokens and labels.
+        """Return the embeddings of the tokens whose rows are in this share, and store the labels.
 
         Args:
             tokens: [b, s], global ids.
@@ -98,7 +97,10 @@ class VocabularyShare(nn.Module):
         return look_up(own_tokens, words.weight)
 
     def look_up(self, microbatch: int) -> Tensor:
-        """Run E: read a microbatch and return its embeddings from this share, as `forward` does."""
+        """Run pass E: read a microbatch and return its embeddings from this share.
+
+        The result is as in `forward`.
+        """
         with torch.no_grad():
             output, _ = output_of(self._forward_step(self._data, self))
         assert self._read is not None, "forward_step calls its model"
@@ -109,7 +111,9 @@ class VocabularyShare(nn.Module):
         return output
 
     def give(self, microbatch: int, *hidden: Tensor) -> Tensor:
-        """Run S: return this share's part of the losses and of their input gradients, one message.
+        """Run pass S: return this share's part of the losses and of their input gradients.
+
+        All parts are in one message.
 
         hidden: last hidden states of the model, then of each depth; [s, b, h], or [s/t, b, h] under
             sequence parallelism over t ranks.
@@ -133,9 +137,9 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def head_gradient(self, microbatch: int, *losses: Tensor) -> None:
-        """Run T: add the gradient of the head's rows here to their main_grad.
+        """Run pass T: add the gradient of this share's rows of the head to their main_grad.
 
-        losses: the messages that C made, of the model's loss and then of each depth's.
+        losses: the messages from pass C, for the model's loss and then for each depth's.
         """
         weight = self._use[1].weight
         kept = self._kept.pop(microbatch)
@@ -144,7 +148,7 @@ class VocabularyShare(nn.Module):
 
     @torch.no_grad()
     def rows_gradient(self, microbatch: int, *grads: Tensor) -> None:
-        """Run EW: add the gradient of the embedding's rows here to their main_grad.
+        """Run pass EW: add the gradient of this share's rows of the embedding to their main_grad.
 
         grads: gradients of the embedded tokens [s, b, h], for the model and for each depth. A
             depth's tensor has the gradient of its hidden states before it.
@@ -160,12 +164,12 @@ class VocabularyShare(nn.Module):
 
 
 def logit_factor(module: nn.Module) -> float:
-    """Return the factor on the input of a stage's head, --mup-output-mult."""
+    """Return the factor on the input of a stage's head, as --mup-output-mult sets it."""
     return getattr(attribute_of(module, "config"), "mup_output_mult", 1.0)
 
 
 def _rows(module: nn.Module, name: str) -> VocabularyRows:
-    """Return the submodule called `name`, which has rows of the vocabulary.
+    """Return the submodule called `name`, which has this rank's rows of the vocabulary.
 
     module: the stage, or a wrapper with the stage as `.module`.
     Raises: ConfigError if there is no such submodule.

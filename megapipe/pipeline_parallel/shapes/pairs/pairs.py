@@ -17,9 +17,9 @@ from megapipe.pipeline_parallel.stopwatch import Stopwatch
 
 
 class Pairs:
-    """Runs the pairs of passes of a rank. Its second thread stays from step to step.
+    """A runner of overlapped pairs of passes, called by the executor.
 
-    device: the rank's device.
+    It keeps its second thread from step to step. `device` is the rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:

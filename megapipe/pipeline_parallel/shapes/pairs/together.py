@@ -41,9 +41,9 @@ class _Ended(BaseException):
 
 
 class How(Enum):
-    """The way in which two passes run: together, with either beginning, or one after the other.
+    """The way in which two passes run: together, or one after the other.
 
-    `one` is the pass that the table has first.
+    If they run together, either of them may begin. `one` is the pass that the table has first.
     """
 
     ONE_BEGINS, OTHER_BEGINS, APART = range(3)
@@ -60,13 +60,14 @@ the other pass computes meanwhile. W waits for nothing, so it comes last.
 def how(
     one: Pass, other: Pass, same_waits: Callable[[], bool], *, synchronises: bool = False
 ) -> How:
-    """Return the way in which two passes run.
+    """Return the way in which two passes are to run.
 
     Args:
         one, other: the passes, in the order of the table.
-        same_waits: returns whether both microbatches wait for collectives in the same places.
-        synchronises: Megatron's code synchronises gradients in a stage's last backward. It sees all
-            gradients that arrive meanwhile, so no two backwards run together.
+        same_waits: returns whether both microbatches wait for collectives at the same points.
+        synchronises: whether a stage's last backward also synchronises gradients, as Megatron's
+            does. It then sees all gradients that arrive meanwhile, so no two backwards run
+            together.
     """
     kinds = {one.kind, other.kind}
     if not kinds <= set(_TURNS) or (synchronises and Kind.F not in kinds):
@@ -91,12 +92,12 @@ def _taken() -> Lock:
 
 @dataclass(eq=False)
 class _Side:
-    """The state of one of two passes.
+    """The state of one of the two passes of a pair.
 
     Attributes:
-        go: a lock that is released when the pass gets the turn.
-        over: the pass has ended, or has not begun.
-        ends: the pass must end at its next turn.
+        go: a lock that is released when the pass may run.
+        over: whether the pass has ended, or has not begun.
+        ends: whether the pass must end when it may run next.
     """
 
     go: Lock = field(default_factory=_taken)
@@ -106,14 +107,14 @@ class _Side:
 
 @dataclass(eq=False)
 class Shared:
-    """The state that the threads of both passes share. Only the thread with the turn writes it.
+    """The state that the threads of the two passes share. Only the thread that runs writes it.
 
-    `to_first` and `to_second` give the turn to that pass.
+    One pass runs at a time. `to_first` and `to_second` let the first or the second pass run.
 
     Attributes:
         first, second: the state of each pass.
         job: the function that runs the second pass; None ends its thread.
-        turn: whether the second pass has the turn.
+        turn: whether it is the second pass that runs.
     """
 
     first: _Side = field(default_factory=_Side)
@@ -122,7 +123,7 @@ class Shared:
     turn: bool = False
 
     def to_second(self) -> None:
-        """Let the second pass run, and wait until it gives the turn back or is over."""
+        """Let the second pass run, until it lets the first one run again or ends."""
         first = self.first
         # Nothing to do if the second pass is over: the first waits for its own collective then.
         if not self.second.over:
@@ -133,7 +134,7 @@ class Shared:
                 raise _Ended
 
     def to_first(self) -> None:
-        """Let the first pass run, and wait until it gives the turn back or is over."""
+        """Let the first pass run, until it lets the second one run again or ends."""
         second = self.second
         if not self.first.over:
             self.turn = False
@@ -144,7 +145,11 @@ class Shared:
 
 
 def _work(pair: Shared) -> None:
-    """Run the second pass of every pair, one after another; the body of the second thread."""
+    """Run the second pass of every pair, one pair after another, in the second thread.
+
+    Args:
+        pair: the state that both threads share.
+    """
     torch.autograd.set_multithreading_enabled(False)
     while True:
         pair.second.go.acquire()
@@ -158,9 +163,9 @@ def _work(pair: Shared) -> None:
 
 
 class Together:
-    """Runs passes of a rank two at a time; its second thread lives as long as this object.
+    """A runner of two passes at a time. Its second thread lives as long as this object.
 
-    device: the rank's device.
+    `run` runs a pair of passes. `device` is the rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,8 +180,8 @@ class Together:
         Args:
             one, other: functions that run the passes.
             how: the way in which they run.
-            watch: takes the times at which each waits.
-        Raises: the error of either. The other pass has ended then.
+            watch: measures the waits of each pass.
+        Raises: the error of either pass, after the other one has ended.
         """
         if how is How.OTHER_BEGINS:
             made, before = self._run(other, one, watch)
@@ -187,7 +192,11 @@ class Together:
             return one(), other()
 
     def _run(self, first: Callable[[], T], second: Callable[[], U], watch: Watch) -> tuple[T, U]:
-        """Run two passes together, `first` in this thread, and return both results."""
+        """Run two passes together, `first` in this thread, and return both results.
+
+        Args:
+            watch: measures the waits of each pass.
+        """
         pair = self._pair = self._pair or self._begun()
         made: list[U] = []
         failed: list[BaseException] = []
@@ -245,9 +254,9 @@ class Together:
 
 
 def _settings(device: torch.device) -> Callable[[], Any]:
-    """Return a function that makes a context in which another thread has this thread's settings.
+    """Return a function that returns a context, in which another thread has this thread's settings.
 
-    These are grad mode, autocast, and the device's current stream.
+    The settings are grad mode, autocast, and the device's current stream.
     """
     grad = torch.is_grad_enabled()
     stream = same_stream(device)
