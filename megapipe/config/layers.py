@@ -74,6 +74,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
     # number again.
     if model.has_experts and not model.has_experts_in(layer):
         model = replace(model, num_experts=None)
+    if model.has_delta and not model.has_delta_in(layer):
+        model = replace(model, experimental_attention_variant=None)
     if model.fp8_format and not model.has_fp8_in(layer, model.layers):
         model = replace(model, fp8_format=None)
     if model.per_layer_overrides is None:

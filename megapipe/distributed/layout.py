@@ -22,6 +22,8 @@ class Layout:
         tied_to: global name of the parameter whose weight this one repeats, as a tied output head
             does; None for a parameter with its own weight.
         mean: mean of the initial weight.
+        log_of: two numbers; the initial values are logarithms of numbers drawn between them. None
+            for the distribution of `mean` and `std`.
         std: standard deviation of the initial weight, which is normally distributed. None: uniform
             within sqrt(6 / (inputs + outputs)) of the mean (Glorot and Bengio 2010). The inputs are
             the last dimension of `full`, the outputs all others.
@@ -47,6 +49,7 @@ class Layout:
     fused: tuple[int, ...] = ()
     experts: bool = False
     received: bool = False
+    log_of: tuple[float, float] | None = None
 
     @property
     def splits(self) -> dict[int, str]:

@@ -12,6 +12,7 @@ from megapipe.config.layers import layer_config
 from megapipe.distributed.axis import Axis
 from megapipe.models.attention.latent import LatentAttention
 from megapipe.models.attention.layer import SelfAttention
+from megapipe.models.delta.layer import GatedDeltaNet
 from megapipe.models.mlp import MLP
 from megapipe.models.moe.layer import MoE
 from megapipe.models.norm import Norm
@@ -56,8 +57,10 @@ class TransformerLayer(nn.Module):
         has_attention = not config.no_attention
         has_mlp = not config.no_mlp
         self.input_layernorm = made(has_attention and config.has_pre_norm)
-        self.self_attention: LatentAttention | SelfAttention | None = None
-        if has_attention:
+        self.self_attention: LatentAttention | SelfAttention | GatedDeltaNet | None = None
+        if has_attention and config.has_delta:
+            self.self_attention = GatedDeltaNet(config, tp)
+        elif has_attention:
             attention = LatentAttention if config.multi_latent_attention else SelfAttention
             self.self_attention = attention(config, tp, layer)
         self.post_self_attn_layernorm = made(has_attention and config.has_post_norm)
@@ -159,6 +162,7 @@ def name_modules(stage: nn.Module) -> int:
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         attention = layer.self_attention
+        projection = attention and attention.projection
         experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
         # (label, part, the methods that run it)
         parts: list[tuple[str, nn.Module | None, tuple[str, ...]]] = [
@@ -166,7 +170,7 @@ def name_modules(stage: nn.Module) -> int:
             ("attn_norm", layer.input_layernorm, ("add_and_norm", "forward")),
             ("qkv_linear", attention, ("forward",)),
             ("core_attn", attention, ("attend",)),
-            ("attn_proj", attention and attention.linear_proj, ("forward",)),
+            ("attn_proj", projection, ("forward",)),
             ("mlp_norm", layer.pre_mlp_layernorm, ("add_and_norm", "forward")),
             ("expert_fc1", experts, ("forward",)),
         ]

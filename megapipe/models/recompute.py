@@ -82,9 +82,20 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     Args:
         function: must return the same when called again. Parameters that it uses get gradients.
     """
+    if current_stream().recomputes:
+        return from_inputs(function, *inputs)
+    return function(*inputs)
+
+
+@eager
+def from_inputs(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Do as `recompute`, also where the current stream forbids recomputation.
+
+    For a function whose activations nobody keeps, whatever the flags say.
+    """
     # Where no input needs a gradient, a Function gets no backward, and the parameters inside would
     # get no gradient.
-    if current_stream().recomputes and any(x.requires_grad for x in inputs):
+    if any(x.requires_grad for x in inputs):
         return _recompute(function, *inputs)
     return function(*inputs)
 

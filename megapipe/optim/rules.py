@@ -179,12 +179,14 @@ class Muon:
 def is_matrix(part: Part) -> bool:
     """Return whether Muon updates a part of a single parameter, else AdamW.
 
-    Embeddings and the output head have a row for each token; AdamW updates them.
+    Embeddings and the output head have a row for each token, and a convolution has a few taps for
+    each channel; AdamW updates them.
     """
     (name,) = part.names
     # The first dimension of experts counts them: their biases [experts, outputs] are no matrix.
     dimensions = part.value.ndim - int(part.layout.experts)
-    return dimensions > 1 and "embedding" not in name and "output_layer" not in name
+    others = ("embedding", "output_layer", "conv1d")
+    return dimensions > 1 and not any(other in name for other in others)
 
 
 NEWTON_SCHULZ = {

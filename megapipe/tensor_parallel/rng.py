@@ -305,6 +305,8 @@ def initial(name: str, layout: Layout, seed: int, expert: int | None = None) -> 
         site = (name, expert)
     whole = torch.empty(shape, dtype=torch.float32)
     draw = generator(torch.device("cpu"), seed, *site)
+    if layout.log_of is not None:
+        return whole.uniform_(*layout.log_of, generator=draw).log_()
     if layout.std is None:
         # Glorot and Bengio 2010: inputs are the last dimension, outputs the others.
         bound = math.sqrt(6 / (shape[-1] + whole.numel() // shape[-1]))

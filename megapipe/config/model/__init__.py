@@ -10,6 +10,7 @@ from typing import Annotated
 
 from megapipe.config.model.architecture import ArchitectureConfig
 from megapipe.config.model.attention import AttentionConfig
+from megapipe.config.model.delta import DeltaConfig
 from megapipe.config.model.fp8 import SHARED_SCALES, FP8Config
 from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
@@ -24,6 +25,7 @@ from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 @dataclass(frozen=True)
 class ModelConfig(
     RecomputeConfig,
+    DeltaConfig,
     AttentionConfig,
     StreamConfig,
     RotaryConfig,

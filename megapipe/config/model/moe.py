@@ -192,7 +192,7 @@ class MoEConfig:
         """
         if not self.has_experts:
             return False
-        frequency = _frequency(self.moe_layer_freq)
+        frequency = frequency_of(self.moe_layer_freq)
         return layer % frequency == 0 if isinstance(frequency, int) else frequency[layer] == 1
 
     @property
@@ -237,12 +237,13 @@ def layer_frequency(text: str) -> int | list[int]:
 
     Raises: ValueError for anything else.
     """
-    found = _frequency(text)
+    found = frequency_of(text)
     return found if isinstance(found, int) else list(found)
 
 
 @cache
-def _frequency(text: str) -> int | tuple[int, ...]:
+def frequency_of(text: str) -> int | tuple[int, ...]:
+    """Return what `layer_frequency` does, with a list as a tuple."""
     # Read once: a search of plans asks for every layer of every plan.
     # A shell's array variable can leave quotes in the value.
     bare = text.strip().strip("'\"")

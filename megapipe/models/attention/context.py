@@ -312,6 +312,10 @@ class _Exchange(torch.autograd.Function):
         return _exchange(grad, ctx.cp, not ctx.to_heads), None, None
 
 
+exchange: Callable[[Tensor, Axis, bool], Tensor] = _Exchange.apply
+"""`_exchange`, with its gradient, which is the inverse exchange."""
+
+
 def _exchange(x: Tensor, cp: Axis, to_heads: bool) -> Tensor:
     """Return x after an exchange of tokens for heads over the context-parallel ranks.
 
@@ -336,8 +340,6 @@ def whole_sequences(
         [s/c, b, groups, d]. It makes two exchanges: of q, k and v, and of the output.
     Raises: (the function) ConfigError if heads or groups do not divide by the ranks.
     """
-    exchange: Callable[..., Tensor] = _Exchange.apply
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[2] % cp.size or k.shape[2] % cp.size:
             raise ConfigError(
