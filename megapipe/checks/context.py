@@ -57,7 +57,7 @@ def _heads(config: Config) -> Iterator[str]:
     except ConfigError:
         return  # another check reports overrides that cannot be read
     for layer in layers:
-        if layer.no_attention or layer.num_attention_heads is None:
+        if layer.no_attention or layer.has_delta or layer.num_attention_heads is None:
             continue
         counts = {"--num-attention-heads": layer.heads, "--num-query-groups": layer.query_groups}
         for name, heads in counts.items():

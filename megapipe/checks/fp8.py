@@ -59,6 +59,10 @@ def _widths(config: Config, at_once: int) -> Iterator[tuple[str, int | None, int
         yield "--moe-ffn-hidden-size", model.expert_ffn, config.parallel.etp
         shared = model.moe_shared_expert_intermediate_size
         yield "--moe-shared-expert-intermediate-size", shared, tp
+    if model.has_delta:
+        yield "--linear-key-head-dim", model.linear_key_head_dim, 1
+        yield "--linear-value-head-dim", model.linear_value_head_dim, 1
+        yield "2 x --linear-num-value-heads", 2 * model.linear_num_value_heads, tp
     yield from _heads(model, tp, at_once)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from megapipe.checks.batch import sound_batch
 from megapipe.checks.context import context_problems
+from megapipe.checks.delta import delta_problems
 from megapipe.checks.experts import expert_problems
 from megapipe.checks.inputs import (
     answer,
@@ -44,6 +45,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     offload_problems,
     length_problems,
     expert_problems,
+    delta_problems,
     context_problems,
     layout_problems,
     learning_rate_problems,

@@ -39,6 +39,7 @@ def slice_problems(config: Config, name: str, table: Schedule) -> Iterator[str]:
     others = {
         "--vocab-parallel-pipeline": par.vocab_parallel_pipeline,
         "--overlap-moe-expert-parallel-comm": par.overlap_moe_expert_parallel_comm,
+        f"--experimental-attention-variant {model.experimental_attention_variant}": model.has_delta,
         f"--model-provider {model.model_provider}": model.model_provider is not None,
     }
     for other, present in others.items():

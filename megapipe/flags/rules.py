@@ -50,11 +50,10 @@ bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* 
     evidence-data-path embedding-path use-one-sent-docs mask-* short-seq-prob output-bert-embeddings
     dino-* vision-* swin-* img-* patch-dim num-channels num-classes classes-fraction head-lr-mult:
     megapipe trains GPT models only
-mamba-* hybrid-*-pattern is-hybrid-model linear-* gdp-* disable-mamba-*: all layers have attention
-    and an MLP
+mamba-* hybrid-*-pattern is-hybrid-model gdp-* disable-mamba-*: all layers have attention
+    or a gated delta net, and an MLP
 cache-mla-* mla-*: latents are not cached, and projections down are two products
-dsa-* no-dsa-* disable-dsa-* experimental-attention-variant window-*: attention is causal, of all
-    tokens or with --window-size
+dsa-* no-dsa-* disable-dsa-* window-*: attention is causal, of all tokens or with --window-size
 mtp-standalone: use m in --pipeline-model-parallel-layout
 mtp-*: each depth of multi-token prediction has a layer of its own, and its loss trains the model
     below

@@ -162,7 +162,10 @@ def name_modules(stage: nn.Module) -> int:
     layers = [module for module in stage.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         attention = layer.self_attention
-        projection = attention and attention.projection
+        if isinstance(attention, GatedDeltaNet):
+            projection: nn.Module | None = attention.out_proj
+        else:
+            projection = attention and attention.linear_proj
         experts = layer.mlp.experts if isinstance(layer.mlp, MoE) else None
         # (label, part, the methods that run it)
         parts: list[tuple[str, nn.Module | None, tuple[str, ...]]] = [

@@ -27,9 +27,17 @@ def context_bytes(
     full = model.recompute_granularity == "full"
     if "a2a" in model.cp_comm_type:
         # (c - 1) / c of queries, keys, values and output, each way.
-        once = (ranks - 1) / ranks * row * 2 * (model.heads + model.query_groups)
-        again = full or model.recompute_attention
-        return once, once * (1 + again)
+        forth = (ranks - 1) / ranks * row * 2 * (model.heads + model.query_groups)
+        back = forth * (1 + (full or model.recompute_attention))
+        if model.has_delta:
+            # The mean of both kinds of layers. A gated delta net exchanges what its projection
+            # makes, and its output.
+            share = sum(map(model.has_delta_in, range(model.layers))) / model.layers
+            sent = model.delta_rows + model.delta_values
+            once = (ranks - 1) / ranks * tokens / ranks * sent / tp * element_bytes
+            forth += (once - forth) * share
+            back += (once * (1 + full) - back) * share
+        return forth, back
     # A block has the keys or the values of a rank's tokens: 2 (c - 1) blocks in forward, by p2p and
     # all_gather equally. Backward sends keys, values and their gradients.
     once = 2 * (ranks - 1) * row * model.query_groups

@@ -330,7 +330,8 @@ def _layers(model: ModelConfig, load: Load) -> tuple[Work, ...]:
         load: the tokens of a microbatch on one rank, and the ranks that split a layer.
     """
     different = model.layers
-    if not (model.per_layer_overrides or model.has_experts or model.first_last_layers_bf16):
+    mixed = model.per_layer_overrides or model.has_experts or model.has_delta
+    if not (mixed or model.first_last_layers_bf16):
         different = 1
     configs = [layer_config(model, layer) for layer in range(different)]
     # A search of plans counts thousands of models: equal layers are counted once.

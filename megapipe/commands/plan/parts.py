@@ -70,9 +70,13 @@ def alone(model: ModelConfig) -> Iterator[Layer]:
     bare = replace(
         model, per_layer_overrides=None, num_layers=1, moe_layer_freq="1", mtp_num_layers=None
     )
+    if model.has_delta:
+        bare = replace(bare, linear_attention_freq="[1]")
     if not model.no_attention:
         name = "attention"
-        if model.multi_latent_attention:
+        if model.has_delta:
+            name = "gated delta net"
+        elif model.multi_latent_attention:
             name = "latent attention"
         yield Layer(name, replace(bare, no_mlp=True))
     if model.no_mlp:

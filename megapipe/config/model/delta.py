@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megapipe.config.model.moe import frequency_of
-from megapipe.config.notes import MUST, at_least, excludes, needs
+from megapipe.config.notes import MUST, at_least, needs
 
 DELTA = needs("experimental_attention_variant", "all layers have attention")
 
@@ -19,11 +19,7 @@ DELTA = needs("experimental_attention_variant", "all layers have attention")
 class DeltaConfig:
     """The gated delta net. Without --experimental-attention-variant these flags do nothing."""
 
-    experimental_attention_variant: Annotated[
-        Literal["gated_delta_net", "gdn"] | None,
-        MUST,
-        excludes("pipeline_slices", "{} does not hand its state on to the next slice of {}"),
-    ] = None
+    experimental_attention_variant: Annotated[Literal["gated_delta_net", "gdn"] | None, MUST] = None
     """Give the layers of --linear-attention-freq a gated delta net in place of attention, as
     Qwen3-Next. gdn is another name of gated_delta_net."""
     linear_attention_freq: Annotated[str | None, MUST, DELTA] = None

@@ -187,7 +187,8 @@ def _check_model(config: Config, name: str) -> None:
     for field in _OWN.split():
         if getattr(model, field) != getattr(ModelConfig, field):
             raise CheckpointError(f"{name}: {flag(field)} has no equivalent in Megatron-LM")
-    for field in (*AttentionConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__):
+    settings = (*AttentionConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__)
+    for field in ("experimental_attention_variant", *settings):
         value = getattr(model, field)
         if field in _CARRIED or value == "off-by-one":
             continue

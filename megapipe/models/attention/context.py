@@ -340,6 +340,7 @@ def whole_sequences(
         [s/c, b, groups, d]. It makes two exchanges: of q, k and v, and of the output.
     Raises: (the function) ConfigError if heads or groups do not divide by the ranks.
     """
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[2] % cp.size or k.shape[2] % cp.size:
             raise ConfigError(

@@ -107,8 +107,8 @@ class GatedDeltaNet(nn.Module):
         numbers = None
         if documents is not None and documents.isolate:
             numbers = numbers_of(documents, x.device)
-        x = x.unflatten(-1, (self.heads, -1))
-        weights = [self.conv1d.weight, self.A_log, self.dt_bias]
+        x = torch.unflatten(x, -1, (self.heads, -1))
+        weights: list[Tensor] = [self.conv1d.weight, self.A_log, self.dt_bias]
         cp = stream.cp
         if cp.size > 1:
             x = exchange(x, cp, True)
@@ -154,21 +154,21 @@ def _core(
     width = config.linear_value_head_dim
     each = config.linear_num_value_heads // config.linear_num_key_heads
     sizes = (taps.shape[1], each * width, each, each)
-    mixed, z, beta, change = x.split(sizes, -1)
+    mixed, z, beta, change = torch.split(x, sizes, -1)
 
     mixed = F.silu(convolved(mixed, taps, numbers))
-    q, k, v = mixed.split((keys, keys, each * width), -1)
+    q, k, v = torch.split(mixed, (keys, keys, each * width), -1)
     speed = F.softplus(change + offsets.view(-1, each))
     decay = -rates.view(-1, each).exp() * speed
     # To [b, heads, r, s, channels].
-    v = v.unflatten(-1, (each, width)).permute(1, 2, 3, 0, 4)
+    v = torch.unflatten(v, -1, (each, width)).permute(1, 2, 3, 0, 4)
     q, k = (unit(part).permute(1, 2, 0, 3) for part in (q, k))
     decay, beta = (part.permute(1, 2, 3, 0) for part in (decay, beta.sigmoid()))
 
     rule = _fused_rule if x.is_cuda and dtype != wide and _has_kernel() else gated_delta_rule
     out = rule(q, k, v, decay, beta, numbers).permute(3, 0, 1, 2, 4)
     out = F.rms_norm(out, (width,), norm, config.norm_epsilon)
-    return (out * F.silu(z.unflatten(-1, (each, width)))).flatten(-2).to(dtype)
+    return (out * F.silu(torch.unflatten(z, -1, (each, width)))).flatten(-2).to(dtype)
 
 
 @cache

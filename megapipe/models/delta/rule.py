@@ -159,4 +159,4 @@ def _chunks(x: Tensor, size: int, dim: int) -> Tensor:
     missing = -x.shape[dim] % size
     if missing:
         x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
-    return x.unflatten(dim, (-1, size))
+    return torch.unflatten(x, dim, (-1, size))

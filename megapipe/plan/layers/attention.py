@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.config import ModelConfig
-from megapipe.plan.layers.load import Load, norm_size, norms_of_half
+from megapipe.plan.layers.delta import delta_work
+from megapipe.plan.layers.load import Load, around, norm_size, norms_of_half
 from megapipe.plan.layers.work import Work
 
 SMALLEST_BLOCK = 128
@@ -27,6 +28,8 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
     """
     if model.no_attention:
         return Work()
+    if model.has_delta:
+        return delta_work(model, load)
     if model.multi_latent_attention:
         return _latent_work(model, load)
     h = model.hidden
@@ -85,26 +88,13 @@ def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
     # A gate keeps its sigmoid and the output of attention, and makes the input of the projection.
     gates = 2 * queries * model.attention_output_gate
     return load.saved(
-        *_around(model, load),
+        *around(model, load),
         (load.bytes(0, made * projected), of_projection),
         (load.bytes(0, copies * normed), "qkv_linear"),
         (load.bytes(0, gates), ""),
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, queries), of_output),
     )
-
-
-def _around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
-    """Return [(bytes, module)] for what attention's norms, its input and its dropout keep."""
-    h = model.hidden
-    # The norm's result can be recomputed. Without a norm before attention its input is the
-    # residual stream itself.
-    read = not (model.has_pre_norm and model.recompute_norms)
-    return [
-        (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
-        (load.bytes(h * model.has_pre_norm, 0), "attn_norm"),
-        (load.bytes(h * read, 0), "qkv_linear"),
-    ]
 
 
 def _sinks(model: ModelConfig) -> int:
@@ -220,7 +210,7 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
     logs = _logarithms(model, load) * by_blocks
     windows = _windows(model, load, wide) * (not by_blocks and not again)
     return load.saved(
-        *_around(model, load),
+        *around(model, load),
         (load.bytes(before_heads, 0), "qkv_linear"),
         (load.bytes(0, operands) + logs + windows, "core_attn"),
         (load.bytes(0, model.heads * model.v_head_dim), "attn_proj"),

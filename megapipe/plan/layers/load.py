@@ -123,6 +123,19 @@ class Load:
         return self.tokens * (outside + self.element * inside / self.tp)
 
 
+def around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
+    """Return [(bytes, module)] for what attention's norms, its input and its dropout keep."""
+    h = model.hidden
+    # The norm's result can be recomputed. Without a norm before attention its input is the
+    # residual stream itself.
+    read = not (model.has_pre_norm and model.recompute_norms)
+    return [
+        (load.bytes(h * model.has_post_norm, 0, h * bool(model.hidden_dropout)), ""),
+        (load.bytes(h * model.has_pre_norm, 0), "attn_norm"),
+        (load.bytes(h * read, 0), "qkv_linear"),
+    ]
+
+
 def norms_of_half(model: ModelConfig) -> int:
     """Return the number of norms around attention, which is also that around an MLP: 1 or 2."""
     return model.has_pre_norm + model.has_post_norm

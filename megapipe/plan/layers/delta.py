@@ -1,0 +1,56 @@
+"""The work of a gated delta net: its projections, its products in chunks, and what it keeps."""
+
+from __future__ import annotations
+
+from megapipe.config import ModelConfig
+from megapipe.plan.layers.load import Load, around, norm_size, norms_of_half
+from megapipe.plan.layers.work import Work
+
+CHUNK = 64
+"""Tokens of a chunk, as in `models.delta.rule`."""
+
+
+def delta_work(model: ModelConfig, load: Load) -> Work:
+    """Return the work and memory of a layer's gated delta net and the norm before it."""
+    h = model.hidden
+    rows = model.delta_rows
+    values = model.delta_values
+    heads = model.linear_num_value_heads
+    width = model.linear_value_head_dim
+    products = 2.0 * load.tokens * h * (rows + values)
+    rule = load.tokens * delta_flops(model, load.seq)
+    weights = model.delta_mixed * model.linear_conv_kernel_dim + 2 * heads + width
+    norms = norm_size(model, h) * norms_of_half(model)
+    return Work(
+        products + rule,
+        # Backward computes the rule again, as only its inputs are kept.
+        products + 3 * rule,
+        products,
+        **load.saved(
+            *around(model, load),
+            (load.bytes(0, rows), "core_attn"),
+            (load.bytes(0, values), "attn_proj"),
+        ),
+        kept=load.bytes(2 * h, rows + values),
+        parameters=h * (rows + values) + weights + norms,
+    )
+
+
+def delta_flops(model: ModelConfig, length: int) -> float:
+    """Return the FLOPs of the gated delta rule for each token, in forward.
+
+    Args:
+        length: tokens of a sequence, whose last chunk is filled up.
+    """
+    size = min(CHUNK, length)
+    keys = model.linear_key_head_dim
+    values = model.linear_value_head_dim
+    # Keys with keys and queries with keys. Value heads of one key head share both.
+    of_keys = 2 * 2 * size * keys
+    # The triangular system, with two right sides; half of a product.
+    solved = size * (keys + values)
+    # With the state before: corrections, the output and the update. Within the chunk: the output.
+    stepped = 3 * 2 * keys * values + 2 * size * values
+    filled = -(-length // size) * size / length
+    each = model.linear_num_key_heads * of_keys + model.linear_num_value_heads * (solved + stepped)
+    return filled * each
