@@ -35,6 +35,15 @@ LATENT = replace(
 YARN = replace(LLAMA, position_embedding_type="yarn", rotary_base=20.0, rotary_scaling_factor=4.0)
 YARN = replace(YARN, yarn_original_max_position_embeddings=5, yarn_beta_fast=0.9, yarn_beta_slow=0.3)
 YARN = replace(YARN, no_yarn_correction_range_round_to_int=True, softmax_scale=3.0)
+DELTA = replace(
+    LLAMA,
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="4",
+    linear_key_head_dim=4,
+    linear_value_head_dim=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -94,6 +103,13 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (LLAMA, {"softmax_type": "off-by-one"}),
     (LLAMA, {"softmax_type": "learnable"}),
     (LLAMA, {"attention_output_gate": True}),
+    (replace(DELTA, experimental_attention_variant=None), {"experimental_attention_variant": "gdn"}),
+    (DELTA, {"linear_attention_freq": "[1,0,0,0]"}),
+    (DELTA, {"linear_conv_kernel_dim": 2}),
+    (DELTA, {"linear_key_head_dim": 3}),
+    (DELTA, {"linear_value_head_dim": 3}),
+    (DELTA, {"linear_num_key_heads": 1}),
+    (DELTA, {"linear_num_value_heads": 2}),
     (YARN, {"yarn_original_max_position_embeddings": 9}),
     (YARN, {"yarn_beta_fast": 0.6}),
     (YARN, {"yarn_beta_slow": 0.2}),

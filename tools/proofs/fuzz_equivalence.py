@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from megapipe.checks.context import context_problems
+from megapipe.checks.delta import delta_problems
 from megapipe.errors import ConfigError
 from megapipe.flags import stop
 from megapipe.flags.parse import parse
@@ -168,7 +169,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
         case = replace(
             case, layers=_drawn_layers(rng, place), depths=_drawn_depths(rng, case, place)
         )
-        if 0 < sum(case.layers) <= 10 and not list(context_problems(case.config)):
+        if not 0 < sum(case.layers) <= 10:
+            continue
+        if not [*context_problems(case.config), *delta_problems(case.config)]:
             return case
 
 
@@ -192,7 +195,8 @@ def _perhaps_named(rng: random.Random, case: Case) -> Case:
 def _perhaps_sliced(rng: random.Random, case: Case) -> Case:
     """Return the case in slices, which ranks divide in equal parts, if it can be cut."""
     multiple = case.cp * (2 if case.cp > 1 else 1) * (case.tp if case.sequence_parallel else 1)
-    if case.vocabulary or case.variable or multiple > SEQ or rng.random() >= SLICED:
+    whole = case.vocabulary or case.variable or case.style == "delta"
+    if whole or multiple > SEQ or rng.random() >= SLICED:
         return case
     ends = rng.sample(range(1, SEQ // multiple), rng.randint(0, SEQ // multiple - 1))
     lengths = tuple(multiple * (b - a) for a, b in pairwise([0, *sorted(ends), SEQ // multiple]))

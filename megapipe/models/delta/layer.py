@@ -153,11 +153,11 @@ def _core(
     keys = config.linear_key_head_dim
     width = config.linear_value_head_dim
     each = config.linear_num_value_heads // config.linear_num_key_heads
-    sizes = (taps.shape[1], each * width, each, each)
+    sizes = [taps.shape[1], each * width, each, each]
     mixed, z, beta, change = torch.split(x, sizes, -1)
 
     mixed = F.silu(convolved(mixed, taps, numbers))
-    q, k, v = torch.split(mixed, (keys, keys, each * width), -1)
+    q, k, v = torch.split(mixed, [keys, keys, each * width], -1)
     speed = F.softplus(change + offsets.view(-1, each))
     decay = -rates.view(-1, each).exp() * speed
     # To [b, heads, r, s, channels].
