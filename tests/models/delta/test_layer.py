@@ -14,9 +14,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from megapipe.distributed.axis import ALONE
 from megapipe.distributed.tokens import Documents
 from megapipe.models.delta.layer import GatedDeltaNet
+from megapipe.models.delta.rule import gated_delta_rule
 from megapipe.models.layer import TransformerLayer
 from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import pieces
+from megapipe.plan.layers.delta import delta_flops
 from megapipe.schedule import build
 from megapipe.tensor_parallel.rng import Stream, initialize
 from tools.proofs.equivalence_case import Case
@@ -118,14 +120,31 @@ def test_context_parallel_ranks_train_as_one_process(recompute, documents):
     assert run(replace(case, documents=documents)) == []
 
 
-def test_all_work_and_memory_is_that_of_the_built_layer():
+def test_parameters_by_formula_are_those_of_the_built_layer():
+    layer = TransformerLayer(DELTA, ALONE, 0)
+    assert pieces(DELTA, 12).layers[0].parameters == sum(p.numel() for p in layer.parameters())
+
+
+def test_flops_of_the_rule_by_formula_are_those_that_torch_counts():
+    """It counts no triangular systems: the tokens of three chunks, by 64 and the widths of both right sides."""
+    q, k = (torch.randn(2, 4, 150, 6, requires_grad=True) for _ in range(2))
+    v = torch.randn(2, 4, 2, 150, 10, requires_grad=True)
+    gates = (-torch.rand(2, 4, 2, 150), torch.rand(2, 4, 2, 150))
+    with FlopCounterMode(display=False) as forward:
+        out = gated_delta_rule(q, k, v, *gates)
+    solved = 192 * 2 * 8 * 64 * (6 + 10)
+    assert 2 * 150 * delta_flops(DELTA, 150) == forward.get_total_flops() + solved
+    with FlopCounterMode(display=False) as backward:
+        out.backward(torch.randn_like(out))
+    # The first state is 0 and the last one is not used.
+    assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.1)
+
+
+def test_activations_by_formula_are_those_that_autograd_keeps():
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "no_mlp": True, "normalization": "LayerNorm"}
     model = replace(DELTA, **sizes, linear_key_head_dim=16, linear_value_head_dim=24)
-    seq, batch = 150, 2
     layer = TransformerLayer(model, ALONE, 0)
     initialize(layer, 1, ALONE)
-    work = pieces(model, seq, batch).layers[0]
-    assert work.parameters == sum(p.numel() for p in layer.parameters())
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept = {}
 
@@ -133,14 +152,7 @@ def test_all_work_and_memory_is_that_of_the_built_layer():
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
-    x = torch.randn(seq, batch, 256, requires_grad=True)
-    with FlopCounterMode(display=False) as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = layer(x)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        layer(torch.randn(150, 2, 256, requires_grad=True))
     held = sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
-    assert held == pytest.approx(work.held, rel=0.01)
-    # torch counts no triangular systems: chunks of 64 tokens, and the widths of both right sides.
-    solved = 192 * batch * 8 * 64 * (16 + 24)
-    assert work.f == forward.get_total_flops() + solved
-    with FlopCounterMode(display=False) as backward:
-        out.backward(torch.randn_like(out))
-    assert work.b + work.w == pytest.approx(backward.get_total_flops() + 3 * solved, rel=0.02)
+    assert held == pytest.approx(pieces(model, 150, 2).layers[0].held, rel=0.01)
