@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from megapipe.checks.batch import sound_batch
 from megapipe.checks.context import context_problems
-from megapipe.checks.delta import delta_problems
 from megapipe.checks.experts import expert_problems
 from megapipe.checks.inputs import (
     answer,
@@ -22,6 +21,7 @@ from megapipe.checks.inputs import (
 )
 from megapipe.checks.layout import layout_problems
 from megapipe.checks.model import (
+    delta_problems,
     offload_problems,
     override_problems,
     recompute_problems,

@@ -35,12 +35,6 @@ DIFFERENCES = (
     ),
     Difference("--distributed-backend", "default", "nccl", "runs on a laptop"),
     Difference(
-        "--experimental-attention-variant",
-        "choices",
-        "gdn, gdn2, dsa, gated_delta_net",
-        "the gated delta net alone",
-    ),
-    Difference(
         "--main-params-dtype",
         "choices",
         "fp32, fp16",

@@ -32,7 +32,7 @@ RUNS = [
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
     "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local",
     "--timing-log-level 1 --pipeline-slices 2 --non-persistent-ckpt-type local",
-    "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp",
+    "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp --experimental-attention-variant gdn",
     "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer --non-persistent-ckpt-type local --replication",
     "--multi-latent-attention",
     "--multi-latent-attention --rope-type rope --disable-bias-linear --normalization RMSNorm",

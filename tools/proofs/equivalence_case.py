@@ -76,12 +76,8 @@ STYLES["sinks"] = _LLAMA | {
 }
 STYLES["delta"] = _LLAMA | {
     "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": "2",
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 5,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+    **{"linear_attention_freq": "2", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 3},
+    **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

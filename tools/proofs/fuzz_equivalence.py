@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from megapipe.checks.context import context_problems
-from megapipe.checks.delta import delta_problems
+from megapipe.checks.model import delta_problems
 from megapipe.errors import ConfigError
 from megapipe.flags import stop
 from megapipe.flags.parse import parse

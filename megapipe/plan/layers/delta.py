@@ -23,8 +23,9 @@ def delta_work(model: ModelConfig, load: Load) -> Work:
     norms = norm_size(model, h) * norms_of_half(model)
     return Work(
         products + rule,
-        # Backward computes the rule again, as only its inputs are kept.
-        products + 3 * rule,
+        # Backward computes the rule again, as only its inputs are kept. The gradient of a
+        # triangular system has a whole product in addition.
+        products + 3 * rule + load.tokens * 2 * _solved(model, load.seq),
         products,
         **load.saved(
             *around(model, load),
@@ -47,10 +48,20 @@ def delta_flops(model: ModelConfig, length: int) -> float:
     values = model.linear_value_head_dim
     # Keys with keys and queries with keys. Value heads of one key head share both.
     of_keys = 2 * 2 * size * keys
-    # The triangular system, with two right sides; half of a product.
-    solved = size * (keys + values)
     # With the state before: corrections, the output and the update. Within the chunk: the output.
     stepped = 3 * 2 * keys * values + 2 * size * values
-    filled = -(-length // size) * size / length
-    each = model.linear_num_key_heads * of_keys + model.linear_num_value_heads * (solved + stepped)
-    return filled * each
+    each = model.linear_num_key_heads * of_keys + model.linear_num_value_heads * stepped
+    return _filled(length) * each + _solved(model, length)
+
+
+def _solved(model: ModelConfig, length: int) -> float:
+    """Return the FLOPs for each token of a triangular system with two right sides."""
+    width = model.linear_key_head_dim + model.linear_value_head_dim
+    # Half of a product.
+    return _filled(length) * model.linear_num_value_heads * min(CHUNK, length) * width
+
+
+def _filled(length: int) -> float:
+    """Return the tokens of whole chunks, as a multiple of a sequence's tokens."""
+    size = min(CHUNK, length)
+    return -(-length // size) * size / length

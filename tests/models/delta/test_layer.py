@@ -137,7 +137,7 @@ def test_flops_of_the_rule_by_formula_are_those_that_torch_counts():
     with FlopCounterMode(display=False) as backward:
         out.backward(torch.randn_like(out))
     # The first state is 0 and the last one is not used.
-    assert backward.get_total_flops() == pytest.approx(2 * forward.get_total_flops(), rel=0.1)
+    assert backward.get_total_flops() == pytest.approx(2 * (forward.get_total_flops() + solved), rel=0.05)
 
 
 def test_activations_by_formula_are_those_that_autograd_keeps():
