@@ -1,4 +1,4 @@
-"""Checks of a model: widths, heads, positions, window, gated delta nets; recomputing and offloading."""
+"""Checks of a model: its shapes, window and gated delta nets; what to recompute or to offload."""
 
 from __future__ import annotations
 

@@ -32,11 +32,13 @@ STATE_COMES_IN_AS_FLOAT32 = {
 }
 # There they act with --use-mup alone, and such a model is refused on its way there.
 WITH_USE_MUP = {"mup_embedding_mult", "mup_output_mult"}
+# Its layers of gated delta nets are refused in both directions.
+REFUSED = {"experimental_attention_variant"}
 
 CARRIED = {
     (SECTION_OF[name], name)
     for name, rule in RULES.items()
-    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32 | WITH_USE_MUP
+    if rule != "free" and name not in MEGATRON_HAS_IT_NOT | STATE_COMES_IN_AS_FLOAT32 | WITH_USE_MUP | REFUSED
 }
 
 
