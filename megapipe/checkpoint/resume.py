@@ -316,7 +316,8 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     if model.per_layer_overrides is None:
         fields = _of_attention(model, fields)
     if model.num_layers and model.hidden_size:
-        fields = _of_delta(model, _of_experts(model, fields))
+        delta = model.delta_settings(model.num_layers)
+        fields = _without(_of_experts(model, fields), DeltaConfig.__dataclass_fields__) | delta
     return fields
 
 
@@ -381,22 +382,6 @@ def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     if all(layers):
         del fields["ffn_hidden_size"]
     return fields
-
-
-def _of_delta(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields without settings of gated delta nets if no layer has one.
-
-    Args:
-        fields: fields of ModelConfig by name.
-    """
-    layers = [model.has_delta_in(layer) for layer in range(model.layers)]
-    if not any(layers):
-        return _without(fields, DeltaConfig.__dataclass_fields__)
-    # The variant has two names, and a frequency may be given as a number or as a list.
-    return fields | {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(has) for has in layers],
-    }
 
 
 def _without(fields: dict[str, Any], names: Container[str]) -> dict[str, Any]:

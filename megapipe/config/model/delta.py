@@ -7,7 +7,7 @@ not with its square.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megapipe.config.model.moe import frequency_of
 from megapipe.config.notes import MUST, at_least, needs
@@ -52,6 +52,20 @@ class DeltaConfig:
         if isinstance(frequency, int):
             return (layer + 1) % frequency != 0
         return frequency[layer] == 1
+
+    def delta_settings(self, layers: int) -> dict[str, Any]:
+        """Return the fields of this class in one spelling; none if no layer has a gated delta net.
+
+        Args:
+            layers: number of layers of the model.
+        """
+        which = [int(self.has_delta_in(layer)) for layer in range(layers)]
+        if not any(which):
+            return {}
+        found = {name: getattr(self, name) for name in DeltaConfig.__dataclass_fields__}
+        # The variant has two names, and a frequency may be given as a number or as a list.
+        names = ("experimental_attention_variant", "linear_attention_freq")
+        return found | dict(zip(names, ("gated_delta_net", which), strict=True))
 
     @property
     def delta_values(self) -> int:
