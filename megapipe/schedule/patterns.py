@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from megapipe.errors import ScheduleError
+from megapipe.schedule.core.sliced import seq1f1b, slimpipe, terapipe
 from megapipe.schedule.costs import UNIT, Costs
 from megapipe.schedule.generators.blocks import (
     v_half,
@@ -32,7 +33,6 @@ from megapipe.schedule.generators.interleaved import (
     interleaved_zb,
 )
 from megapipe.schedule.generators.own import own_schedule
-from megapipe.schedule.generators.sliced import seq1f1b, slimpipe, terapipe
 from megapipe.schedule.generators.waves import chimera, hanayo
 from megapipe.schedule.generators.zb_v import zb_v
 from megapipe.schedule.passes import Placement, Schedule

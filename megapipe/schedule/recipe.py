@@ -36,6 +36,7 @@ from megapipe.schedule.families.sharding.sharded import (
     with_sharded_weights,
 )
 from megapipe.schedule.families.step.asked import NO_STEP, StepPasses
+from megapipe.schedule.families.vocabulary.shares import all_shared, with_vocabulary
 from megapipe.schedule.ingredients import EXCLUDED, Fixed, Pairing, Refused, Search, Terms
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Schedule, unpaired
@@ -186,7 +187,10 @@ class Recipe:
         # Costs name each stage, depths too, so ask for the costs of the new placement.
         costs = self.linked(terms.costs(replace(chain, placement=place)))
         with _naming("vocabulary" if self.vocabulary else "depths"):
-            return with_depths(chain, self.depths, costs, vocabulary=self.vocabulary)
+            if not self.depths:
+                return with_vocabulary(chain, costs)
+            shared = all_shared if self.vocabulary else None
+            return with_depths(chain, self.depths, costs, shared=shared)
 
     def finish(self, table: Schedule, terms: Terms, chain: Schedule | None = None) -> Built:
         """Return the table with passes of offload and sharding, and with pairs if it has depths.
@@ -247,8 +251,8 @@ class Recipe:
     def _searched(self, search: Search, terms: Terms) -> Schedule:
         """Return the best table that a search finds on any of the placements of its settings."""
         # Only a search takes the time to import it.
+        from megapipe.schedule.core.sliced_search import fastest_slices
         from megapipe.schedule.search.auto import Candidate, limits, search_among
-        from megapipe.schedule.search.sliced import fastest_slices
 
         check_size(self.order, self.ranks, self.microbatches, 1)
         candidates = []

@@ -23,7 +23,7 @@ from megapipe.schedule import (
 from megapipe.schedule.core.merge import activation
 from megapipe.schedule.dependencies import Dependencies
 from megapipe.schedule.families.step.reduction import with_reduction
-from megapipe.schedule.families.vocabulary.shares import with_vocabulary
+from megapipe.schedule.families.vocabulary.shares import all_shared, with_vocabulary
 from megapipe.schedule.lower import Exchange, forward_only, lower
 from megapipe.schedule.shapes.depths import with_depths
 from megapipe.schedule.views.perfetto import to_perfetto
@@ -53,7 +53,7 @@ def test_every_schedule_takes_vocabulary_passes(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-zb", "dualpipe", "dualpipe-v"])
 def test_depths_embed_and_lose_by_the_passes_of_all_ranks(name: str) -> None:
     """One S, T, E and EW a rank for all heads; what each depth combines is its own, and no evaluation runs depths."""
-    table = with_depths(build(name, 4, 8), (3, 0) if "dual" in name else (2, 1), COSTS, vocabulary=True)
+    table = with_depths(build(name, 4, 8), (3, 0) if "dual" in name else (2, 1), COSTS, shared=all_shared)
     verify(table)
     assert from_json(to_json(table)) == table
     evaluated = forward_only(table)

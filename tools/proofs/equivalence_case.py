@@ -24,6 +24,7 @@ from megapipe.config import (
 from megapipe.config.parallel.offload import Module
 from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_json
 from megapipe.schedule.catalogue import entry_of
+from megapipe.schedule.families.vocabulary.shares import all_shared, with_vocabulary
 from megapipe.schedule.shapes.depths import with_depths
 from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
@@ -384,11 +385,13 @@ def table(case: Case) -> Schedule:
         **{name: getattr(case, name) for name in of_table},
     )
     plain = plain if case.joined is None else joined(plain, case.joined)
-    made = moved(
-        with_depths(plain, case.depths, Costs(s=0.5, t=0.25), vocabulary=case.vocabulary),
-        case.memory,
-    )
-    made = sharded(made, case.sharding, case.living)
+    ends = Costs(s=0.5, t=0.25)
+    if case.depths:
+        shared = all_shared if case.vocabulary else None
+        plain = with_depths(plain, case.depths, ends, shared=shared)
+    elif case.vocabulary:
+        plain = with_vocabulary(plain, ends)
+    made = sharded(moved(plain, case.memory), case.sharding, case.living)
     if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
     return (

@@ -7,13 +7,12 @@ waits for its loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.core.merge import merged
 from megapipe.schedule.costs import UNIT, Costs
-from megapipe.schedule.families.vocabulary.shares import all_shared, refuse_apart, with_vocabulary
 from megapipe.schedule.kinds import Kind
 from megapipe.schedule.passes import Pass, Schedule
 from megapipe.schedule.simulate import simulate
@@ -22,7 +21,11 @@ _PASSES = {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
 def with_depths(
-    schedule: Schedule, ranks: Sequence[int], costs: Costs = UNIT, *, vocabulary: bool = False
+    schedule: Schedule,
+    ranks: Sequence[int],
+    costs: Costs = UNIT,
+    *,
+    shared: Callable[[Schedule], Iterable[Pass]] | None = None,
 ) -> Schedule:
     """Return the table of one step with depths of multi-token prediction, one after another.
 
@@ -32,15 +35,14 @@ def with_depths(
     Args:
         ranks: the rank of each depth, in the order of the depths.
         costs: the costs of the stages of the model's own chain, then of the depths.
-        vocabulary: add the passes of a shared vocabulary in the same simulation, because both delay
-            the backward of the loss. In two simulations, one after the other, the table is slower.
+        shared: takes the table with depths, and returns the passes of a vocabulary that all ranks
+            share. They are added in the same simulation, because both delay the backward of the
+            loss: in two simulations, one after the other, the table is slower. None without them.
     Raises: ScheduleError for a table with depths, slices, or other kinds of pass than F, B, W and
         BW. Also for a rank that does not exist.
     """
     place = schedule.placement
     if not ranks:
-        if vocabulary:
-            return with_vocabulary(schedule, costs)
         return schedule
     if place.depths or place.vocabulary or schedule.cuts or not schedule.kinds <= _PASSES:
         raise ScheduleError(
@@ -54,8 +56,7 @@ def with_depths(
         )
 
     # The same table in chains that have the depths at their end.
-    further = replace(place.with_depths(ranks), vocabulary=vocabulary)
-    refuse_apart(schedule.name, further)
+    further = replace(place.with_depths(ranks), vocabulary=shared is not None)
 
     def moved(x: Pass) -> Pass:
         """Return the pass with the number that its stage has in chains with depths at their end."""
@@ -63,6 +64,9 @@ def with_depths(
 
     rows = schedule.map(lambda step: (tuple(map(moved, step)),)).ranks
     table = replace(schedule, placement=further, ranks=rows)
+    added = list(_passes(table, split=Kind.W in schedule.kinds))
+    if shared is not None:
+        added += shared(table)
 
     # A rank may hold what it holds without depths, and a microbatch more of each of its stages for
     # every pass that the backward of the loss waits for. Costs by stage name the depths last.
@@ -75,11 +79,8 @@ def with_depths(
     room = []
     for rank, peak in enumerate(alone.peak):
         of_rank = sum(held[stage] for stage in further.stages_on(rank))
-        room.append(peak + (1 + len(ranks) + vocabulary) * of_rank)
+        room.append(peak + (1 + len(ranks) + further.vocabulary) * of_rank)
 
-    added = list(_passes(table, split=Kind.W in schedule.kinds))
-    if vocabulary:
-        added += all_shared(table)
     return merged(table, added, costs, room)
 
 

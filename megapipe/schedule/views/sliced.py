@@ -174,7 +174,7 @@ def in_slices(
                 f"{name} has slices of its own. Leave out --documents, or take 1f1b or interleaved."
             )
         return replace(recipe, options=(("slices", cutting.count),))
-    # The search itself makes n times the microbatches, see `search.sliced`.
+    # The search itself makes n times the microbatches, see `core.sliced_search`.
     if entry_of(name).searched:
         places = placements(ranks, microbatches, None, chunks, costs, "makespan")
         return replace(recipe, search=Search(tuple(places), effort=_EFFORT))

@@ -6,8 +6,8 @@ import pytest
 
 from megapipe.schedule import Costs, build, from_json, simulate
 from megapipe.schedule.core.cuts import shares
+from megapipe.schedule.core.sliced_search import searched_slices
 from megapipe.schedule.search.beside import better
-from megapipe.schedule.search.sliced import searched_slices
 from megapipe.schedule.shapes.slices.slices import in_place, slices
 
 COSTS = Costs(1, 1.1, 0.8, comm=0.02, attention_f=0.6, attention_b=0.6, mem_k=0.1)

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from megapipe.schedule import Costs, build, simulate
+from megapipe.schedule.families.vocabulary.shares import all_shared
 from megapipe.schedule.shapes.depths import with_depths
 
 HEAD = 4
@@ -40,7 +41,7 @@ def makespan(p: int, m: int, each: int, ranks: Sequence[int], *, shared: bool = 
     times = (*map(float, layers[:-1]), float(layers[-1] + head), *[head + 1.0] * len(ranks))
     costs = Costs(times, times, times, s=2 * heads / p, t=heads / p)
     return simulate(
-        with_depths(build("1f1b", p, m), ranks, costs, vocabulary=shared), costs
+        with_depths(build("1f1b", p, m), ranks, costs, shared=all_shared if shared else None), costs
     ).makespan
 
 

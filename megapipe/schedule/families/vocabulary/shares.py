@@ -42,18 +42,18 @@ def with_vocabulary(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
             f"{schedule.name}: vocabulary passes are put into a table of F, B, W and BW of whole "
             "microbatches alone."
         )
-    refuse_apart(schedule.name, place)
+    table = replace(schedule, placement=place)
+    added = list(all_shared(table))
     # B of the last stage waits for S and C of all ranks. Until then every rank runs one forward
     # more, so a microbatch of each of its stages is held in addition.
     held = costs.memory(place).b
     room = []
     for rank, peak in enumerate(simulate(schedule, costs).peak):
         room.append(peak + sum(held[stage] for stage in place.stages_on(rank)))
-    table = replace(schedule, placement=place)
-    return merged(table, list(all_shared(table)), costs, room)
+    return merged(table, added, costs, room)
 
 
-def refuse_apart(name: str, place: Placement) -> None:
+def _refuse_apart(name: str, place: Placement) -> None:
     """Refuse to share the vocabulary if a rank has no stage in some chain.
 
     A chain is the stages of one copy of the model; DualPipe has two.
@@ -72,8 +72,12 @@ def refuse_apart(name: str, place: Placement) -> None:
 
 
 def all_shared(schedule: Schedule) -> Iterator[Pass]:
-    """Yield the passes E, S, C, T and EW of all microbatches for a table's placement."""
+    """Yield the passes E, S, C, T and EW of all microbatches for a table's placement.
+
+    Raises: ScheduleError if a rank has no stage in some chain.
+    """
     place = schedule.placement
+    _refuse_apart(schedule.name, place)
     at = {kind: kind.traits.at for kind in Kind if kind.traits.at}
     for microbatch in range(schedule.num_microbatches):
         # Two copies of the model have two copies of the vocabulary.
