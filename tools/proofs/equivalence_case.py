@@ -394,8 +394,6 @@ def table(case: Case) -> Schedule:
     made = sharded(moved(plain, case.memory), case.sharding, case.living)
     if case.file is None or (case.depths and case.file == "csv"):  # which says nothing of depths
         return made
-    return (
-        from_json(to_json(made))
-        if case.file == "json"
-        else replace(from_csv(to_csv(made)), cuts=made.cuts)
-    )
+    if case.file == "json":
+        return from_json(to_json(made))
+    return replace(from_csv(to_csv(made)), cuts=made.cuts)
