@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 
 
 class Watch(Protocol):
-    """A stopwatch for the time that a pass waits for collectives; `Pending.wait` uses it.
+    """A stopwatch for the time that a pass waits for collectives. `Pending.wait` uses it.
 
     Attributes:
-        mark: returns the time now, in any form that the watch can read later.
-        waits: (mark before, mark after) of each wait.
+        mark: returns a mark of the present time, in any form that the watch can read later.
+        waits: for each wait, (mark before it, mark after it).
     """
 
     mark: Callable[[], Any]
@@ -39,11 +39,12 @@ class Watch(Protocol):
 
 
 class AtWaits(threading.local):
-    """The actions of a thread when it waits for a collective.
+    """The functions that a thread calls when it waits for a collective.
+
+    `do` sets them within a context.
 
     Attributes:
-        give_turn: lets another pass of the rank compute first, see `shapes.pairs`; None for no
-            turn.
+        give_turn: lets another pass of the rank compute meanwhile; None if no other pass runs.
         watch: measures the wait; None if nothing measures it.
     """
 
@@ -71,9 +72,9 @@ class Pending:
     """The result of a collective that may still be under way.
 
     Attributes:
-        tensor: where the collective writes; read it only after `wait`.
-        work: waits for the collective; None if it is complete.
-        finish: called after the wait: `tensor` -> the result.
+        tensor: the tensor to which the collective writes. Read it only after `wait`.
+        work: one or several handles that wait for the collective; None if it is complete.
+        finish: called after the wait. It takes `tensor` and returns the result.
     """
 
     tensor: Tensor
@@ -103,9 +104,10 @@ class Pending:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh as a rank sees it.
+    """One axis of the mesh, such as tensor parallelism, as one of its ranks sees it.
 
-    An axis of size 1 needs no group, and its collectives return their input.
+    Its methods are collectives over the ranks of the axis. `start_` methods return at once. An axis
+    of size 1 needs no group, and its collectives return their input.
 
     Attributes:
         rank: position of this rank on the axis, 0..size-1.
@@ -114,8 +116,9 @@ class Axis:
         group: communicator; None if size is 1.
         device: device of the tensors.
         shared: faster transfer between CPU ranks of one host, if there is one.
-        links: for a pipeline over NCCL, one-directional communicators, see `groups.link`.
-        expert_axes: for the tensor-parallel axis, the axes of experts by name.
+        links: for a pipeline over NCCL, communicators for one direction between neighbours, see
+            `groups.link`.
+        expert_axes: for the tensor-parallel axis, {name: axis} of the experts' axes.
     """
 
     rank: int = 0
@@ -128,10 +131,10 @@ class Axis:
     expert_axes: Mapping[str, Axis] = field(default_factory=dict, compare=False)
 
     def named(self, name: str) -> Axis:
-        """Return the tensor-parallel axis itself for "tp", else the experts' axis of this name.
+        """Return the axis called `name`: this tensor-parallel axis for "tp", else an experts' axis.
 
-        Without axes of experts, experts are split as all other parameters: "ep" has size 1, and any
-        other name gives this axis.
+        Without axes of experts, experts are split like all other parameters: "ep" has size 1, and
+        any other name returns this axis.
         """
         if name == "tp":
             return self
@@ -140,7 +143,7 @@ class Axis:
         return self.expert_axes.get(name, default)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Combine x over the axis in place and return it.
+        """Combine x over the ranks in place, and return it.
 
         Args:
             op: "sum", "max" or "min".
@@ -148,15 +151,15 @@ class Axis:
         return self.start_all_reduce(x, op).wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather [n, ...] of each rank to [size * n, ...], in rank order."""
+        """Gather x [n, ...] of each rank into one tensor [size * n, ...], in rank order."""
         return self.start_all_gather(x).wait()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum [size * n, ...] over the ranks and return this rank's slice [n, ...]."""
+        """Sum x [size * n, ...] over the ranks, and return this rank's slice [n, ...]."""
         return self.start_reduce_scatter(x).wait()
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        """Start `all_reduce` and return at once. x must not be used until the end."""
+        """Start `all_reduce` and return at once. x must not be used before the result's `wait`."""
         if self.size == 1:
             return Pending(x)
         exchange = self._exchange(x, lambda parts: _combine(parts, x, _OF_TWO[op]))
@@ -166,11 +169,11 @@ class Axis:
         return Pending(x, dist.all_reduce(x, op=op_of_torch, group=self.group, async_op=True))
 
     def start_all_gather(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """Start `all_gather` and return at once. x must not change until the end.
+        """Start `all_gather` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [size * n, ...], where the result is written. On a GPU, x may be this rank's slice
-                of it. On a CPU, a new tensor is returned if both share memory.
+            into: [size * n, ...], the tensor for the result; None for a new one. On a GPU, x may be
+                this rank's slice of it. On a CPU, the result is a new tensor if both share memory.
         """
         if self.size == 1:
             return Pending(x)
@@ -183,12 +186,12 @@ class Axis:
         return Pending(out, _all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_reduce_scatter(self, x: Tensor, into: Tensor | None = None) -> Pending:
-        """Start `reduce_scatter` and return at once. x must not change until the end.
+        """Start `reduce_scatter` and return at once. x must not change before the result's `wait`.
 
         Args:
-            into: [n, ...], where the result is written. On a GPU it may be this rank's slice of x,
-                for which NCCL needs no further memory. On a CPU, a new tensor is returned if both
-                share memory.
+            into: [n, ...], the tensor for the result; None for a new one. On a GPU it may be this
+                rank's slice of x, for which NCCL needs no further memory. On a CPU, the result is a
+                new tensor if both share memory.
         """
         if self.size == 1:
             return Pending(x)
@@ -205,12 +208,12 @@ class Axis:
         return Pending(out, _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
     def start_shift(self, x: Tensor, channel: int = 0, into: Tensor | None = None) -> Pending:
-        """Send x to the next rank of the ring and receive the previous rank's x.
+        """Start to send x to the next rank of the ring, and to receive the previous rank's x.
 
         Args:
             channel: a number that differs between shifts that are under way at the same time. All
                 ranks must start such shifts in one order.
-            into: where the received tensor is written, like x; a new tensor by default.
+            into: the tensor for the received one, like x; None for a new one.
         """
         out = torch.empty_like(x) if into is None else into
         previous = (self.rank - 1) % self.size
@@ -270,7 +273,7 @@ class Axis:
     ) -> Started | None:
         """Start an exchange through shared memory; None if the ranks have none.
 
-        Arguments and result are the same as in `SharedMemory.start`.
+        Arguments and result are as in `SharedMemory.start`.
         """
         if self.shared is None:
             return None
@@ -283,7 +286,7 @@ class Axis:
         return x
 
     def barrier(self) -> None:
-        """Make each rank's device wait until all ranks have called this.
+        """Make each rank's device wait until all ranks have called this method.
 
         Under NCCL only the GPU waits; this thread goes on.
         """
@@ -315,17 +318,21 @@ _OF_TWO: dict[str, Callable[..., Tensor]] = {
 
 
 def _fits(x: Tensor, into: Tensor) -> bool:
-    """Return whether a collective on x can write to `into`.
+    """Return whether a collective on x can write its result to `into`.
 
-    On a CPU it cannot if both share memory: ranks would overwrite values that others still read.
+    On a CPU it cannot if both share memory: ranks would overwrite values that other ranks still
+    read.
     """
     return into.is_cuda or x.untyped_storage()._cdata != into.untyped_storage()._cdata
 
 
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
-    """Combine the tensors `parts` in this order into `out`: all ranks get bitwise equal results.
+    """Combine tensors in order into `out`, so that all ranks get bitwise equal results.
 
-    of_two: (a, b, out=) -> their combination, such as torch.add.
+
+    Args:
+        parts: each rank's tensor, in rank order.
+        of_two: takes (a, b, out=) and combines two tensors, such as torch.add.
     """
     of_two(parts[0], parts[1], out=out)
     for part in parts[2:]:

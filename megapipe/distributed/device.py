@@ -25,10 +25,10 @@ _M_MMAP_THRESHOLD = -3
 
 
 def has_cuda() -> bool:
-    """Return whether torch can use a GPU for each rank of this machine; NCCL needs one per rank.
+    """Return whether torch can use a GPU for each rank of this machine.
 
-    One visible GPU counts as one per rank: a scheduler that gives each task a GPU hides the others.
-    `ProcessMesh.create` checks that two ranks do not use one GPU.
+    NCCL needs one per rank. A single visible GPU counts as one for each rank, because a scheduler
+    that gives each task a GPU hides the others.
     """
     gpus = _num_gpus()
     return gpus == 1 or gpus >= max(1, _ranks_here())
@@ -58,10 +58,10 @@ def built_for_cpus() -> bool:
 
 
 def pick_device(parallel: ParallelConfig) -> torch.device:
-    """Return this process's device: its own GPU, or the CPU without GPUs or with gloo.
+    """Return this process's device: its own GPU, or the CPU if there are no GPUs or with gloo.
 
-    Raises: ConfigError if this machine has GPUs, but not one for each rank. No rank then trains on
-        the CPU unasked.
+    Raises: ConfigError if this machine has GPUs, but not one for each rank. Otherwise a rank would
+        train on the CPU although nobody asked for that.
     """
     gpus = _num_gpus()
     if not gpus or parallel.distributed_backend == "gloo":
@@ -93,9 +93,9 @@ def gpu_name(device: torch.device) -> str | None:
 
 
 def require_fp8(device: torch.device, asked: str | None) -> None:
-    """Raise ConfigError if a GPU cannot multiply 8-bit numbers; a CPU emulates it in float32.
+    """Raise ConfigError if FP8 is asked for and a GPU cannot multiply 8-bit numbers.
 
-    asked: the value of --fp8-format; None for no check.
+    A CPU emulates this in float32. `asked` is the value of --fp8-format; None for no check.
     """
     if asked is not None and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -107,29 +107,29 @@ def require_fp8(device: torch.device, asked: str | None) -> None:
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's memory; None for a CPU, whose memory other programs share."""
+    """Return the bytes of a GPU's memory; None for a CPU, whose memory other programs use too."""
     if device.type == "cpu":
         return None
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether an error says that memory for a tensor was missing, on a GPU or the host."""
+    """Return whether an error says that there was no memory for a tensor, on a GPU or the host."""
     # torch has no exception class for missing memory of the host.
     pattern = "allocate memory|out of memory|[Oo]verflow"
     return isinstance(error, MemoryError) or bool(re.search(pattern, str(error)))
 
 
 def waits_for_kernels() -> bool:
-    """Return whether the host waits for each kernel, which a user sets to find one that fails."""
+    """Return whether the host waits for each CUDA kernel, as users set to find a failing kernel."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 2 GiB of freed memory for later allocations; no effect elsewhere.
 
-    A step on a CPU allocates the same tensors as the step before. If they were returned to the
-    system in between, it would clear each page again, which costs 1 to 5% of a step.
+    A step on a CPU allocates the same tensors as the step before. If their memory went back to the
+    system in between, the system would clear each page again. That costs 1 to 5% of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -149,7 +149,7 @@ def device_name(device: torch.device) -> str:
 
 
 def be_deterministic() -> None:
-    """Let torch refuse kernels whose results differ between runs. Call it before any GPU work."""
+    """Make torch refuse kernels whose results differ between runs. Call it before any GPU work."""
     # cuBLAS repeats its sums bitwise only with a workspace of fixed size.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -162,7 +162,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context for another thread, in which its work goes to this thread's CUDA stream."""
+    """Return a function whose context makes another thread use this thread's CUDA stream."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.current_stream(device)
@@ -179,10 +179,10 @@ def same_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any
 
 
 class Clock:
-    """Measures a device's time without waiting for the device.
+    """A clock that measures a device's time without waiting for the device.
 
-    `mark` marks the current place in the device's work; `seconds` gives its time once that is done.
-    A GPU's marks are events, counted from the creation of the clock, when its queue must be empty.
+    `mark` marks the current place in the device's queue of work. `seconds` returns the time of a
+    mark, once the work before it is done. A GPU's queue must be empty when the clock is created.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -192,7 +192,7 @@ class Clock:
         self._origin = _event() if device.type == "cuda" else None
 
     def mark(self) -> Any:
-        """Return a mark of the current place in the device's work, for `seconds`."""
+        """Return a mark of the current place in the device's queue of work, for `seconds`."""
         return time.perf_counter() if self._origin is None else _event()
 
     def seconds(self, mark: Any) -> float:
@@ -203,10 +203,10 @@ class Clock:
 
 
 class CopyLane:
-    """Copies in one direction between a device and the host, while the device computes.
+    """A stream of copies in one direction between a device and the host.
 
-    The copies run one after another, on a stream of a GPU or in a thread for a CPU. No GPU has run
-    this.
+    The copies run one after another, while the device computes: on a CUDA stream, or for a CPU in a
+    thread. `span` returns when they ran. No GPU has run this.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -218,15 +218,15 @@ class CopyLane:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def buffer(self, size: int) -> Tensor:
-        """Return `size` bytes on the host, page-locked for a GPU, which copies them by itself."""
+        """Return a buffer of `size` bytes on the host. For a GPU it is page-locked."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Iterable[Any]) -> Any:
-        """Start copies that wait for the device's work so far.
+        """Start copies, which wait for the device's work so far.
 
         Args:
             pairs: (destination, source) of each copy.
-            after: copies that must be over before, as this function has returned them; or None.
+            after: copies that must be over before: results of earlier calls, or None.
         Returns: the started copies, for `wait` and `span`.
         """
         previous = [other for other in after if other is not None]
@@ -246,21 +246,24 @@ class CopyLane:
             return began, _event()
 
     def wait(self, begun: Any) -> None:
-        """Let the device's further work wait for the copies that `begin` has returned."""
+        """Make the device's further work wait for the copies `begun`, a result of `begin`."""
         if self._stream is None:
             begun.result()
         else:
             torch.cuda.current_stream(self.device).wait_event(begun[1])
 
     def span(self, begun: Any) -> tuple[Any, Any]:
-        """Return (begin, end) of the started copies `begun`, as marks for Clock, once over."""
+        """Return (begin, end) of the copies `begun`, as marks for `Clock.seconds`, once over."""
         return begun.result() if self._stream is None else begun  # type: ignore[no-any-return]
 
 
 def _copied(
     pairs: Sequence[tuple[Tensor, Tensor]], previous: Sequence[Future[Any]]
 ) -> tuple[float, float]:
-    """Copy after the `previous` copies; return (begin, end) in seconds of time.perf_counter()."""
+    """Copy (destination, source) pairs after the `previous` copies; return (begin, end).
+
+    These are in seconds of time.perf_counter().
+    """
     for other in previous:
         other.result()
     began = time.perf_counter()
@@ -279,7 +282,7 @@ The memory of the results stays, and replay() runs the function's kernels again 
 
 
 def graph_pool(device: torch.device) -> Capture:
-    """Return a function that captures others as CUDA graphs in one private memory pool.
+    """Return a function that captures other functions as CUDA graphs in a private memory pool.
 
     Captures must not overlap. No GPU has run this.
     """
@@ -347,7 +350,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def peak_by_name(name: str) -> float | None:
-    """Return `peak_tflops` by the driver's name of a GPU, such as NVIDIA H100 80GB HBM3."""
+    """Return a GPU's peak as `peak_tflops` does, by its name in the driver; None if unknown."""
     words = name.replace("-", " ").split()
     fitting = [part for part in _PEAK_TFLOPS if set(part.split()) <= set(words)]
     if not fitting:
@@ -367,10 +370,10 @@ def versions(device: torch.device) -> str:
 
 @dataclass(eq=False)
 class Gauge:
-    """The bytes of memory that all stages of a rank use for one purpose.
+    """A counter of the bytes of memory that all stages of a rank use for one purpose.
 
     Attributes:
-        bytes: the current number.
+        bytes: the number in use now.
         peak: the largest number so far.
     """
 
@@ -384,7 +387,7 @@ class Gauge:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Return reserved and allocated GPU memory by Megatron's TensorBoard tags; empty on a CPU."""
+    """Return {Megatron's TensorBoard tag: bytes} for GPU memory in use; {} on a CPU."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

@@ -28,10 +28,12 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a world along axes.
+    """The ranks of a world, arranged along axes.
+
+    `ranks` returns them as a tensor, and `sets` as sets along some axes.
 
     Attributes:
-        sizes: size of each axis by name. Neighbouring ranks differ along the first axis.
+        sizes: {name of an axis: its size}. Neighbouring ranks differ along the first axis.
     """
 
     sizes: dict[str, int]
@@ -49,7 +51,7 @@ class Grid:
         return ranks.permute([slow.index(name) for name in (*first, *names)])
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that differ along the named axes only, each in rising order."""
+        """Return the sets of ranks that differ only along the named axes, each in rising order."""
         along = [name for name in reversed(self.sizes) if name in names]
         size = math.prod(self.sizes[name] for name in names)
         return [*map(tuple, self.ranks(*along).reshape(-1, size).tolist())]
@@ -57,9 +59,11 @@ class Grid:
 
 @dataclass(frozen=True)
 class Grids:
-    """The two grids of a world, in Megatron-LM's order: tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp.
+    """The two grids of a world: one for dense layers, and one for experts.
 
-    Neighbouring ranks differ along the first axis of the order.
+    The order of axes is Megatron-LM's: tp-cp-ep-dp-pp or tp-cp-ep-pp-dp. Neighbouring ranks differ
+    along the first axis. `of` makes the grids from flags, and `sets` returns sets of ranks along
+    some axes.
 
     Attributes:
         dense: the axes tp, cp, dp and pp.
@@ -100,7 +104,7 @@ class Grids:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """The sizes that flags give, as text by field name, for ranks to compare."""
+        """The sizes that flags give, for ranks to compare: {name of the field: size as text}."""
         both = self.dense.sizes | self.experts.sizes
         texts = {FLAGS[name]: str(size) for name, size in both.items() if name in FLAGS}
         # A rank that was given the default's value equals one that was given nothing.
@@ -109,9 +113,9 @@ class Grids:
         return texts
 
     def sets(self, *names: str) -> list[tuple[int, ...]]:
-        """Return the sets of ranks that differ along the named axes only.
+        """Return the sets of ranks that differ only along the named axes.
 
-        The sets are of the grid that has all of these axes.
+        They are taken from the grid that has all of these axes.
         """
         # Only pp is in both grids, with equal sets.
         grid = self.dense if self.dense.sizes.keys() >= set(names) else self.experts

@@ -20,7 +20,7 @@ Sets = Sequence[tuple[int, ...]]
 
 
 def check_backend(device: torch.device) -> None:
-    """Raise ConfigError if the existing torch.distributed world cannot send tensors of a device."""
+    """Raise ConfigError if torch.distributed's existing world cannot send tensors on a device."""
     world = dist.distributed_c10d._get_default_group()
     needed = backend_of(device)
     # A world may have a backend for each kind of device, as cpu:gloo,cuda:nccl does.
@@ -37,9 +37,9 @@ def check_backend(device: torch.device) -> None:
 
 
 def device_mesh_of(grids: Grids, device: torch.device) -> DeviceMesh:
-    """Return torch's DeviceMesh of the dense grid: pp, dp, cp if it has several ranks, and tp.
+    """Return torch's DeviceMesh of the dense grid, with the axes pp, dp, cp and tp.
 
-    cp is left out at size 1, because torch would make a group of one for every rank.
+    cp is left out if its size is 1, because torch would make a group of one for every rank.
     """
     if grids.dense.sizes["cp"] > 1:
         names: tuple[str, ...] = ("pp", "dp", "cp", "tp")
@@ -84,11 +84,10 @@ def buffer_bytes(
     torch does not count this memory. NVLink SHARP would take more, which is not included.
 
     Args:
-        collectives: number of ranks of each communicator. Rings and trees within a node receive
-            from the previous and from the next rank.
-        exchanges: number of ranks of each communicator with all-to-all, for which NCCL keeps
+        collectives: number of ranks of each communicator for collectives.
+        exchanges: number of ranks of each communicator for all-to-all, for which NCCL keeps
             separate channels.
-        senders: number of ranks that send to this one over links.
+        senders: number of ranks that send to this rank over communicators for one direction.
     """
     # From each of these ranks a channel receives; a sender's buffers lie on the receiver.
     others = sum(min(ranks - 1, 2) for ranks in collectives) + sum(ranks - 1 for ranks in exchanges)
@@ -98,15 +97,15 @@ def buffer_bytes(
 def group_of(
     sets: Sets, rank: int, device: torch.device, timeout: timedelta, *, is_link: bool = False
 ) -> dist.ProcessGroup | None:
-    """Return the group of the set with this rank, or None if no set has it.
+    """Return the process group of the set that has this rank; None if no set has it.
 
-    Every rank of the world must call it with all sets.
+    Every rank of the world must call this function with all sets.
 
     Args:
         sets: disjoint sets of global ranks.
         rank: this global rank.
         timeout: the timeout of the group's messages and collectives.
-        is_link: the group is for one-directional messages of a pipeline, see LINK_CTAS.
+        is_link: whether the group is for pipeline messages in one direction, see LINK_CTAS.
     """
     world = dist.distributed_c10d._get_default_group()
     # NCCL's communicators are split off the world's in one call for all sets. In one call for each
@@ -126,9 +125,9 @@ def group_of(
 def links_of(parallel: ParallelConfig) -> int:
     """Return the number of communicators for messages within a pipeline.
 
-    They are the links between neighbours, and one more if a shared vocabulary sends messages to all
-    ranks. On the pipeline's own communicator, early receives would occupy all its thread blocks.
-    They would also need that many channels of buffers from every rank.
+    They are the communicators between neighbours, and one more if a shared vocabulary sends
+    messages to all ranks. On the pipeline's own communicator, early receives would occupy all its
+    thread blocks.
     """
     size = parallel.pipeline_model_parallel_size
     sends_to_all = parallel.vocab_parallel_pipeline and size > 2
@@ -156,6 +155,8 @@ def link(src: int, dst: int, size: int) -> int | None:
     The edges of the ring are coloured so that the two edges of a rank differ: two colours in turn,
     and a third one for the edge that closes an odd ring. Each colour has two directions.
 
+    Args:
+        size: number of ranks in the ring.
     Returns: a number in 0..num_links(size) - 1.
     """
     low, high = sorted((src, dst))
@@ -168,15 +169,16 @@ def link(src: int, dst: int, size: int) -> int | None:
 
 
 def host_group_of(sets: Sets, rank: int, minutes: float) -> dist.ProcessGroup | None:
-    """Return a group of the set with this rank for tensors on the host, whatever the device is.
+    """Return a group for tensors on the host, of the set that has this rank.
 
-    Every rank of the world must call it with all sets.
+    It is for tensors on the host even if the device is a GPU. Every rank of the world must call
+    this function with all sets.
 
     Args:
         sets: disjoint sets of global ranks.
         rank: this global rank.
         minutes: timeout of the group's messages.
-    Returns: None if no set has the rank.
+    Returns: the group; None if no set has the rank.
     """
     timeout = timedelta(minutes=minutes)
     groups = {ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in sets}

@@ -49,13 +49,16 @@ def initialize_model_parallel(
 ) -> None:
     """Make the mesh of this process, with all of Megatron's groups.
 
-    It may be called before or after torch.distributed.init_process_group. The sizes are Megatron's.
+    It may be called before or after torch.distributed.init_process_group. The arguments are
+    Megatron's.
 
     Args:
-        virtual_pipeline_model_parallel_size: chunks per rank, which `parallel_state` returns.
-        order: tp, then cp, then dp and pp in either order; the place of ep is free.
+        virtual_pipeline_model_parallel_size: number of model chunks on each rank. It is only
+            stored, for `parallel_state`.
+        order: the order of the axes: tp, then cp, then dp and pp in either order. ep may be
+            anywhere.
         device: device of this process; by default its GPU, or the CPU in a gloo world.
-        others: Megatron's other arguments, only with values that ask for nothing.
+        others: Megatron's other arguments, accepted only with values that have no effect.
     Raises: ConfigError for other values, another order, or sizes that do not divide the world.
     """
     unknown = others.keys() - _NOTHING
@@ -100,7 +103,10 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Leave the current mesh. A world that existed before the mesh stays initialised."""
+    """Leave the current mesh and destroy its groups.
+
+    A torch.distributed world that existed before the mesh stays initialised.
+    """
     mesh = ProcessMesh.current()
     if mesh is not None:
         mesh.close()

@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Late(Generic[T]):
-    """A result of all ranks that is still being computed on the device.
+    """A result, equal on all ranks, that the device is still computing.
 
     Calling it waits for the result and returns it.
 
     Attributes:
-        tensor: returns the numbers in float64, on the device and without waiting for them.
-        read: makes the result of the numbers as a flat list.
+        tensor: returns the numbers in float64 on the device, without waiting for them.
+        read: takes the numbers as a flat list and returns the result.
     """
 
     tensor: Callable[[], Tensor]

@@ -16,8 +16,8 @@ class Layout:
     """The split of a parameter over tensor and expert parallelism, and its initial values.
 
     Attributes:
-        full: shape in which the parameter is saved, equal under every layout. The local tensor,
-            viewed as `full` with size full[dim] / t in dimension `dim`, is this rank's slice.
+        full: shape of the unsplit parameter, in which it is saved. Over t tensor-parallel ranks, a
+            rank's tensor is a slice of it, with size full[dim] / t in dimension `dim`.
         dim: dimension of `full` that tensor parallelism splits; None if every rank has all of it.
         tied_to: global name of the parameter whose weight this one repeats, as a tied output head
             does; None for a parameter with its own weight.
@@ -28,15 +28,17 @@ class Layout:
             within sqrt(6 / (inputs + outputs)) of the mean (Glorot and Bengio 2010). The inputs are
             the last dimension of `full`, the outputs all others.
         sum_over_tp: the gradients must be summed over tp. Every tensor-parallel rank has the full
-            parameter, but uses it on a part only: its heads, or its part of the sequence.
-        part: (k, n) if this is the k-th of n equal parts in `dim`, one for each of n pipeline
-            ranks; tp splits the part further. The name of such a parameter ends in [k/n].
-        fused: rows of each matrix in one group, if the rows of several matrices alternate in groups
-            (query, key and value); empty for a single matrix.
-        experts: the first dimension of `full` counts experts, which expert parallelism splits.
-            Expert tensor parallelism then splits `dim`. Each expert is initialised by itself.
-        received: a tied weight whose optimizer state is on its owner's rank alone; the owner sends
-            the weight after each update. Otherwise a user on another rank updates a replica.
+            parameter, but uses it only on its heads or its part of the sequence.
+        part: (k, n) if this is the k-th of n equal parts in `dim`, with one part on each of n
+            pipeline ranks. Tensor parallelism splits the part further. The name of such a parameter
+            ends in [k/n].
+        fused: groups of rows of several matrices, such as query, key and value, may follow each
+            other in turns. Then this is the number of rows of each in one turn; else ().
+        experts: whether the first dimension of `full` counts experts, which expert parallelism
+            splits. Expert tensor parallelism then splits `dim`. Each expert is initialised by
+            itself.
+        received: this is a tied weight, and only the rank of its owner has optimizer state. The
+            owner sends the weight after each update. Otherwise each rank updates its replica.
     """
 
     full: tuple[int, ...]
@@ -53,7 +55,7 @@ class Layout:
 
     @property
     def splits(self) -> dict[int, str]:
-        """The name of the axis ("tp", "etp" or "ep") that splits each split dimension of `full`."""
+        """The axes that split the parameter: {dimension of `full`: "tp", "etp" or "ep"}."""
         found = {}
         if self.experts:
             found[0] = "ep"
@@ -62,10 +64,10 @@ class Layout:
         return found
 
     def pieces(self, tp: Axis) -> dict[int, tuple[int, int]]:
-        """Return (i, n) by split dimension of `full`: the local tensor is piece i of n equal ones.
+        """Return {split dimension of `full`: (i, n)}: the local tensor is piece i of n equal ones.
 
         Args:
-            tp: the tensor-parallel axis, which also knows the experts' axes.
+            tp: the tensor-parallel axis, which also has the experts' axes.
         """
         found = {}
         # Ranks along the axis split each of the n parts.
@@ -87,7 +89,7 @@ class Layout:
         """Return this rank's slice of a parameter.
 
         Args:
-            whole: the parameter in the shape `full`, or a single one of its experts.
+            whole: the parameter in the shape `full`, or one expert of it.
             tp: the tensor-parallel axis.
         """
         for dim, (piece, pieces) in self.pieces(tp).items():
@@ -97,9 +99,9 @@ class Layout:
         return whole
 
     def is_first(self, tp: Axis) -> bool:
-        """Return whether this rank is the first one along tp, or etp, with its slice.
+        """Return whether this rank is the first one along tp, or etp, that has its slice.
 
-        It is False on a rank whose slice another rank has too, so that each slice counts once.
+        It is False on a rank whose slice an earlier rank has too, so that each slice counts once.
         """
         # If an axis splits the parameter, no other rank along it has this slice.
         name = "etp" if self.experts else "tp"
@@ -107,14 +109,14 @@ class Layout:
 
 
 def whole_name(name: str) -> str:
-    """Return a parameter's name without the number of its part: weight[1/4] -> weight."""
+    """Return a parameter's name without the number of its part: weight for weight[1/4]."""
     return name.partition("[")[0]
 
 
 def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
     """Attach a layout to a parameter and return the parameter.
 
-    The attributes by which Megatron's code recognises a split parameter are set, too.
+    It also sets the attributes by which Megatron's code recognises a split parameter.
     """
     dim, stride = _partition(tuple(param.shape), layout)
     attributes = {
@@ -135,9 +137,8 @@ def set_layout(param: nn.Parameter, layout: Layout) -> nn.Parameter:
 def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
     """Return Megatron's (partition_dim, partition_stride) of a local tensor.
 
-    They are the dimension that is split, or -1, and the number of pieces of the full parameter in
-    that dimension. Megatron's full parameter has as many dimensions as the local tensor; `full` may
-    have more.
+    The first is the dimension of the local tensor that is split, or -1. The second is the number of
+    equal pieces in that dimension, such as gate and value, which are split separately.
 
     Args:
         local: shape of the local tensor.
@@ -171,7 +172,7 @@ They are equal on all ranks of a stage.
 
 
 def saved_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a stage's parameters and of its SAVED_BUFFERS, for checkpoints."""
+    """Yield (name, tensor) for a stage's parameters and saved buffers, for checkpoints."""
     yield from stage.named_parameters()
     for name, x in stage.named_buffers():
         if name.rpartition(".")[2] in SAVED_BUFFERS:
@@ -186,12 +187,15 @@ A run loads them where a checkpoint has them, and otherwise starts with empty on
 
 
 def histories(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) of delayed FP8 scaling's histories, equal on all ranks of a stage."""
+    """Yield (name, buffer) for the histories of delayed FP8 scaling in a stage.
+
+    They are equal on all ranks of the stage.
+    """
     for name, x in stage.named_buffers():
         if name.endswith(HISTORY):
             yield name, x
 
 
 def untrained(stage: nn.Module) -> list[Tensor]:
-    """Return what a checkpoint has of a stage and no optimizer makes: buffers, frozen weights."""
+    """Return a stage's tensors in a checkpoint that no optimizer has: buffers, frozen weights."""
     return [x for _, x in (*saved_tensors(stage), *histories(stage)) if not x.requires_grad]

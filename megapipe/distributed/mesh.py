@@ -48,10 +48,12 @@ JOINT = {
 
 @dataclass(frozen=True)
 class ProcessMesh:
-    """The axes of one process.
+    """The axes of one process: its ranks along each kind of parallelism.
+
+    `create` makes the mesh, or `single` for a single process. `close` destroys its groups.
 
     Attributes:
-        tp: tensor parallelism. Layers are given this axis alone; it also knows etp, ep and experts.
+        tp: tensor parallelism. Layers get only this axis, which also has etp, ep and experts.
         cp: context parallelism, which splits sequences.
         dp: data parallelism.
         dp_cp: data and context parallelism together, the ranks with equal weights that sum their
@@ -70,16 +72,17 @@ class ProcessMesh:
         device_mesh: torch's DeviceMesh (pp, dp, cp if it has several ranks, tp), for distributed
             checkpoints. None without other processes, and for ranks that are threads.
         position: where this rank is in its work, for diagnosis.
-        store: a store that all processes share. None without a device mesh, and in a world that was
-            initialised before.
-        joint: axes of JOINT that were asked for, by name. megapipe's own code needs none.
+        store: a store that all processes share. None without a device mesh, and if
+            torch.distributed was initialised before.
+        joint: {name: axis} for axes over several others that were asked for. megapipe's own code
+            needs none.
         alone: a group of this rank alone, for code that asks for the group of an axis of size 1.
             None if torch.distributed does not know the groups.
-        virtual_rank: the chunk that Megatron's code is working on, for `parallel_state` alone.
-        virtual_size: chunks per rank, for `parallel_state` alone.
-        is_guest: torch.distributed was initialised before, and stays so after `close`.
-        kept: state that code in Megatron's shape keeps from step to step, by names of its choice.
-            All copies of a mesh have one and the same dictionary.
+        virtual_rank: the model chunk that Megatron's code is working on, only for `parallel_state`.
+        virtual_size: number of model chunks on each rank, only for `parallel_state`.
+        is_guest: whether torch.distributed was initialised before. It then stays so after `close`.
+        kept: {name: state} that Megatron-like functions keep from step to step. All copies of a
+            mesh share this dictionary.
     """
 
     tp: Axis = Axis()
@@ -107,7 +110,7 @@ class ProcessMesh:
 
     @property
     def hides(self) -> bool:
-        """Whether passes wait for collectives over tp, cp or ep, which another pass could hide."""
+        """Whether passes wait for collectives over tp, cp or ep, while other passes could run."""
         return max(self.tp.size, self.cp.size, self.ep.size) > 1
 
     @staticmethod
@@ -132,7 +135,7 @@ class ProcessMesh:
     def activate(self) -> ProcessMesh:
         """Make this the current mesh and return it.
 
-        Code in Megatron's shape, which passes no mesh on, then finds it by `current`.
+        Functions with Megatron's interface, which take no mesh, then find it by `current`.
         """
         _current.set(self)
         return self
@@ -155,18 +158,20 @@ class ProcessMesh:
     ) -> ProcessMesh:
         """Make the mesh of this process, as torchrun started it, and activate it.
 
-        All communicators are created here, on all ranks in one order. The world size must be
-        tp x cp x dp x pp, and etp x ep x edp x pp. If torch.distributed is initialised already, the
-        mesh is made within that world.
+        All communicators are created here, on all ranks in one order. The world size must be tp x
+        cp x dp x pp, and etp x ep x edp x pp. If torch.distributed is initialised already, the mesh
+        is made within that world.
 
         Args:
             parallel: the sizes of the axes.
             device: device of this process.
-            shares: for "ends", the pipeline ranks that share weights; "twins" if mirrored ranks
-                share weights. See Plan.shares.
-            facts: what must be equal on all ranks, see `agreement.agree`; by default the sizes.
-            joint: the keys of JOINT that get a group.
-            met: the result of `Met.of`, where ranks have met and compared their facts already.
+            shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
+                "twins" is there if mirrored ranks have equal stages.
+            facts: {name: value} that must be equal on all ranks, see `agreement.agree`; by default
+                the sizes of the axes.
+            joint: names in JOINT, of axes over several others, that get a group.
+            met: the result of `Met.of`, if ranks have met and compared their facts already; else
+                None.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
             if their facts differ.
         """
@@ -201,7 +206,7 @@ class ProcessMesh:
         return mesh.activate()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a message or a collective may take from now on.
+        """Set how long a message or a collective may take from now on, in seconds.
 
         Gloo's messages keep the timeout with which their group was made, half an hour in a device
         mesh. `pipeline_parallel.watch` ends such messages.
@@ -217,7 +222,7 @@ class ProcessMesh:
             set_timeout(timeout, group)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups that were made for this mesh, each once."""
+        """Return the process groups that were made for this mesh, each once."""
         axes = [*(getattr(self, name) for name in axis_names()), *self.joint.values()]
         found: dict[dist.ProcessGroup, None] = {}
         for axis in axes:
@@ -229,7 +234,10 @@ class ProcessMesh:
         return list(found)
 
     def close(self) -> None:
-        """Destroy the process groups of this mesh; a world that the mesh did not make stays."""
+        """Destroy the process groups of this mesh.
+
+        If torch.distributed was initialised before the mesh, it stays so.
+        """
         current = _current.get()
         # Copies of a mesh share its position.
         if current is not None and current.position is self.position:
@@ -258,12 +266,13 @@ def _joined(
     joint: Collection[str],
     links: int,
 ) -> ProcessMesh:
-    """Return the mesh of this process, with the groups of torch.distributed.
+    """Return the mesh of this process, with groups made by torch.distributed.
 
     Args:
+        grids: the grids of the world.
         timeout: the timeout of messages and collectives.
-        shares: for "ends" and "twins", the pipeline ranks that share weights.
-        joint: keys of JOINT, the axes over several others that get a group.
+        shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
+        joint: names in JOINT, of axes over several others, that get a group.
         links: number of communicators for the messages of a pipeline, see `groups.links_of`.
     """
     rank = dist.get_rank()
@@ -295,17 +304,17 @@ def build_mesh(
     num_links: int = 0,
     joint: Collection[str] = (),
 ) -> ProcessMesh:
-    """Return the mesh of one rank of the grids.
+    """Return the mesh of one rank of some grids.
 
     Args:
         rank: the global rank.
         device: its device.
-        make_group: called with a name and disjoint sets of ranks. It returns the group of this
-            rank's set, or None if no set has the rank. All ranks call it in one and the same order.
+        make_group: takes a name and disjoint sets of ranks. It returns the group of this rank's
+            set, or None if no set has the rank. All ranks call it in the same order.
         device_mesh: torch's DeviceMesh, for distributed checkpoints; None without one.
-        shares: for "ends" and "twins", the pipeline ranks that share weights.
+        shares: {"ends" or "twins": pipeline ranks with equal weights}, see `Plan.shares`.
         num_links: number of communicators for the messages of a pipeline, see `groups.links_of`.
-        joint: keys of JOINT, the axes over several others that get a group.
+        joint: names in JOINT, of axes over several others, that get a group.
     """
     # Axes by their sets of ranks, so that equal sets share one communicator.
     made: dict[tuple[tuple[int, ...], ...], Axis] = {}

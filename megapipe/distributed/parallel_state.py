@@ -34,7 +34,7 @@ _NOT_HERE = {
 
 
 def is_initialized() -> bool:
-    """Return whether there is a current mesh."""
+    """Return whether this process or thread has a current mesh."""
     return ProcessMesh.current() is not None
 
 
@@ -43,20 +43,20 @@ model_parallel_is_initialized = is_initialized
 
 
 def _current(check_initialized: bool) -> ProcessMesh | None:
-    """Return the current mesh; without one, raise ConfigError or return None."""
+    """Return the current mesh. Without one raise ConfigError, or return None if unchecked."""
     if check_initialized:
         return ProcessMesh.required()
     return ProcessMesh.current()
 
 
 def _group(axis: Callable[[ProcessMesh], Axis], check_initialized: bool) -> Group | None:
-    """Return the group of an axis of the current mesh."""
+    """Return the process group of an axis of the current mesh; `axis` takes the mesh."""
     mesh = _current(check_initialized)
     return None if mesh is None else group_of(mesh, axis(mesh))
 
 
 def _joint(mesh: ProcessMesh, name: str) -> Axis:
-    """Return the axis that joins several axes, such as dp and cp, by the name of its group.
+    """Return the axis over several others, such as dp and cp, by the name of its group.
 
     Raises: ConfigError if the mesh was made without its group.
     """
@@ -70,22 +70,22 @@ def _joint(mesh: ProcessMesh, name: str) -> Axis:
 
 
 def _read(get: Callable[[ProcessMesh], int]) -> Callable[[], int]:
-    """Return a function without arguments that reads a number from the current mesh."""
+    """Return a function without arguments that applies `get` to the current mesh."""
     return lambda: get(ProcessMesh.required())
 
 
 def _size(name: str) -> Callable[[], int]:
-    """Return a function for the number of ranks on an axis."""
+    """Return a function that returns the number of ranks on the axis called `name`."""
     return _read(lambda mesh: getattr(mesh, name).size)
 
 
 def _rank(name: str) -> Callable[[], int]:
-    """Return a function for this rank's position on an axis."""
+    """Return a function that returns this rank's position on the axis called `name`."""
     return _read(lambda mesh: getattr(mesh, name).rank)
 
 
 def _group_of(name: str) -> Callable[..., Group | None]:
-    """Return a function for the group of an axis of the mesh, or of JOINT."""
+    """Return a function that returns the group of an axis of the mesh, or of one in JOINT."""
 
     def axis(mesh: ProcessMesh) -> Axis:
         if name in JOINT:
@@ -293,7 +293,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Return whether this is the pipeline's first or last stage; False without a mesh.
 
-    ignore_virtual: do not look at the chunk. vp_stage: the chunk.
+    `ignore_virtual` ignores the chunk, `vp_stage`.
     """
     mesh = ProcessMesh.current()
     if mesh is None:
@@ -333,7 +333,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def _fixed(name: str) -> Callable[[int | None], None]:
-    """Return a function that accepts None and refuses any number, because the mesh has it."""
+    """Return a function that accepts None and refuses any number, as the mesh has the number."""
 
     def setter(value: int | None) -> None:
         if value is not None:
@@ -387,7 +387,7 @@ def _one_instance(partial_data_parallel: bool) -> None:
 
 
 def _is_chunk(chunk: int, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    """Return whether vp_stage is this chunk; True if chunks are ignored or not set.
+    """Return whether vp_stage is this chunk. It is True if chunks are ignored or not set.
 
     Raises: ConfigError if vp_stage is needed and missing.
     """

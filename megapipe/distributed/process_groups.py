@@ -32,7 +32,8 @@ class ProcessGroupCollection:
     """Megatron's collection of a rank's process groups, with Megatron's names.
 
     A group is None if the rank has none, or if it was not asked for. dp_cp_ag and expt_dp_ag are
-    None because parameters are gathered over dp_cp and expt_dp.
+    None, because parameters are gathered over dp_cp and expt_dp. `of` and `use_mpu_process_groups`
+    make the collection from a mesh.
     """
 
     tp: Group | None = None
@@ -77,7 +78,7 @@ class ProcessGroupCollection:
     def use_mpu_process_groups(
         required_pgs: Collection[str] | None = None,
     ) -> ProcessGroupCollection:
-        """Return the current mesh's groups of these names, or all of them for None.
+        """Return a collection with the current mesh's groups of these names; None for all names.
 
         Raises: ValueError for names that Megatron's collection does not have.
         """
@@ -124,11 +125,11 @@ def _nobody_else() -> Group:
 def joint_axis(mesh: ProcessMesh, name: str) -> Axis | None:
     """Return the axis over several others; None if the mesh has no group for it.
 
-    A group is needed only if several of the axes have more than one rank and the joint axis is not
-    the world.
+    If at most one of these axes has several ranks, that axis is returned. If the axes make up the
+    world, the world's axis is.
 
     Args:
-        name: a key of JOINT.
+        name: a name in JOINT, such as for dp with cp.
     """
     parts: list[Axis] = [getattr(mesh, part) for part in JOINT[name]]
     split = [axis for axis in parts if axis.size > 1]

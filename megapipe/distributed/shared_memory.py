@@ -33,11 +33,11 @@ TIMEOUT_S = 1800.0
 
 @dataclass
 class _Slot:
-    """One shared-memory segment of every rank, for one exchange at a time.
+    """One shared-memory segment of every rank. Together they serve one exchange at a time.
 
     Attributes:
         segments: the segments as bytes, in rank order.
-        busy: this rank has copied into its segment and has not read all segments yet.
+        busy: whether this rank has copied into its segment and has not read all segments yet.
         free_from: the number of an exchange. Once it or a later one is over, all ranks have read
             the segments.
     """
@@ -49,13 +49,13 @@ class _Slot:
 
 @dataclass
 class _Peer:
-    """Another rank of the group.
+    """Another rank of the group, as seen from this rank.
 
     Attributes:
         inbox, outbox: file descriptors of the pipes from it and to it.
-        heard: number of exchanges that it has started, as far as this rank has read.
-        slots: the slot of each exchange that it has started and this rank has not waited for, by
-            the exchange's number.
+        heard: number of exchanges that it has started, as far as this rank has read from the pipe.
+        slots: {number of an exchange: index of its slot}, for exchanges that the peer has started
+            and this rank has not waited for.
     """
 
     inbox: int
@@ -65,15 +65,15 @@ class _Peer:
 
 
 class SharedMemory:
-    """Exchanges between the ranks of a group, which all start the same ones in the same order.
+    """Exchanges of tensors through shared memory between the ranks of a group on one host.
 
-    `start` is the only method for callers. If a rank cannot have a pipe or a segment, or cannot
-    open another rank's, no rank uses shared memory from then on.
+    All ranks start the same exchanges in the same order, by calling `start`. If a rank cannot make
+    a pipe or segment, or cannot open another rank's, no rank uses shared memory from then on.
 
     Args:
         rank: position in the group.
         gather: a collective that returns every rank's value, in rank order.
-        position: its limit_s is the timeout in seconds for another rank.
+        position: its limit_s is the timeout, in seconds, of a wait for another rank.
         name: name of the group for errors.
     """
 
@@ -94,14 +94,15 @@ class SharedMemory:
     def start(
         self, x: Tensor, read: Callable[[Sequence[Tensor]], object], most: int | None = None
     ) -> Started | None:
-        """Copy x to where all ranks of the group read it; x may change after the call.
+        """Copy x to shared memory, for all ranks of the group to read. x may change after the call.
 
-        The call is collective if there is no room for a tensor of this size yet.
+        If there is no segment yet that is large enough, the call is collective.
 
         Args:
             x: this rank's tensor.
             read: called at the end with every rank's x, in rank order.
-            most: rows of the longest x, if ranks differ; `read` is given tensors with this many.
+            most: if ranks have different numbers of rows in x, the largest number. Then `read` gets
+                tensors with this number of rows.
         Returns: the started exchange; None if there is no shared memory, as on several hosts, in a
             sandbox, without room, or outside Linux.
         """
@@ -147,7 +148,9 @@ class SharedMemory:
         """Wait until a peer has started an exchange, and return the index of the slot that it uses.
 
         Args:
-            rank: the peer's position in the group. number: the exchange, counted from the first.
+            rank: the peer's position in the group.
+            peer: the peer.
+            number: number of the exchange, counted from the first.
         Raises: DistNetworkError after the timeout, or if the peer has ended.
         """
         limit_s = self._position.limit_s or TIMEOUT_S
@@ -256,7 +259,7 @@ class SharedMemory:
     def _agreed(self, work: Callable[[], Any]) -> list[Any] | None:
         """Return the results of `work` on every rank; None on all ranks if it fails on any.
 
-        It fails by an OSError, when the system refuses something.
+        Failing means an OSError: the system refuses something.
         """
         try:
             own = [work()]
@@ -281,19 +284,20 @@ class Started:
 
 
 def _where(descriptor: int) -> list[Any]:
-    """Return [path, *identity], by which another process can open a descriptor and check it.
+    """Return [path, identity ...], with which another process can open a file descriptor.
 
-    identity: the file's `_identity`.
+    The identity is the result of `_identity`, for a check that both processes mean one file.
     """
     identity = _identity(f"/proc/self/fd/{descriptor}")
     return [f"/proc/{os.getpid()}/fd/{descriptor}", *identity]
 
 
 def _open(where: Sequence[Any], flags: int) -> int:
-    """Open a descriptor of another process here.
+    """Open a file descriptor of another process in this process.
 
     Args:
         where: the result of `_where` in that process.
+        flags: flags of os.open.
     Raises: OSError if it cannot be opened, or if the process is on another host or in a container.
     """
     path, *identity = where
@@ -304,6 +308,6 @@ def _open(where: Sequence[Any], flags: int) -> int:
 
 
 def _identity(path: str) -> list[Any]:
-    """Return what identifies a file and the running system, to compare between processes."""
+    """Return values that identify a file and the running system, to compare between processes."""
     status = os.stat(path)
     return [status.st_dev, status.st_ino, Path("/proc/sys/kernel/random/boot_id").read_text()]

@@ -24,17 +24,18 @@ Tokens = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """The tokens of a sequence that a context-parallel rank has.
+    """The way in which context parallelism divides the tokens of a sequence, as one rank sees it.
 
-    A sequence is cut in 2c equal pieces, and rank r of c has the r-th and the r-th from the end.
-    Causal attention is then equal work on all ranks (Dubey et al. 2024, section 3.3.2).
+    A sequence is cut into 2c equal pieces. Rank r of c ranks has the r-th piece and the r-th piece
+    from the end. Causal attention is then equal work on all ranks (Dubey et al. 2024, section
+    3.3.2). `take` cuts a tensor, `join` joins the parts, and `spans` returns positions.
 
     Attributes:
-        rank: r.
-        size: c.
-        piece: the slice of each sequence that is cut in this way, as token positions; None for the
-            full sequence.
-        length: tokens of the full sequence if `piece` is given.
+        rank: r, this rank's position.
+        size: c, the number of ranks.
+        piece: if only a slice of each sequence is divided in this way, its token positions; None
+            for the full sequence.
+        length: number of tokens of the full sequence, if `piece` is given.
     """
 
     rank: int = 0
@@ -47,12 +48,12 @@ class Cut:
         return rows * self.size if self.piece is None else self.length
 
     def spans(self, length: int, rank: int | None = None) -> Tokens:
-        """Return the positions of this rank's tokens, or of another rank's, as ranges.
+        """Return the positions of this or another rank's tokens, as ranges.
 
         Args:
             length: length of the full sequence.
             rank: the other rank; None for this one.
-        Raises: ConfigError if the length, or the slice's, is not a multiple of 2c.
+        Raises: ConfigError if the length of the sequence or slice is not a multiple of 2c.
         """
         # A slice of a sequence is divided in the same way as a full one.
         piece = range(length) if self.piece is None else self.piece
@@ -82,7 +83,8 @@ class Cut:
         """Return full sequences from the tokens of every rank; the inverse of `take`.
 
         Args:
-            parts: each rank's tokens, in rank order. dim: the dimension of the sequence.
+            parts: each rank's tokens, in rank order.
+            dim: the dimension of the sequence.
         """
         # Rank r's second piece is the r-th from the end, so the second pieces follow in reverse.
         halves = [part.chunk(2, dim) for part in parts]
@@ -117,7 +119,7 @@ def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
     Sequence parallelism gives this part to the n-th of `of` tensor-parallel ranks.
 
     Args:
-        tokens: positions as runs, as `Cut.spans` returns them.
+        tokens: positions as ranges, as `Cut.spans` returns them.
     """
     # A part may begin or end within a span, and include several spans.
     rows = sum(map(len, tokens)) // of
@@ -134,12 +136,12 @@ def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of each sequence of a microbatch.
+    """The documents in the sequences of a microbatch.
 
     Attributes:
         lengths: for each of the b sequences, the lengths of its documents in order; their sum is s.
-        isolate: attention does not cross document boundaries (--reset-attention-mask).
-        restart: positions begin at 0 in each document (--reset-position-ids).
+        isolate: whether attention stays within documents (--reset-attention-mask).
+        restart: whether positions begin at 0 in each document (--reset-position-ids).
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -153,29 +155,26 @@ class Documents:
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """The positions, except 0, at which every sequence of the microbatch begins a document.
-
-        A position counts only if all sequences begin one there.
-        """
+        """The positions, except 0, at which all sequences of the microbatch begin a document."""
         # All sequences of a microbatch are cut at one place, so all must have a border there.
         return tuple(sorted(set.intersection(*map(set, self._begins)) - {0}))
 
     def first_seen(self, position: int) -> int:
-        """Return the first token of the document that contains the token at `position`.
+        """Return the position at which the document with the token at `position` begins.
 
-        Where the sequences have different documents, it is the earliest of all sequences.
+        If the sequences have different documents there, it is the smallest of these positions.
         """
         return min(begins[bisect_right(begins, position) - 1] for begins in self._begins)
 
 
 def find_documents(tokens: Tensor, eod: int, *, isolate: bool, restart: bool) -> Documents:
-    """Return the documents of sequences; each document ends with an end-of-document token.
+    """Return the documents of sequences. A document ends with an end-of-document token.
 
     Args:
         tokens: [b, s] on the host.
         eod: the end-of-document id.
-        isolate: attention does not cross document boundaries (--reset-attention-mask).
-        restart: positions begin at 0 in each document (--reset-position-ids).
+        isolate: whether attention stays within documents (--reset-attention-mask).
+        restart: whether positions begin at 0 in each document (--reset-position-ids).
     """
     lengths = []
     for is_end in tokens == eod:
@@ -193,7 +192,7 @@ def positions(length: int, cut: Cut, documents: Documents | None, device: torch.
 
     Args:
         length: s, the length of the full sequence.
-        cut: which tokens the rank has, s/c of them.
+        cut: says which s/c tokens this rank has.
         documents: documents of the microbatch, or None.
     Returns: [b, s/c], or [1, s/c] if positions do not restart in documents.
     """
@@ -208,7 +207,7 @@ def positions(length: int, cut: Cut, documents: Documents | None, device: torch.
 # Cached like `positions`; only few microbatches are in use at a time.
 @lru_cache(maxsize=4)
 def numbers_of(documents: Documents, device: torch.device) -> Tensor:
-    """Return [b, s] int64: for each token the number of its document in its sequence, from 0."""
+    """Return, for each token, the number of its document in its sequence, from 0: [b, s] int64."""
     rows = []
     for lengths in documents.lengths:
         rows.append(torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))

@@ -33,9 +33,9 @@ def _compiled_attention() -> ctypes.CDLL | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library of the compiled attention; None without AMX tiles or a C compiler.
+    """Return the library of the compiled attention, which needs AMX tiles and a C compiler.
 
-    It is None, too, if it was disabled.
+    Returns None without these, or if it was disabled.
     """
     return None if "tiles" in cpu.left_out else _compiled_attention()
 
@@ -53,7 +53,7 @@ class _Operand(ctypes.Structure):
 
 
 class _Task(ctypes.Structure):
-    """The arguments of both C functions; the field order is the one of attention.c."""
+    """The arguments of both C functions, with the order of fields in attention.c."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "groups", "per_group", "tokens", "dim")),
@@ -67,7 +67,8 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     q is [b, heads, s, d]; k and v are [b, groups, s, d].
 
-    It needs plain bf16 CPU tensors with a contiguous last dimension of one size, and the library.
+    They must be plain bf16 tensors on the CPU. The last dimension must be contiguous, and equally
+    long in all. The library must be there, too.
     """
     return (
         # A subclass of Tensor, such as a plan's fake tensor, has no memory that C could read.
@@ -81,12 +82,13 @@ def has_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attention_(*tensors: Tensor, backward: bool = False) -> None:
-    """Compute causal attention, or its gradients, into the tensors given last.
+    """Compute causal attention, or its gradients, and write them to the last of the tensors.
 
     Args:
-        tensors: forward: q, k, v, out. Backward: q, k, v, the gradient of out, and the gradients
-            of q, k and v. Queries [b, heads, s, d], keys and values [b, groups, s, d]; the last
-            one (forward) or three (backward) are overwritten.
+        tensors: for forward q, k, v, out. For backward q, k, v, the gradient of out, then the
+            gradients of q, k and v. Queries are [b, heads, s, d], keys and values [b, groups, s,
+            d]. The last tensor (forward) or the last three (backward) are overwritten.
+        backward: compute the gradients.
     """
     b, heads, s, d = tensors[0].shape
     groups = tensors[1].shape[1]

@@ -17,8 +17,8 @@ _LIBRARIES = {"loops": cpu.library, "tiles": attention.library}
 def own() -> list[str]:
     """Return the names of the compiled libraries that this machine can run: "loops", "tiles".
 
-    "loops" is cpu.c; "tiles" is attention.c, which needs AMX. Libraries that an earlier run of this
-    process disabled are enabled again first.
+    "loops" is cpu.c, and "tiles" is attention.c, which needs AMX. Libraries that this process has
+    disabled are enabled again first.
     """
     # In one process a run may follow another, whose ranks lacked a library.
     leave_out(())
@@ -26,5 +26,5 @@ def own() -> list[str]:
 
 
 def leave_out(names: Collection[str]) -> None:
-    """Disable the named libraries from now on; all others are enabled."""
+    """Disable the libraries with these names from now on, and enable all others."""
     cpu.left_out = frozenset(names)

@@ -43,7 +43,7 @@ def _compiled_loops() -> ctypes.CDLL | None:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library of the compiled loops; None where it cannot be compiled or is disabled."""
+    """Return the library of the compiled loops; None if it cannot be compiled or is disabled."""
     return None if "loops" in left_out else _compiled_loops()
 
 
@@ -75,13 +75,14 @@ def _run_elementwise(name: str, first: Tensor, *arguments: _Argument) -> None:
 
     Args:
         name: the name of the function in cpu.c. Its first parameter is the number of elements.
-        first: the first tensor. arguments: the function's other parameters, in order.
+        first: the first tensor.
+        arguments: the function's other parameters, in order.
     """
     _run(name, first.numel(), first, *arguments)
 
 
 def _run(name: str, *arguments: _Argument) -> None:
-    """Call a C function: tensors as pointers, integers as 64 bits, floats as 32 bits.
+    """Call a C function. Tensors are passed as pointers, integers in 64 bits, floats in 32 bits.
 
     Args:
         name: the name of the function in cpu.c.
@@ -110,7 +111,7 @@ def _is_bf16(x: Tensor) -> int:
 def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
     """Return x sigmoid(x (linear + cubic x^2)), the tanh form of GELU, in a new tensor.
 
-    linear, cubic: the coefficients, see models/gelu.py.
+    `linear` and `cubic` are the coefficients in models/gelu.py.
     """
     y = torch.empty_like(x)
     _run_elementwise("gelu", x, y, linear, cubic, _is_bf16(x))
@@ -120,7 +121,7 @@ def gelu(x: Tensor, linear: float, cubic: float) -> Tensor:
 def gelu_backward(x: Tensor, dy: Tensor, linear: float, cubic: float) -> Tensor:
     """Return the gradient of `gelu`'s input x, given the gradient dy of its output.
 
-    linear, cubic: the coefficients, see models/gelu.py.
+    `linear` and `cubic` are the coefficients in models/gelu.py.
     """
     dx = torch.empty_like(x)
     _run_elementwise("gelu_backward", x, dy, dx, linear, cubic, _is_bf16(x))
@@ -128,7 +129,7 @@ def gelu_backward(x: Tensor, dy: Tensor, linear: float, cubic: float) -> Tensor:
 
 
 def add_bf16_(into: Tensor, x: Tensor) -> None:
-    """Add a bf16 tensor to a float32 tensor of the same shape, in place."""
+    """Add x, a bf16 tensor, to `into`, a float32 tensor of the same shape, in place."""
     _run_elementwise("add_bf16", into, x)
 
 
@@ -169,7 +170,7 @@ def to_gradient_(logits: Tensor, log_sum: Tensor, scale: Tensor, labels: Tensor)
     Args:
         logits: [n, block], overwritten.
         log_sum: [n], logarithm of the softmax denominator over the whole vocabulary.
-        scale: [n], gradient of each token's loss.
+        scale: [n], gradient with respect to each token's loss.
         labels: [n], column of each label in this block; a number outside 0..block-1 is in another
             block. Any integer type and stride.
     """
@@ -181,8 +182,9 @@ def causal_softmax_(scores: Tensor, tokens: int) -> None:
     """Replace attention scores by probabilities under the causal mask.
 
     Args:
-        scores: [n, rows, end], rows of queries against the keys 0..end-1. The queries are the last
-            `tokens` tokens, rows / tokens successive rows (heads of one group) for each token.
+        scores: [n, rows, end], rows of queries against the keys 0..end-1; overwritten. Each token
+            has rows / tokens successive rows, the heads of one group.
+        tokens: number of tokens with queries. They are the last tokens before `end`.
     """
     n, rows, end = scores.shape
     _run("causal_softmax", scores, n * rows, tokens, rows // tokens, end, _is_bf16(scores))
@@ -212,9 +214,9 @@ def adamw_(
 
     Args:
         value, exp_avg, exp_avg_sq: the parameters and their two moments.
-        grad: the gradient; left multiplied by scale and by rates[0].
+        grad: the gradient. It is overwritten with its product with `scale` and rates[0].
         model: the bf16 copy that the model computes with, rounded from value; None without one.
-        scale: a scalar in float32.
+        scale: a float32 tensor with one element, a factor on the gradient.
         rates: gradient factor, weight decay factor, step size, square root of the second moment's
             bias correction, 1 - beta1, beta2, 1 - beta2, epsilon.
     """

@@ -24,7 +24,7 @@ def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     The decorated function is compiled by torch to one kernel; on a CPU it runs as it is.
 
     Args:
-        schema: the operation's name, arguments and results, in torch.library's notation.
+        schema: name, arguments and results of the operation, in torch.library's notation.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +60,6 @@ def region(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def is_fused(x: Tensor) -> bool:
     """Return whether a function decorated by `region` runs as one kernel on this tensor.
 
-    It does on a GPU. Inside torch.compile it does not: the compiler fuses plain operations itself.
+    It does on a GPU, except inside torch.compile, which fuses plain operations itself.
     """
     return x.is_cuda and not torch.compiler.is_compiling()

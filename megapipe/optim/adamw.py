@@ -19,10 +19,10 @@ from megapipe.optim.rule import Part, multiply
 
 
 def sweep(part: Part, flags: OptimizerConfig, steps: int) -> None:
-    """Update a part of float32 or float64 in place.
+    """Update the parameters of a part in place, in float32 or float64.
 
     Args:
-        part: the parameters with gradients and moments.
+        part: the parameters, with their gradients and moments.
         flags: Adam's flags.
         steps: number of updates before this one.
     """
@@ -70,7 +70,10 @@ def sweep(part: Part, flags: OptimizerConfig, steps: int) -> None:
 
 
 def _there(x: float | Tensor, like: Tensor) -> Tensor:
-    """Return a number as a tensor with the type and device of `like`, without reading a tensor."""
+    """Return the number x as a tensor with the type and device of `like`.
+
+    The host does not read a tensor from the device.
+    """
     if isinstance(x, Tensor):
         return x.to(like)
     return torch.full((), x, dtype=like.dtype, device=like.device)
@@ -98,16 +101,20 @@ def _adamw(
     rest2: float,
     epsilon: float,
 ) -> None:
-    """Update in place on a GPU, as one compiled kernel where torch compiles it.
+    """Apply an AdamW update in place on a GPU, as one kernel if torch compiles it.
 
     Args:
+        value, grad: the parameters and their gradient.
+        exp_avg, exp_avg_sq: the two moments.
         model: 16-bit weights to which the value is rounded, or None.
-        scale: factor on the gradient. shrink: a further one, of clipping.
+        scale: factor on the gradient.
+        shrink: a further factor on the gradient, from clipping.
         decay: factor on the value, 1 - learning rate x weight decay.
-        step: minus the learning rate, over the first moment's bias correction.
+        step: minus the learning rate, divided by the first moment's bias correction.
         root: square root of the second moment's bias correction.
         towards: 1 - beta1.
         rest2: 1 - beta2.
+        epsilon: the term added to the denominator.
     """
     grad.mul_(scale).mul_(shrink)
     exp_avg.lerp_(grad, towards)

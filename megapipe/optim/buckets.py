@@ -19,14 +19,14 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Bucket(NamedTuple):
-    """Some consecutive layers of a stage.
+    """The parameters of some consecutive layers of a stage, whose gradients are summed together.
 
     Attributes:
         first: position of its first layer within the stage, from 0. The sum can begin when the
-            layers from there on are complete. Parameters outside of layers are in the bucket with
-            first 0, which waits for the whole stage.
+            gradients of this layer and all later layers are complete. Parameters outside of layers
+            are in the bucket with first 0, which waits for the whole stage.
         layers: number of layers of the stage.
-        params: its parameters by name.
+        params: {name: parameter}.
     """
 
     first: int
@@ -40,13 +40,17 @@ def buckets_of(
     number: int | None = None,
     separate: Sequence[Collection[str]] = (),
 ) -> list[Bucket]:
-    """Return the buckets in the order in which they are complete; the last one has first 0.
+    """Return a stage's buckets, in the order in which their gradients are complete.
+
+    The last bucket has the first layer, and the parameters outside of layers.
 
     Args:
-        params: the stage's parameters by name.
-        least: a bucket is closed once it has this number of elements; the last may have fewer.
-        number: the most buckets, instead of `least`. Without both there is one bucket.
-        separate: sets of names; the parameters of each set get their own buckets.
+        params: {name: parameter} of the stage.
+        least: a bucket is complete once it has this number of elements; the last one may have
+            fewer.
+        number: the largest number of buckets, instead of `least`. If both are None there is one
+            bucket.
+        separate: sets of parameter names. The parameters in each set get buckets of their own.
     """
     layer_of = {}
     for name in params:
@@ -73,10 +77,13 @@ def buckets_of(
 
 
 def _divided(bucket: Bucket, separate: Sequence[Collection[str]]) -> list[Bucket]:
-    """Return a bucket as several: experts, and each set of names in `separate`, are by themselves.
+    """Return a bucket divided into several: experts separately, and each set of names separately.
 
-    Experts are replicated on other ranks than dense parameters. They come first, in the order in
-    which passes complete them.
+    Experts are replicated on other ranks than dense parameters. They come first, because passes
+    complete their gradients first.
+
+    Args:
+        separate: the sets of parameter names.
     """
     kinds: dict[tuple[bool, ...], dict[str, nn.Parameter]] = {}
     for name, param in bucket.params.items():

@@ -38,13 +38,13 @@ ALIGN = 64
 
 
 class Section(NamedTuple):
-    """Neighbouring parameters that have equal rates.
+    """Neighbouring parameters in a flat tensor that have equal rates.
 
     Attributes:
-        group: the factors on learning rate and weight decay.
+        group: their factors on learning rate and weight decay.
         at_end: whether they are word embeddings or output head, which may have their own rate.
         names: names of the parameters.
-        where: the elements that they span in a flat tensor, or in this rank's share of it.
+        where: the range of their elements in a flat tensor, or in this rank's share of it.
     """
 
     group: Group
@@ -57,9 +57,10 @@ class Positions(NamedTuple):
     """The places of parameters in flat tensors.
 
     Attributes:
-        of: first element and shape of each parameter.
+        of: {name of a parameter: (its first element, its shape)}.
         sections: neighbouring parameters with equal rates.
-        owned: number of elements before the borrowed parameters; it divides into equal shares.
+        owned: number of elements before the borrowed parameters, which use another parameter's
+            memory. It is a multiple of the number of shares.
         end: number of all elements.
     """
 
@@ -72,15 +73,16 @@ class Positions(NamedTuple):
 def positions(
     params: Mapping[str, nn.Parameter], borrowed: Collection[str], shares: int, groups: Groups
 ) -> Positions:
-    """Place parameters with equal rates next to each other.
+    """Return the places of parameters in flat tensors, those with equal rates next to each other.
 
-    A rule then updates few long tensors instead of many short ones.
+    Parameters with equal rates are next to each other, so that an update works on few long tensors
+    instead of many short ones.
 
     Args:
-        params: the parameters by name.
-        borrowed: names of parameters in another parameter's memory.
-        shares: number of shares of ZeRO-1.
-        groups: the rates of each parameter.
+        params: {name: parameter}.
+        borrowed: names of parameters that use another parameter's memory.
+        shares: number of ranks over which ZeRO-1 divides the tensors.
+        groups: gives each parameter's factors on learning rate and weight decay.
     """
     members: dict[tuple[bool, Group], list[str]] = {}
     for name, param in params.items():
@@ -112,31 +114,33 @@ def positions(
 
 
 class FlatBuffers:
-    """The flat storage of one stage or bucket.
+    """The flat tensors of one stage or bucket: weights, gradients and main parameters.
 
-    Its parameters become views of `model`, and get `main_grad`, a view of `grads`.
+    They are `model` (weights), `grads` and `main` (main parameters). The parameters become views of
+    `model`, and get `main_grad`, a view of `grads`. Methods start collectives on the tensors, and
+    return views of single parameters.
 
     Args:
-        params: the parameters by name, with one floating dtype on one device.
-        borrowed: names of parameters that use another one's memory, as a tied head does whose
+        params: {name: parameter}, all of one floating dtype on one device.
+        borrowed: names of parameters that use another parameter's memory, such as a tied head whose
             embedding is on this rank. Only their gradients are stored here.
         has_main: False for a replica, whose main parameters are on another rank; `main` is then
             `model`.
         device: the device if there are no parameters. Such buffers still take part in collectives.
         replicas: the ranks with equal parameters, over which gradients are summed.
-        distributed: split `main` over them (ZeRO-1).
-        groups: the rates of each parameter.
+        distributed: split `main` over the replicas (ZeRO-1).
+        groups: gives each parameter's factors on learning rate and weight decay.
         grads_as: dtype of `grads`, if not the usual one.
         main_as: dtype of `main`, if not the usual one.
-        drops: `model` has memory only from a gathering until `drop`.
-        live: counts the bytes of memory that is taken and released.
+        drops: `model` has memory only from its gathering until `drop`.
+        live: counts the bytes that are allocated and released within a step.
 
     Attributes:
-        share: this rank's elements of `main`, `grads` and `model`.
+        share: the range of elements of `main`, `grads` and `model` that this rank owns.
         sections: neighbouring parameters with equal rates, with their elements in this share.
         own: names of the parameters that are not borrowed.
-        shard: the model's weights in this share.
-        rounds: whether `main` must be rounded to `model`.
+        shard: the weights in this share.
+        rounds: whether `main` has another type than `model`, to which it must be rounded.
     """
 
     def __init__(
@@ -199,7 +203,12 @@ class FlatBuffers:
             param.register_post_accumulate_grad_hook(_add_to_main_grad)  # type: ignore[no-untyped-call]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's part of a flat tensor, in the parameter's shape."""
+        """Return the part of a flat tensor that is one parameter, in the parameter's shape.
+
+        Args:
+            flat: a tensor like `model` or `grads`.
+            name: name of the parameter.
+        """
         start, shape = self._where[name]
         return flat[start : start + shape.numel()].view(shape)
 
@@ -213,7 +222,7 @@ class FlatBuffers:
         self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
-        """Sum over tensor parallelism the gradients of parameters with Layout.sum_over_tp."""
+        """Sum gradients over tensor parallelism, of parameters whose layout says `sum_over_tp`."""
         if tp.size > 1 and self._partial:
             views = [self.view(self.grads, name) for name in self._partial]
             # They are small, such as norms under sequence parallelism. One collective for all costs
@@ -224,7 +233,7 @@ class FlatBuffers:
                 view.copy_(part.view_as(view))
 
     def within(self, start: int, end: int) -> slice:
-        """Return which of the elements start..end of a flat tensor are in this rank's share.
+        """Return which of the elements start..end of a flat tensor this rank's share contains.
 
         The slice counts from the share's beginning. It is empty if the two do not overlap.
         """
@@ -234,12 +243,18 @@ class FlatBuffers:
         return slice(begin - first, stop - first)
 
     def own_part(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's elements in a tensor of the share's size, as a flat view."""
+        """Return the elements of a parameter in a tensor of the share's size, as a flat view."""
         start, shape = self._where[name]
         return flat[self.within(start, start + shape.numel())]
 
     def share_of(self, whole: Tensor, name: str) -> Tensor:
-        """Return this rank's elements of a full parameter, flat: the same as `own_part`'s."""
+        """Return this rank's elements of a full parameter, as a flat tensor.
+
+        They are the elements that `own_part` returns for tensors of the share's size.
+
+        Args:
+            whole: the full parameter.
+        """
         start, shape = self._where[name]
         part = self.within(start, start + shape.numel())
         first = part.start + self.share.start - start
@@ -247,15 +262,18 @@ class FlatBuffers:
 
     @property
     def reduced(self) -> Tensor:
-        """The gradients of this share; summed over data parallelism once that is done."""
+        """The gradients of this rank's share.
+
+        After the reduction they are sums over data parallelism.
+        """
         return self.grads[self.share]
 
     @property
     def parts(self) -> list[Tensor]:
         """The gradients that are complete after `start_reduce`, as a list of flat tensors.
 
-        They are all gradients in one tensor. Under ZeRO-1 they are this share, and the borrowed
-        parameters in full.
+        The list has one tensor with all gradients. Under ZeRO-1 it has this rank's share, and the
+        full gradients of borrowed parameters.
         """
         # Under ZeRO-1 other shares of `grads` hold this rank's addends only.
         if self.shares.size == 1:
@@ -265,7 +283,7 @@ class FlatBuffers:
     def start_reduce(self, dtype: torch.dtype | None = None) -> Callable[[], None]:
         """Start to sum the gradients over the replicas.
 
-        One all-reduce does it. Under ZeRO-1 it is a reduce-scatter, and an all-reduce for borrowed
+        It is one all-reduce. Under ZeRO-1 it is a reduce-scatter, and an all-reduce for borrowed
         parameters.
 
         Args:
@@ -297,9 +315,9 @@ class FlatBuffers:
         return finish
 
     def start_gather(self) -> Callable[[], None]:
-        """Start to gather the weights that other ranks have updated, for passes.
+        """Start to gather the weights that other ranks have updated, for use in passes.
 
-        Returns: a function that waits for them.
+        Returns: a function that waits for the weights.
         """
         passing = self._passing
         is_gathered = passing is not None and passing.there
@@ -307,18 +325,18 @@ class FlatBuffers:
             return lambda: None
         if passing is None:
             return start_filling(self.model, separate(self.shard), self.shares)
-        passing.come()
+        passing.allocate()
         return start_filling(self.model, self.shard, self.shares)
 
     def drop(self) -> None:
         """Release the gathered weights after the passes that read them, if `drops` is set."""
         if self._passing is not None:
-            self._passing.go()
+            self._passing.release()
 
     def start_whole(self) -> Callable[[], None]:
         """Start to gather the weights in their own type, for code that uses them between passes.
 
-        Returns: a function that waits for them.
+        Returns: a function that waits for the weights.
         """
         return self.start_gather()
 
@@ -328,7 +346,7 @@ class FlatBuffers:
             self.shard.copy_(self.model[self.share])
 
     def gathered(self, flat: Tensor) -> Tensor:
-        """Return the full flat tensor, given each rank's share in `flat`.
+        """Return a full flat tensor, gathered from each rank's share in `flat`.
 
         Collective over data parallelism.
         """
@@ -346,12 +364,12 @@ class FlatBuffers:
 
 
 def _at_an_end(param: nn.Parameter) -> bool:
-    """Return whether Megatron-LM's mark says that a parameter is a word embedding or head."""
+    """Return whether a parameter has Megatron-LM's mark for word embeddings and output heads."""
     return getattr(param, "is_embedding_or_output_parameter", False)
 
 
 def _add_to_main_grad(param: Tensor) -> None:
-    """Add autograd's gradient to main_grad and release it."""
+    """Add the gradient that autograd left in .grad to main_grad, and release it."""
     # A layer that adds its gradient itself returns none.
     if param.grad is None:
         return

@@ -17,18 +17,19 @@ from megapipe.errors import ConfigError
 
 
 class Row(NamedTuple):
-    """One parameter on one rank, as a row of the census.
+    """One parameter on one rank: a row of the list of all parameters.
 
     Attributes:
         name: its name in the whole model.
         rank: its pipeline rank.
         stage: position of its stage among the stages of that rank.
-        shape: shape under every layout, see Layout.full.
+        shape: shape of the full parameter, before tensor parallelism splits it.
         tied_to: name of the parameter whose weight it repeats, or None.
         dtype: its type as text.
         trained: whether it has a gradient.
-        received: its optimizer state is on the rank of the tied weight's owner alone, see Layout.
-        local: shape on the rank.
+        received: it repeats a tied weight, and only the rank of the weight's owner has the
+            optimizer state and sends updates.
+        local: shape of the rank's slice.
     """
 
     name: str
@@ -43,11 +44,11 @@ class Row(NamedTuple):
 
 
 class Census(NamedTuple):
-    """Every parameter of the pipeline by name.
+    """A list of every parameter of the pipeline, by name.
 
     Attributes:
-        owners: each parameter on the rank with its optimizer state.
-        twins: replicas on mirrored ranks.
+        owners: {name: the parameter on the rank with its optimizer state}.
+        twins: {name: the parameter's replica on the mirrored rank}, under DualPipe.
     """
 
     owners: Mapping[str, Row]
@@ -55,22 +56,24 @@ class Census(NamedTuple):
 
     @property
     def order(self) -> dict[str, int]:
-        """The position of each parameter in one order of the whole model; tied ones have none."""
+        """The position of each parameter in one order of the whole model: {name: position}.
+
+        Tied parameters have none.
+        """
         # By name, so that the order is equal under every layout and norms add up in it.
         names = [row.name for row in self.owners.values() if row.tied_to is None]
         return {name: n for n, name in enumerate(sorted(names, key=natural))}
 
 
 def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
-    """Collect the parameters of all ranks of the pipeline. Collective over it.
+    """Collect a list of the parameters on all ranks of the pipeline. Collective over it.
 
-    Of two mirrored replicas, the one on the earlier stage of its rank is the owner; that stage
-    belongs to the first chain.
+    Of two mirrored replicas, the owner is the one in the first copy of the model.
 
     Args:
         stages: this rank's stages in ascending order.
-    Raises: ConfigError, the same on all ranks, for names that occur twice without a mirror, for
-        impossible ties, and for parameters of several types.
+    Raises: ConfigError, the same on all ranks, for names that occur twice without being replicas,
+        for impossible ties, and for parameters of several types.
     """
     own = []
     for number, stage in enumerate(stages):
@@ -125,7 +128,7 @@ def take_census(stages: Sequence[nn.Module], mesh: ProcessMesh) -> Census:
 
 
 def trained(stage: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the names and parameters of a stage that are trained.
+    """Return (name, parameter) for the parameters of a stage that are trained.
 
     A frozen parameter (requires_grad False) has no gradient, no optimizer state and no decay.
     """
@@ -140,7 +143,8 @@ def frozen(
     Each element of the model counts on one rank of a pipeline and its tensor-parallel group.
 
     Args:
-        stages: this rank's stages. census: the owner's row of each parameter, by name.
+        stages: this rank's stages in ascending order.
+        census: {name: the row of the parameter's owner}.
     """
     if all(row.trained for row in census.values()):
         return None
@@ -155,7 +159,7 @@ def frozen(
 
 
 def check_trained(census: Mapping[str, Row]) -> None:
-    """Raise ConfigError if no parameter in the census is trained."""
+    """Raise ConfigError if no parameter is trained. `census` is {name: its row}."""
     if not any(row.trained for row in census.values()):
         raise ConfigError(
             "nothing is trained: every parameter of the model has requires_grad False. Leave some "
@@ -164,9 +168,10 @@ def check_trained(census: Mapping[str, Row]) -> None:
 
 
 def _mirrored(a: Row, b: Row, pp: int) -> bool:
-    """Return whether two rows are DualPipe's replicas: equal, on mirrored ranks and two chains.
+    """Return whether two rows are DualPipe's replicas of one parameter.
 
-    A chain is one of the two mirrored sequences of stages. pp: the number of pipeline ranks.
+    Replicas have equal rows, on mirrored ranks and in the two copies of the model. `pp` is the
+    number of pipeline ranks.
     """
     # Rows from `shape` on are equal: only the rank and the stage may differ.
     is_mirror = a.rank != b.rank and a.rank + b.rank == pp - 1
@@ -176,13 +181,13 @@ def _mirrored(a: Row, b: Row, pp: int) -> bool:
 def _tie_problems(
     user: Row, owner: Row | None, with_ends: Sequence[bool], twins: Mapping[str, Row]
 ) -> list[str]:
-    """Return what makes a tie impossible; empty for a possible one.
+    """Return the reasons why a parameter cannot repeat a weight; [] if it can.
 
     Args:
         user: the parameter that repeats a weight.
         owner: the parameter with that weight; None if it does not exist.
-        with_ends: for each pipeline rank, whether it has a group for shared weights.
-        twins: replicas on mirrored ranks, by name.
+        with_ends: for each pipeline rank, whether it has a process group for shared weights.
+        twins: {name: the parameter's replica on the mirrored rank}.
     """
     if owner is None or owner.tied_to is not None:
         return [f"parameter {user.name} is tied to {user.tied_to}, which no stage owns"]
@@ -220,5 +225,5 @@ def _tie_problems(
 
 
 def natural(name: str) -> list[str | int]:
-    """Return a sort key with which layer 2 comes before layer 10."""
+    """Return a sort key for names, by which layer 2 comes before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -14,10 +14,11 @@ from megapipe.config import PrecisionConfig
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the loss, and the counters that decide on the next one.
+    """The factor on the loss, and the counters that decide on the next factor.
 
     Attributes:
-        scale: losses are multiplied by it before backward, gradients divided by it afterwards.
+        scale: the factor. Losses are multiplied by it before backward, and gradients are divided by
+            it afterwards.
         dynamic: whether the scale changes; otherwise the counters are unused.
         good_steps: number of steps without overflow since the last overflow or doubling.
         overflows_left: number of overflows until the scale is halved. Only a doubling sets it back
@@ -41,7 +42,7 @@ class LossScale:
         return LossScale(precision.initial_loss_scale, True, overflows_left=precision.hysteresis)
 
     def after(self, overflow: bool, precision: PrecisionConfig) -> LossScale:
-        """Return the state after a step with or without overflow."""
+        """Return the scale and counters after a step with or without overflow."""
         if not self.dynamic:
             return self
         if overflow:

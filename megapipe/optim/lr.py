@@ -16,7 +16,9 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """Weight decay that grows from `start` to `end` over `length` samples.
+    """A weight decay that grows from `start` to `end` over `length` samples.
+
+    `of` makes it from the flags. `saved` and `loaded` convert it for checkpoints.
 
     Attributes:
         start: the decay at the first step.
@@ -68,23 +70,23 @@ class WeightDecay:
 
     @staticmethod
     def loaded(saved: float | list[Any]) -> WeightDecay:
-        """Return the decay from the form that `saved` returns."""
+        """Return the decay that `saved` converted."""
         return WeightDecay(*saved) if isinstance(saved, list) else WeightDecay(saved, saved)
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate over a run: a warm-up, then a curve. It also holds the weight decay.
+    """The learning rate over a run: a warm-up, then a curve. It also has the weight decay.
 
     Attributes:
         lr: the rate after the warm-up.
-        min_lr: the lowest rate after it.
+        min_lr: the lowest rate after the warm-up.
         init_lr: the rate at the first step.
         style: the curve, a value of --lr-decay-style.
         warmup: length of the warm-up in samples, not always an integer.
         decay: number of samples, warm-up included, after which the curve has reached `min_lr`.
-        wsd_style: the curve of the last part of the style WSD.
-        wsd: length of that part in samples.
+        wsd_style: with the style WSD (warmup-stable-decay), the curve of the decay at the end.
+        wsd: length of that decay in samples.
         weight_decay: the weight decay.
     """
 
@@ -138,7 +140,7 @@ class LRSchedule:
         return schedule
 
     def _problems(self, unit: str) -> list[str]:
-        """Return a message for each length that does not fit: a warm-up or last part too long.
+        """Return a message for each length that is too long: a warm-up, or a decay at the end.
 
         Args:
             unit: "iters" or "samples", the end of the flags that were given.
@@ -158,9 +160,9 @@ class LRSchedule:
 
 
 def learning_rate(schedule: LRSchedule, samples: int) -> float:
-    """Return the learning rate of a step, equal to Megatron-LM's OptimizerParamScheduler.
+    """Return the learning rate of a step, as Megatron-LM's OptimizerParamScheduler does.
 
-    WSD is by Hu et al. 2024, MiniCPM, sec. 4.
+    The style WSD is described by Hu et al. 2024, MiniCPM, sec. 4.
 
     Args:
         samples: number of samples consumed before the step.
@@ -187,7 +189,7 @@ def learning_rate(schedule: LRSchedule, samples: int) -> float:
 
 
 def weight_decay(schedule: LRSchedule, samples: int) -> float:
-    """Return the weight decay of a step, equal to Megatron-LM's OptimizerParamScheduler.
+    """Return the weight decay of a step, as Megatron-LM's OptimizerParamScheduler does.
 
     Args:
         samples: number of samples consumed before the step.
@@ -203,7 +205,7 @@ def weight_decay(schedule: LRSchedule, samples: int) -> float:
 
 
 def decoupled_rate(schedule: LRSchedule, samples: int, flags: OptimizerConfig) -> float | None:
-    """Return the rate of word embeddings and output head under --decoupled-lr, else None.
+    """Return the learning rate of word embeddings and output head; None without --decoupled-lr.
 
     It follows the curve of `schedule`, between --decoupled-lr and --decoupled-min-lr.
 

@@ -28,8 +28,8 @@ class Norm:
 
     Attributes:
         mesh: this rank's mesh.
-        index: the position of each parameter in the order of the whole model.
-        params: this rank's parameters by name.
+        index: {name: position of the parameter in the order of the whole model}.
+        params: {name: parameter} of this rank.
     """
 
     mesh: ProcessMesh
@@ -42,13 +42,13 @@ class Norm:
     ) -> Late[float]:
         """Start to compute the L2 norm of flat tensors over the whole model.
 
-        The squares of each parameter are summed first, then these sums in the order of the model,
-        in float64. Collective over the mesh.
+        The squares of each parameter are summed first. These sums are then added in the order of
+        the model, in float64. Collective over the mesh.
 
         Args:
             owned: buffers whose main parameters are on this rank.
             flats: for each buffer a tensor of this rank's share, such as its gradients.
-            scale: factor that the tensors are still to be multiplied by.
+            scale: factor by which the tensors are still to be multiplied.
         Returns: the norm; reading it waits for the device.
         """
         mesh = self.mesh
@@ -92,7 +92,7 @@ class Norm:
 
         Args:
             owned: buffers whose main parameters are on this rank.
-            split: each data-parallel rank has a share of the gradients.
+            split: whether each data-parallel rank has only a share of the gradients.
         """
         found = torch.zeros(2, dtype=torch.int64, device=self.mesh.device)
         for b in owned:
@@ -119,7 +119,7 @@ class Norm:
         return math.sqrt(self._of_model(squares))
 
     def _of_model(self, sums: Tensor) -> float:
-        """Return the sum over all ranks with parts of the model, for dense parameters and experts.
+        """Return the sum over all ranks that hold parts of the model.
 
         Args:
             sums: [2], this rank's sums over dense parameters and over experts.
@@ -131,21 +131,30 @@ class Norm:
     def counted(self, b: FlatBuffers) -> list[str]:
         """Return the names of a buffer's parameters that count on this rank.
 
-        Tied parameters count on no rank, and a parameter that tp does not split only on its first
-        one.
+        A parameter that repeats a tied weight counts on no rank. A parameter that tensor
+        parallelism does not split counts only on the first rank.
+
+        Args:
+            b: the buffer.
         """
         tp = self.mesh.tp
         return [n for n in b.own if n in self.index and layout_of(self.params[n]).is_first(tp)]
 
     def _experts(self, owned: Sequence[FlatBuffers]) -> list[str]:
-        """Return the names of experts' parameters in the buffers, equal on all ranks of a stage."""
+        """Return the names of experts' parameters in the buffers.
+
+        They are equal on a stage's ranks.
+        """
         names = [n for b in owned for n in b.own if n in self.index]
         return [n for n in names if layout_of(self.params[n]).experts]
 
     def _places(self, names: Sequence[str]) -> Tensor:
-        """Return the positions of the named parameters in the model's order, as a device tensor.
+        """Return the positions of parameters in the model's order, as a tensor on the device.
 
         The tensor is cached, because a new one would be copied to the device in every step.
+
+        Args:
+            names: names of the parameters.
         """
         key = tuple(names)
         if key not in self._placed:

@@ -36,7 +36,7 @@ from megapipe.optim.traits import split_problem
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a step, summed over ranks, in the flat buffers.
+    """The gradients of a step, summed over ranks. They are in the flat buffers.
 
     Attributes:
         norm: their norm over the whole model, multiplied by `scale`, before clipping.
@@ -48,11 +48,11 @@ class Gradients:
 
 
 class Optimizer:
-    """A rule (AdamW, or another one by --optimizer) with clipping by the global norm.
+    """An optimizer with clipping by the global norm: AdamW, or another rule by --optimizer.
 
     The constructor moves parameters into flat buffers and gives each a `main_grad`. Parameters with
     requires_grad False are left alone. The constructor is collective over the pipeline; `reduce`
-    and `update` are collective over the mesh.
+    and `update` are collective over the mesh. `state` and `load_state` are for checkpoints.
 
     Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients. One of them,
     the owner, has main parameters and state, updates, and sends the weights to the other rank. Norm
@@ -62,25 +62,26 @@ class Optimizer:
         stages: this rank's stages in ascending order. A parameter's name is unique in the model.
         flags: the optimizer's flags.
         mesh: this rank's mesh.
-        groups: the parameters with other rates or decay.
-        distributed: ZeRO-1: each data-parallel rank has main parameters and state of its share
-            alone. Results are bitwise equal.
+        groups: gives each parameter's factors on learning rate and weight decay.
+        distributed: ZeRO-1: each data-parallel rank has main parameters and state only for its
+            share. Results are bitwise equal.
         shards_grads: ZeRO-2: full gradients exist only while passes use them.
         shards_weights: ZeRO-3: full weights exist only while passes use them.
         eight_bits: gather quantised weights in 8 bits.
         gathers_later: leave updated weights to be gathered by the next step's passes, or by
             `gathers.settle`.
-        reduces_in_bf16: sum gradients over ranks in bfloat16.
-        bucket_size: elements that are summed over data parallelism at once, see buckets_of.
-        num_buckets: buckets per stage, instead of `bucket_size`.
+        reduces_in_bf16: round gradients to bfloat16 for the sums over ranks.
+        bucket_size: number of gradient elements that are summed over data parallelism at once, see
+            `buckets_of`.
+        num_buckets: number of buckets of each stage, instead of `bucket_size`.
 
     Attributes:
-        chunks: the buckets of each stage, in the order in which they are complete.
+        chunks: for each stage, its buckets in the order in which their gradients are complete.
         buffers: all buckets.
         gathers: gathers the weights.
         reduction: returns a new Reduction for a step's gradients.
         owned: the buckets with main parameters and state on this rank: all, or half under DualPipe.
-        moments: the rule's state by its names, a tensor like `main` for each of `owned`.
+        moments: the rule's state: {name: a flat tensor for each bucket in `owned`}.
         live: counts the bytes of sharded tensors that are full at the moment.
         steps: number of updates so far, which Adam's bias correction needs.
 
@@ -168,8 +169,8 @@ class Optimizer:
         Gradients are not multiplied by `scale` yet; `update` does that.
 
         Args:
-            scale: factor on the gradients. The host does not wait for one on the device.
-            sums: this step's sums, if some have begun.
+            scale: factor on the gradients. If it is a tensor, the host does not wait for it.
+            sums: this step's sums, if passes have begun some; else None.
         """
         if sums is None:
             sums = self.reduction()
@@ -201,8 +202,9 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that a resumed run needs and this rank owns.
 
-        They are the rule's state, by its names and then by parameter, and "master", the main
-        parameters, if the model has 16-bit weights. A tied weight on its owner's rank has none.
+        They are {name of the rule's state: {parameter: tensor}}. If the model has 16-bit weights,
+        the main parameters are added under "master". A use of a tied weight on its owner's rank has
+        none.
 
         Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
         takes the shares, and the call is collective over data parallelism.
@@ -218,9 +220,10 @@ class Optimizer:
         return found
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy this rank's shares from tensors of `state` that a checkpoint has overwritten.
+        """Take over the tensors from `state`, after a checkpoint's values were written into them.
 
-        Without ZeRO-1 the tensors are views of the state, and nothing is copied.
+        Without ZeRO-1 these tensors are views, and nothing is copied. Under ZeRO-1 this rank's
+        shares are copied from them.
         """
         if not self.distributed:
             return
@@ -232,7 +235,10 @@ class Optimizer:
     def flats(self, chunk: int) -> list[Tensor]:
         """Return the flat tensors of a stage that an update changes and this rank owns.
 
-        They are main parameters and the rule's state. `spread` makes all weights of them.
+        They are main parameters and the rule's state. `spread` then updates all weights from them.
+
+        Args:
+            chunk: position of the stage on this rank.
         """
         own = self.chunks[chunk]
         found = []
@@ -242,7 +248,7 @@ class Optimizer:
         return found
 
     def _kinds(self) -> dict[str, list[Tensor]]:
-        """Return the flat tensors to save: for each name of the state, one for each of `owned`."""
+        """Return {name of a state: a flat tensor for each bucket in `owned`}, to be saved."""
         kinds = dict(self.moments)
         if any(wide_of(b.model) != b.model.dtype for b in self.owned):
             kinds["master"] = [b.main for b in self.owned]
@@ -254,10 +260,10 @@ class Optimizer:
             buffers.copy_model_to_main()
 
     def _send_to_twins(self, *, shares: bool = False) -> None:
-        """Send weights from their owners to the replicas on mirrored ranks.
+        """Send weights from their owners to the replicas on mirrored ranks, under DualPipe.
 
         Args:
-            shares: send this rank's share only.
+            shares: send only this rank's share.
         """
         for source, buffers in self._twins:
             weights = buffers.shard if shares else buffers.model
@@ -271,10 +277,10 @@ class Optimizer:
         Args:
             gradients: the result of `reduce`.
             rates: learning rates and weight decay.
-            shrink: the factor of clipping.
-            keeps_grads: the caller reads the gradients afterwards. A rule that would change them
-                otherwise than by a factor is given copies.
-        Returns: the gradients, multiplied by their own scale and by `shrink`.
+            shrink: the factor from clipping.
+            keeps_grads: the caller reads the gradients afterwards. A rule that changes gradients
+                other than by a factor then gets copies.
+        Returns: the gradients, after their multiplication by their scale and by `shrink`.
         """
         factors: Factors = (gradients.scale, shrink)
         # Only a rule for flat parts can multiply and round in its sweep. For any other rule the
@@ -318,7 +324,7 @@ class Optimizer:
         """Round main parameters to the model's weights, and send these to all ranks that hold them.
 
         Args:
-            rounded: the rule has rounded them already.
+            rounded: whether the rule has rounded them already.
         """
         if not rounded:
             for buffers in self.owned:
@@ -339,7 +345,11 @@ class Optimizer:
 
 
 def _zeros(buffers: FlatBuffers, kind: str, flags: OptimizerConfig) -> Tensor:
-    """Return zeros like `buffers.main`, the first state of a name `kind` such as "exp_avg"."""
+    """Return zeros like `buffers.main`, as the first values of a state called `kind`.
+
+    Args:
+        flags: the optimizer's flags, which may ask for another type.
+    """
     dtypes = {
         "exp_avg": dtype_of(flags.exp_avg_dtype),
         "exp_avg_sq": dtype_of(flags.exp_avg_sq_dtype),

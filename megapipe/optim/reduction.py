@@ -14,7 +14,7 @@ from megapipe.optim.ties import Ties
 
 
 def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """Return a function that calls each of the functions `ends` in turn."""
+    """Return a function that calls each of the functions in `ends`, in order."""
 
     def finish() -> None:
         for end in ends:
@@ -25,16 +25,18 @@ def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The sums of one step's gradients, which the executor starts stage by stage.
+    """The sums over ranks of one step's gradients. The executor starts them stage by stage.
 
     Gradients are summed over tensor parallelism, over data parallelism, over DualPipe's replicas
-    and over the uses of tied weights. Before a stage's backward passes comes `begin`, after its
-    last one `start`, and at the end of the step `finish`.
+    and over the uses of tied weights. The executor calls `begin` before a stage's backward passes,
+    and `start` after the last one. `start_early` starts some buckets before, and `finish` is called
+    at the end of the step.
 
     Attributes:
-        chunks: the buckets of each of this rank's stages, in the order in which they are complete.
-        ready: for each bucket, the position of its first layer and its stage's number of layers.
-        twins: buckets that exist on the mirrored rank too, in one order on both.
+        chunks: for each stage of this rank, its buckets in the order in which they are complete.
+        ready: for each stage and bucket, (position of the bucket's first layer, number of layers of
+            the stage).
+        twins: buckets that also exist on the mirrored rank, in the same order on both ranks.
         ties: weights that are used several times.
         whole: buffers that are reduced after everything else.
         dtype: type to which gradients are rounded for the transfer over data parallelism; None for
@@ -61,11 +63,11 @@ class Reduction:
         return [b for chunk in self.chunks for b in chunk if isinstance(b, ShardedBuffers)]
 
     def start_early(self, chunk: int, layer: int, layers: int) -> None:
-        """Start to sum the buckets of a stage whose gradients are complete, during its backward.
+        """Start to sum a stage's complete buckets while its last backward still runs.
 
         Args:
             chunk: the position of the stage on this rank.
-            layer: the stage's layers from this position on have complete gradients.
+            layer: the gradients of the stage's layers from this position on are complete.
             layers: number of layers of the stage.
         """
         early = self._early[chunk]
@@ -79,7 +81,7 @@ class Reduction:
     def begin(self, chunk: int) -> None:
         """Allocate sharded gradients in full, before backward passes of a stage write to them.
 
-        chunk: the position of the stage on this rank.
+        `chunk` is the position of the stage on this rank.
         """
         for buffers in self.chunks[chunk]:
             if isinstance(buffers, ShardedBuffers):
@@ -126,9 +128,10 @@ class Reduction:
         return finish
 
     def finish(self) -> None:
-        """Sum the gradients of stages that `start` was not called for, then of replicas and ties.
+        """Sum the gradients of stages for which `start` was not called, then of replicas and ties.
 
-        The functions that `start` has returned must have been called before. Waits for all sums.
+        The functions that `start` returned must have been called before. The method waits for all
+        sums.
         """
         left = [chunk for chunk in range(len(self.chunks)) if chunk not in self._begun]
         for finish in [self.start(chunk) for chunk in left]:

@@ -19,7 +19,7 @@ from megapipe.distributed.layout import Layout
 
 
 class Group(NamedTuple):
-    """The rates of parameters that are updated together.
+    """Factors on the rates of parameters that are updated together.
 
     Attributes:
         lr: factor on the learning rate.
@@ -35,9 +35,13 @@ Groups = Callable[[str, torch.Size], Group]
 
 
 def usual_groups(name: str, shape: torch.Size) -> Group:
-    """Return the usual group: no weight decay for biases and one-dimensional parameters.
+    """Return the usual factors: no weight decay for biases and one-dimensional parameters.
 
     Megatron-LM has the same rule.
+
+    Args:
+        name: name of the parameter, by which biases are recognised.
+        shape: its shape.
     """
     # Norms and biases have one dimension; a bias of experts [experts, outputs] has two.
     is_decayed = len(shape) > 1 and not name.endswith(".bias")
@@ -45,7 +49,7 @@ def usual_groups(name: str, shape: torch.Size) -> Group:
 
 
 class Rates(NamedTuple):
-    """The rates of one update.
+    """The learning rates and the weight decay of one update.
 
     Attributes:
         lr: the learning rate.
@@ -63,7 +67,7 @@ Factors = tuple[float | Tensor, float]
 
 
 def multiply(grad: Tensor, factors: Factors) -> None:
-    """Multiply a gradient by both factors of a pair in place. A factor of 1 costs nothing."""
+    """Multiply a gradient in place by two factors: the scale and the clipping factor."""
     for factor in factors:
         # The host does not read a tensor, so it multiplies even by 1.
         if isinstance(factor, Tensor) or factor != 1:
@@ -72,20 +76,23 @@ def multiply(grad: Tensor, factors: Factors) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that a rule updates in place.
+    """A part of the parameters, which a rule updates in place.
 
-    For an elementwise rule a part is many parameters in one flat tensor. For any other rule it is a
-    single parameter.
+    For an elementwise rule a part has many parameters in one flat tensor. For any other rule it is
+    a single parameter. `whole` and `mine` gather and cut a split parameter.
 
     Attributes:
         names: names of the parameters in the whole model.
-        value: the parameters, float32; float64 in a float64 model, bf16 if a flag says so.
+        value: the parameters in float32; in float64 for a float64 model, in bf16 if a flag asks for
+            it.
         grad: their gradients, summed over ranks, scaled and clipped.
-        state: tensors like `value` by the names in Rule.state; zeros at first, and saved.
+        state: {name in Rule.state: tensor like `value`}. They are zeros at first, and are saved in
+            checkpoints.
         lr: learning rate of this step and these parameters.
         weight_decay: weight decay of this step and these parameters.
         layout: for a single parameter, how it is split over tensor parallelism.
-        tp: the tensor-parallel axis. Of experts, the ones on this rank are a complete parameter.
+        tp: the tensor-parallel axis. For a parameter of experts, the experts on this rank count as
+            the whole parameter.
         factors: for a rule with `sweeps`, factors by which `grad` is still to be multiplied. For
             any other rule the optimizer has multiplied it.
         model: for a rule with `sweeps`, the model's 16-bit weights, to which it must round the
@@ -109,7 +116,7 @@ class Part:
             self.model.copy_(self.value)
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather a tensor like `value` over tensor parallelism, in the full parameter's shape."""
+        """Gather a tensor like `value` over tensor parallelism, and return it in the full shape."""
         # Experts stay on their ranks: only `dim` is gathered, over tp or etp.
         dim = self.layout.dim
         local = x.reshape(self.layout.local(self.tp))
@@ -120,7 +127,7 @@ class Part:
         return torch.cat(axis.all_gather(local[None].contiguous()).unbind(), dim)
 
     def mine(self, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor that `whole` has returned, in `value`'s shape."""
+        """Return this rank's slice of a tensor that `whole` returned, in the shape of `value`."""
         # `whole` has gathered this dimension alone, so parts of a pipeline do not matter.
         if self.layout.dim is not None:
             whole = whole.chunk(self._axis.size, self.layout.dim)[self._axis.rank]
@@ -139,14 +146,14 @@ class Rule(Protocol):
     """The interface of an optimizer's update, such as Adam's.
 
     A rule may also have these attributes:
-    - `sweeps`: it multiplies gradients by Part.factors and rounds to Part.model itself.
+    - `sweeps`: the rule itself multiplies gradients by Part.factors and rounds to Part.model.
     - `keeps_grad`: apart from multiplying by the factors it does not change gradients. If an update
       may have to be repeated from its gradients, any other rule is given copies.
     - `may_round`: its state may be stored in 16 bits.
 
     Attributes:
-        elementwise: each number depends only on its own gradient and state. ZeRO-1 may then split
-            parameters.
+        elementwise: the update of each element depends only on its own gradient and state. ZeRO-1
+            may then split parameters.
         state: names of the tensors that it keeps for every parameter.
     """
 
@@ -158,6 +165,6 @@ class Rule(Protocol):
         """Update all parameters of this rank.
 
         Args:
-            parts: the parameters.
+            parts: the parameters, in parts.
             steps: number of updates before this one.
         """

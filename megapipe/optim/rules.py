@@ -19,7 +19,7 @@ from megapipe.optim.traits import FLAG, KNOWN
 
 
 class Adam:
-    """AdamW, see adamw.py; parameters, gradients and state may be stored in 16 bits."""
+    """The rule AdamW, see adamw.py. Parameters, gradients and state may be stored in 16 bits."""
 
     elementwise, may_round, state = KNOWN["adam"]
     sweeps = True
@@ -29,9 +29,9 @@ class Adam:
         self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place. 16-bit tensors are computed in float32 and rounded.
+        """Update the parts in place. Tensors in 16 bits are updated in float32, and then rounded.
 
-        steps: number of updates before this one.
+        `steps` is the number of updates before this one.
         """
         for part in parts:
             if not _is_rounded(part):
@@ -51,7 +51,7 @@ PIECE = 1 << 20
 
 
 def wide_of(x: Tensor) -> torch.dtype:
-    """Return the type in which an update of this tensor is computed, at least float32."""
+    """Return the type in which an update of this tensor is computed: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -62,10 +62,10 @@ def _is_rounded(part: Part) -> bool:
 
 
 def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
-    """Yield (piece, copies) for each piece of a part, in the type of the update.
+    """Yield (piece, copies) for each piece of a part, with tensors wide enough for the update.
 
-    The copies are pairs of (stored tensor, wide copy). After the update of the wide copies, the
-    caller rounds them to the stored tensors.
+    The copies are pairs (stored tensor, its copy in the wider type). After the update of the
+    copies, the caller rounds them to the stored tensors.
     """
     dtype = wide_of(part.value)
     for start in range(0, part.value.numel(), PIECE):
@@ -88,7 +88,7 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 
 
 class Sgd:
-    """Momentum SGD as torch.optim.SGD: m = momentum m + grad + decay weight; weight -= lr m."""
+    """The rule SGD with momentum, as in torch.optim: m = momentum m + grad + decay w; w -= lr m."""
 
     elementwise, may_round, state = KNOWN["sgd"]
     keeps_grad = True
@@ -108,12 +108,12 @@ class Sgd:
 
 
 class Muon:
-    """Muon for the matrices between embedding and head, AdamW for all other parameters.
+    """The rule Muon for matrices between embedding and head, with AdamW for other parameters.
 
     Muon orthogonalises the momentum by Newton-Schulz (Jordan 2024,
-    kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism and
-    orthogonalised as a whole, equally on each rank. As in Megatron-LM, gate and value of SwiGLU are
-    one matrix. Query, key and value of all heads are three matrices, and each expert is a matrix.
+    kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism, and each rank
+    orthogonalises all of it. As in Megatron-LM, gate and value of SwiGLU are one matrix. Queries,
+    keys and values of all heads are three matrices, and each expert has its own matrix.
     """
 
     elementwise, may_round, state = KNOWN["muon"]
@@ -149,12 +149,12 @@ class Muon:
             decayed.sub_(part.mine(towards), alpha=part.lr)
 
     def _orthogonal(self, x: Tensor, fused: tuple[int, ...]) -> Tensor:
-        """Return x [rows, columns], orthogonalised and scaled as --muon-scale-mode says.
+        """Return x [rows, columns] after orthogonalising and scaling it as --muon-scale-mode says.
 
         Args:
-            fused: () if x is one matrix. Else x holds several, such as query, key and value, whose
-                rows alternate in groups: the number of rows of each in one group, see Layout. Each
-                matrix is orthogonalised separately.
+            fused: () if x is one matrix. If x holds several matrices, such as queries, keys and
+                values, groups of their rows follow each other in turns. Then this is the number of
+                rows of each matrix in one turn. Each matrix is orthogonalised separately.
         """
         # Groups of rows of several matrices alternate: each matrix is orthogonalised by itself.
         if fused:
@@ -177,7 +177,7 @@ class Muon:
 
 
 def is_matrix(part: Part) -> bool:
-    """Return whether Muon updates a part of a single parameter, else AdamW.
+    """Return whether Muon updates a single parameter; otherwise AdamW does.
 
     Embeddings and the output head have a row for each token, and a convolution has a few taps for
     each channel; AdamW updates them.
@@ -209,7 +209,7 @@ def newton_schulz(
     coefficients: Sequence[tuple[float, float, float]],
     products: torch.dtype | None = None,
 ) -> Tensor:
-    """Return approximately U V^T for x [rows, columns] = U S V^T.
+    """Return approximately U V^T, given x [rows, columns] with the decomposition U S V^T.
 
     After five steps singular values are between 0.6 and 1.3.
 
@@ -237,7 +237,7 @@ _RULES: dict[str, Callable[[OptimizerConfig], Rule]] = {"adam": Adam, "sgd": Sgd
 
 
 def find_rule(flags: OptimizerConfig) -> Rule:
-    """Return the rule that --optimizer names.
+    """Return the rule that --optimizer asks for.
 
     Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """

@@ -22,14 +22,14 @@ from megapipe.optim.census import Census, Row, natural
 
 
 class Tie(NamedTuple):
-    """One weight that several parameters (uses) repeat.
+    """A weight that several parameters (its uses) repeat, such as a tied embedding and head.
 
     Attributes:
-        uses: the census rows of the parameters: first the owner, whose weight it is. Last come the
+        uses: the rows of these parameters. The first is the owner, which has the weight. Last come
             uses without optimizer state, which receive updated weights from the owner's rank. The
             order is equal on all ranks.
-        across: the uses are on several pipeline ranks. All these ranks are in mesh.ends, the axis
-            over which tied weights are exchanged.
+        across: whether the uses are on several pipeline ranks. These ranks are on the axis
+            mesh.ends, over which tied weights are exchanged.
     """
 
     uses: tuple[Row, ...]
@@ -41,24 +41,27 @@ class Tie(NamedTuple):
         return self.uses[0]
 
     def on(self, rank: int) -> tuple[str, ...]:
-        """Return the names of the uses on a pipeline rank, whose memory is shared.
+        """Return the names of the uses on a pipeline rank. They share memory.
 
-        Unless the uses are on several ranks, these are the names of all.
+        If all uses are on one rank, these are all names.
         """
         return tuple(row.name for row in self.uses if row.rank == rank or not self.across)
 
     def is_received(self, rank: int) -> bool:
-        """Return whether a rank's uses have no optimizer state, so that the owner must send."""
+        """Return whether a rank's uses have no optimizer state, so that the owner sends to it."""
         return self.across and {row.received for row in self.uses if row.rank == rank} == {True}
 
 
 @dataclass(frozen=True)
 class Ties:
-    """The weights with several uses that concern a rank: memory, gradients and updates.
+    """The weights with several uses that concern a rank, with their memory, gradients and updates.
+
+    `share` gives uses one memory, `add_gradients` sums their gradients, and `feed` sends updated
+    weights.
 
     Attributes:
-        census: all parameters of the pipeline.
-        params: this rank's parameters by name.
+        census: the list of all parameters of the pipeline.
+        params: {name: parameter} of this rank.
         mesh: this rank's mesh.
     """
 
@@ -68,7 +71,7 @@ class Ties:
 
     @cached_property
     def all(self) -> tuple[Tie, ...]:
-        """The weights used on this rank, and all with uses on several ranks of mesh.ends.
+        """The weights used on this rank, and all weights with uses on several ranks of mesh.ends.
 
         Every rank of mesh.ends takes part in the sums of weights with uses on several ranks. The
         order is equal on all ranks.
@@ -92,7 +95,7 @@ class Ties:
 
     @cached_property
     def memory_of(self) -> dict[str, str]:
-        """The name of the parameter whose memory each tied parameter of this rank uses, by name."""
+        """{name of a tied parameter of this rank: name of the parameter whose memory it uses}."""
         found = {}
         for tie in self.all:
             own = tie.on(self.mesh.pp.rank)
@@ -127,15 +130,15 @@ class Ties:
         return tuple(found)
 
     def of_chunks(self, names: Sequence[Sequence[str]]) -> tuple[list[set[int]], list[int]]:
-        """Return the chunks whose weights each chunk reads, and the chunks that must send weights.
+        """Return which stages' weights each stage reads, and which stages must send weights.
 
-        A chunk is one of this rank's stages.
+        A chunk is a stage of this rank, given by its position.
 
         Args:
-            names: names of each chunk's parameters on this rank.
-        Returns: (needed, senders). needed: for each chunk the set of chunks whose memory its
-            parameters use, itself included. senders: the chunks with owners of weights in `sent`,
-            ascending.
+            names: for each chunk, the names of its parameters.
+        Returns: (needed, senders). `needed` has, for each chunk, the chunks whose memory its
+            parameters use, including itself. `senders` are the chunks with owners of weights in
+            `sent`, ascending.
         """
         chunk_of = {name: n for n, own in enumerate(names) for name in own}
         needed = [{n} for n in range(len(names))]
@@ -145,7 +148,7 @@ class Ties:
         return needed, sorted({chunk_of[name] for name in owners if name in chunk_of})
 
     def share(self) -> None:
-        """Give the uses of this rank one memory with the owner's values.
+        """Give the uses on this rank one memory, with the owner's values.
 
         Collective over mesh.ends.
         """
@@ -158,7 +161,7 @@ class Ties:
                 self._send(tie, tie.on(self.mesh.pp.rank))
 
     def feed(self) -> None:
-        """Send updated weights to the ranks without optimizer state for them.
+        """Send updated weights to the ranks that have no optimizer state for them.
 
         Collective over mesh.ends.
         """
@@ -175,7 +178,8 @@ class Ties:
         """Broadcast the owner's weight over mesh.ends into the memory of this rank's uses.
 
         Args:
-            own: names of this rank's uses, of one memory; if empty, the received weight is
+            tie: the weight.
+            own: names of this rank's uses, which share memory. If empty, the received weight is
                 discarded.
         """
         if own:
@@ -186,7 +190,10 @@ class Ties:
         self._from(tie.owner, weight)
 
     def add_gradients(self) -> None:
-        """Sum each weight's gradients, at its uses with state. Collective over mesh.ends."""
+        """Sum each weight's gradients over its uses. Collective over mesh.ends.
+
+        The uses with optimizer state get the sum.
+        """
         for tie in self.all:
             own = [self.main_grad(name) for name in tie.on(self.mesh.pp.rank)]
             if not tie.across:
@@ -204,6 +211,9 @@ class Ties:
         """Return the sum of a weight's gradients over its uses on all ranks of mesh.ends.
 
         The gradients are added in the order of `tie.uses`, so every rank gets a bitwise equal sum.
+
+        Args:
+            tie: the weight.
         """
         here = tie.on(self.mesh.pp.rank)
         like = self.main_grad(next(iter(self.params)))
@@ -222,15 +232,15 @@ class Ties:
     def _room(self, tie: Tie, like: Tensor) -> Tensor:
         """Return an empty tensor to receive a weight into, on a rank that does not use it.
 
-        like: a tensor with the type and device to use.
+        `like` is a tensor with the type and device to use.
         """
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
-        """Overwrite x on every rank of mesh.ends with the x of the rank that holds `use`."""
+        """Broadcast x over mesh.ends, from the rank that holds the parameter `use`."""
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))
 
     def main_grad(self, name: str) -> Tensor:
-        """Return the tensor in which the gradient of a parameter of this rank is summed."""
+        """Return the tensor in which the gradient of a parameter of this rank is accumulated."""
         return self.params[name].main_grad  # type: ignore[attr-defined, no-any-return]

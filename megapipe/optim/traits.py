@@ -14,11 +14,11 @@ FLAG = "--optimizer"
 
 
 class Traits(NamedTuple):
-    """The state that an optimizer's rule stores, and what it allows; see megapipe.optim.rule.Rule.
+    """The properties of an optimizer's rule: the state that it stores, and what it allows.
 
     Attributes:
-        elementwise: ZeRO-1 may split parameters.
-        may_round: its state may be stored in 16 bits.
+        elementwise: whether ZeRO-1 may split parameters.
+        may_round: whether its state may be stored in 16 bits.
         state: names of the tensors that it keeps for every parameter.
     """
 
@@ -37,7 +37,7 @@ KNOWN = {
 
 
 def traits_of(flags: OptimizerConfig) -> Traits:
-    """Return the properties of the rule that --optimizer names.
+    """Return the properties of the rule that --optimizer asks for.
 
     Raises: ConfigError for an unknown name, or if FILE.py:NAME does not return a Rule.
     """
@@ -54,7 +54,7 @@ def split_problem(
     """Return an error text if ZeRO-1 would split parameters that a rule needs in full, else None.
 
     Args:
-        elementwise: the rule's property, see Traits.
+        elementwise: whether the rule allows ZeRO-1 to split parameters.
         by: the flag that asks for ZeRO-1.
     """
     if elementwise:
@@ -69,7 +69,7 @@ def rounding_problem(flags: OptimizerConfig, may_round: bool) -> str | None:
     """Return an error text if a rule's state cannot be stored in 16 bits, else None.
 
     Args:
-        may_round: the rule's property, see Traits.
+        may_round: whether the rule's state may be stored in 16 bits.
     """
     if may_round:
         return None

@@ -23,13 +23,13 @@ GRACE_S = 30.0
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
-    """Compare facts that must be equal on all ranks.
+    """Compare facts, such as values of flags, that must be equal on all ranks.
 
     If they are equal, each rank makes five small requests, independent of the world size.
 
     Args:
-        store: shared by the ranks, without keys of an earlier comparison.
-        facts: values by the names that a user knows, a flag or a file.
+        store: a store that the ranks share, without keys of an earlier comparison.
+        facts: {name that a user knows, such as a flag or a file: value}.
     Raises: ConfigError, the same on all ranks, with the values of each differing fact.
     """
     text = json.dumps(facts, sort_keys=True)
@@ -53,14 +53,14 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
 
 
 def taken(store: Store, gpu: str | None) -> dict[str, str]:
-    """Return a fact for `agree` that differs between ranks if two ranks use one GPU.
+    """Return a fact for `agree` that differs between ranks if two of them use one GPU.
 
-    NCCL would fail or deadlock then.
+    With two ranks on one GPU, NCCL would fail or deadlock.
 
     Args:
-        store: shared by the ranks, for this purpose alone.
+        store: a store that the ranks share, only for this purpose.
         gpu: the GPU's name, unique in the world; None for a CPU, which ranks may share.
-    Returns: the fact's value by its name; empty for a CPU.
+    Returns: {name of the fact: its value}; {} for a CPU.
     """
     if gpu is None:
         return {}
@@ -72,10 +72,11 @@ def taken(store: Store, gpu: str | None) -> dict[str, str]:
 
 
 def agree_in(world: Axis, facts: Mapping[str, str]) -> None:
-    """Compare facts in a world whose groups exist already.
+    """Compare facts that must be equal on all ranks, in a world whose groups exist already.
 
     Args:
-        world: the axis of all ranks. facts: values by the names that a user knows.
+        world: the axis of all ranks.
+        facts: {name that a user knows, such as a flag or a file: value}.
     Raises: ConfigError, the same on all ranks, with the values of each differing fact.
     """
     everyone = world.gather_json(dict(facts))
@@ -90,7 +91,7 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
     """Return a line of text for each fact that differs, with its values.
 
     Args:
-        everyone: the facts of rank 0 and of some ranks that differ from it, by rank.
+        everyone: {rank: its facts} for rank 0 and some ranks that differ from it.
         count: number of ranks that differ from rank 0.
     """
     # A dictionary instead of a set keeps the order in which ranks list their facts.
@@ -113,7 +114,7 @@ def _differences(everyone: Mapping[int, Mapping[str, str]], count: int) -> list[
 
 
 def _leave_together(store: Store, rank: int, world_size: int) -> None:
-    """Wait on rank 0, which may host the store, until all ranks have read the facts.
+    """On rank 0, which may host the store, wait until all ranks have read the facts.
 
     It waits for GRACE_S seconds at most. Other ranks return at once.
     """
@@ -125,7 +126,7 @@ def _leave_together(store: Store, rank: int, world_size: int) -> None:
 
 
 def _all_here(store: Store, name: str, world_size: int) -> None:
-    """Wait until all ranks have called this with the same name, a key of the store."""
+    """Wait until all ranks have called this function with the same name, a key of the store."""
     # One counter and one key, so that each rank makes two requests however many there are.
     if store.add(f"{name} by", 1) == world_size:
         store.set(f"{name} by all", "")

@@ -24,9 +24,9 @@ STAY_S = 1.0
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
-    """Return the store of all processes at MASTER_ADDR and MASTER_PORT, once all ranks are there.
+    """Return a store that all processes share, once all ranks are there.
 
-    The store belongs to torchrun, or rank 0 hosts it.
+    It is at MASTER_ADDR and MASTER_PORT. It belongs to torchrun, or rank 0 hosts it.
 
     Args:
         rank: the global rank.
@@ -96,16 +96,17 @@ def meet(rank: int, world_size: int, timeout_s: float) -> PrefixStore:
 # Cached, so that there is one counter per process.
 @cache
 def _meshes() -> Iterator[int]:
-    """Return the counter of the meshes that this process has made."""
+    """Return a counter of the meshes that this process has made."""
     return count()
 
 
 def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: float) -> str:
-    """Wait for all ranks, with three requests of each to the store.
+    """Wait until all ranks have called this function. Each makes three requests to the store.
 
     Args:
-        store: shared by the ranks, without keys of an earlier call.
-        rank: the global rank. timeout_s: seconds to wait.
+        store: a store that the ranks share, without keys of an earlier call.
+        rank: the global rank.
+        timeout_s: seconds to wait.
     Returns: "" if all ranks have come, else a text that names the missing ranks; equal on all
         ranks.
     """
@@ -126,9 +127,10 @@ def call_the_roll(store: PrefixStore, rank: int, world_size: int, timeout_s: flo
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether a process listens at the port.
+    """Return whether a process listens at a port of a host.
 
-    torchrun opens its store before it starts a rank, so a refused connection means that it ended.
+    torchrun opens its store before it starts a rank, so a refused connection means that it has
+    ended.
     """
     for _ in range(3):
         try:
@@ -147,7 +149,7 @@ def _missing(here: dict[int, str], world_size: int) -> str:
     """Return a text that names the ranks that did not come, and the hosts of the other ranks.
 
     Args:
-        here: host of each rank that has come.
+        here: {rank that has come: its host}.
     """
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in here.items():
@@ -158,7 +160,7 @@ def _missing(here: dict[int, str], world_size: int) -> str:
 
 
 def _ranks(numbers: Iterable[int]) -> str:
-    """Return ranks as text, with consecutive ones as a range: "ranks 0, 3..7"."""
+    """Return a text for ranks, with consecutive ranks as a range: "ranks 0, 3..7"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -27,14 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Met:
-    """The ranks of a run that have met at one store and agreed on their facts.
+    """The ranks of a run after they have met at one store and agreed on their facts.
 
-    `from_first` gives one rank's result to all of them before any group exists.
+    `of` waits for the ranks and compares the facts. `from_first` sends rank 0's result to all ranks
+    before any group exists.
 
     Attributes:
         rank, world_size: this process's rank, and the number of processes.
-        is_guest: torch.distributed was initialised before, by the caller's program.
-        store: shared by all ranks; None for a guest and for a single rank.
+        is_guest: whether the caller's program had initialised torch.distributed before.
+        store: the store that all ranks share; None if `is_guest`, and for a single rank.
     """
 
     rank: int
@@ -51,7 +52,8 @@ class Met:
         Args:
             parallel: the sizes of the axes, and the timeout.
             device: device of this process.
-            facts: what must be equal on all ranks, see `agreement.agree`; by default the sizes.
+            facts: {name: value} that must be equal on all ranks, see `agreement.agree`; by default
+                the sizes of the axes.
         Raises: ConfigError if the sizes do not divide the world, if ranks do not arrive in time, or
             if their facts differ.
         """
@@ -83,7 +85,7 @@ class Met:
 
         Args:
             name: a key of the store for the result; another one for each call.
-            make: its result is pickled.
+            make: the function. Its result is pickled.
         Raises: the error of `make` on rank 0, and a ConfigError with the same text on other ranks.
         """
         if self.world_size == 1:

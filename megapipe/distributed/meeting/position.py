@@ -8,19 +8,20 @@ from typing import Any
 
 
 class Position:
-    """The place of a rank's main thread in its work.
+    """The place where a rank's main thread is in its work.
 
-    The main thread writes it, and the thread that watches for deadlocks reads it without a lock.
+    The main thread writes it with `begin`, `enter` and `leave`. The thread that watches for
+    deadlocks reads it without a lock.
 
     Attributes:
         step: the training iteration, in words.
-        at: (place, since). The place is an item of the executor's program, or in words another call
-            that waits for ranks; since when is in seconds of time.monotonic(). None while the
+        at: (place, time when it got there, in seconds of time.monotonic()). The place is an item of
+            the executor's program, or text on another call that waits for ranks. None while the
             thread waits for no other rank.
-        limit_s: seconds that the thread may stay at one place; None if only the process groups
-            have a timeout.
+        limit_s: seconds that the thread may stay at one place; None for no limit but the process
+            groups' timeouts.
         plan: the executor's program of this step; None until the executor begins.
-        hand: the tensors that the executor holds, by their names.
+        hand: the results that the executor holds, by the pass that made them.
         comm: the executor's communicator.
     """
 
@@ -36,7 +37,7 @@ class Position:
         self.comm: Any = None
 
     def begin(self, step: str) -> None:
-        """Record the start of a step, named in words, before any of its passes."""
+        """Record the start of the step that the text `step` names, before any of its passes."""
         self.step = step
         self.plan = None
         # A rank may hang before its first pass, and is found by this place.

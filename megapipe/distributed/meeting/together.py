@@ -21,8 +21,8 @@ def on_first(mesh: ProcessMesh, work: Callable[[], T]) -> T:
     """Call `work` on the first rank only, and return its result on all ranks.
 
     Args:
-        work: its result must be representable in JSON.
-    Raises: the same errors as `together`, on all ranks.
+        work: the function. Its result must be representable in JSON.
+    Raises: as `together`, on all ranks.
     """
     first = mesh.world.rank == 0
     result = together(mesh, lambda: work() if first else None)
@@ -33,7 +33,8 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
     """Call `work` on every rank and return this rank's result.
 
     Args:
-        folder: where `work` writes, for the message about a full disk.
+        work: the function.
+        folder: the folder to which `work` writes, for the message about a full disk; or None.
     Raises: CheckpointError, the same on all ranks, if `work` raises on any of them. An error that
         is neither a CheckpointError nor an OSError is raised unchanged on the rank that has it.
     """
@@ -61,15 +62,19 @@ def together(mesh: ProcessMesh, work: Callable[[], T], folder: Path | None = Non
 
 
 def share_of(names: Iterable[str], mesh: ProcessMesh) -> list[str]:
-    """Return the files that this rank reads, if all ranks together read each name once."""
+    """Return the names of the files that this rank reads, if all ranks together read each once.
+
+    Args:
+        names: names of all files.
+    """
     # Sorted, because ranks may list a folder in different orders.
     return sorted(names)[mesh.world.rank :: mesh.world.size]
 
 
 def room(error: BaseException, folder: Path | None) -> str:
-    """Return a note on the space left on the disk of a folder, to append to an error.
+    """Return a note on how much space is left on a folder's disk, to append to an error.
 
-    "" if the error does not say that the disk is full.
+    It is "" if the error is not about a full disk, or if there is no folder.
     """
     # No space, a full quota, or a file larger than the file system allows.
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -32,15 +32,16 @@ from megapipe.optim.sharded.passing import Passing
 class ShardedBuffers(FlatBuffers):
     """FlatBuffers under ZeRO-1 whose full gradients are allocated and released within a step.
 
-    A stage's passes add to full gradients between `begin_grads` and `start_reduce`, which adds this
-    rank's share of them to `total`.
+    A stage's passes add to full gradients from `begin_grads` until `start_reduce`, which adds this
+    rank's share of their sum over ranks to `total`. `sum_tied` and `take_tied` do the same for tied
+    weights, once a step.
 
     Args:
         tied: names of weights that are used several times.
-        given: the other arguments of FlatBuffers.
+        given: the other arguments, as for FlatBuffers.
 
     Attributes:
-        total: this rank's share of the step's gradients, summed.
+        total: this rank's share of the step's gradients so far, summed over ranks.
         tied: the gradients of tied weights, full and flat.
     """
 
@@ -70,13 +71,13 @@ class ShardedBuffers(FlatBuffers):
         for name, param in params.items():
             setattr(param, "main_grad", self._main_grad(name))  # noqa: B010
         self._grads = Passing(self.grads, live)
-        self._grads.go()
+        self._grads.release()
         self._pending: Pending | None = None
         # Whether `total` holds a sum of this step.
         self._summed = False
 
     def _main_grad(self, name: str) -> Tensor:
-        """Return the tensor in which the full gradient of a parameter is summed."""
+        """Return the tensor in which the full gradient of a parameter is accumulated."""
         if name not in self._tied:
             return self.view(self.grads, name)
         start = self._tied[name]
@@ -96,17 +97,17 @@ class ShardedBuffers(FlatBuffers):
     def zero_grad(self) -> None:
         """Set the gradients to zero at the start of a step, and release the full ones."""
         self.end_reduce()
-        self._grads.go()
+        self._grads.release()
         self.total.zero_()
         self.tied.zero_()
         self._summed = False
 
     def begin_grads(self) -> None:
-        """Allocate zeros for the full gradients, before the first backward of a run of passes."""
+        """Allocate zeros for the full gradients, before the first backward that adds to them."""
         self.end_reduce()
         # Gradients that are not reduced yet are kept, and the run of passes adds to them.
         if not self._grads.there and self.grads.numel():
-            self._grads.come()
+            self._grads.allocate()
             self.grads.zero_()
 
     def sum_over_tp(self, tp: Axis) -> None:
@@ -115,7 +116,7 @@ class ShardedBuffers(FlatBuffers):
             super().sum_over_tp(tp)
 
     def start_reduce(self, dtype: torch.dtype | None = None) -> Callable[[], None]:
-        """Start to add the gradients since the last reduction to `total`; `grads` is released.
+        """Start to add the gradients since the last reduction to `total`, and release `grads`.
 
         Args:
             dtype: type to which gradients are rounded for the transfer; None for their own.
@@ -145,7 +146,7 @@ class ShardedBuffers(FlatBuffers):
             else:
                 self.total.copy_(summed)
         self._summed = True
-        self._grads.go()
+        self._grads.release()
 
     def sum_tied(self, tp: Axis, dtype: torch.dtype | None) -> None:
         """Sum the gradients of tied weights once a step. Collective over data parallelism.

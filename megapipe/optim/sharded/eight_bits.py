@@ -42,14 +42,14 @@ from megapipe.tensor_parallel.fp8.quantise import (
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The weight [r, k] of one matrix product in a flat buffer; this rank has a part of it.
+    """The weight [r, k] of one matrix product, in a flat buffer that ranks share.
 
-    Each rank finds the largest values of its part (`largest`) and casts it (`cast`). The gathered
-    matrix goes to the product (`give`).
+    Each rank has a part of it, finds the largest values of its part (`largest`), and quantises it
+    (`cast`). Then `give` passes the gathered matrix on to the product.
 
     Attributes:
-        products: the module's FP8 products, which quantise it.
-        number: its position among the matrices of its parameter.
+        products: the module's FP8 products, which use the matrix.
+        number: its position among the matrices of its parameter, such as experts.
         start: its first element in the flat buffer.
         r: number of rows.
         k: number of columns.
@@ -77,7 +77,7 @@ class _Matrix:
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """The shape of its largest values, one for each scale: [] or [row blocks, column blocks].
+        """The shape of the tensor of its scales: [] or [row blocks, column blocks].
 
         [] stands for one scale per tensor.
         """
@@ -87,7 +87,7 @@ class _Matrix:
         return (-(-self.r // rows), -(-self.k // columns))
 
     def rows(self, shard: Tensor) -> tuple[int, Tensor]:
-        """Return (first row, rows [n, k]) of all blocks that this rank has a part of.
+        """Return (number of the first row, rows [n, k]) of all blocks that meet this rank's part.
 
         Elements of other ranks are zeros.
 
@@ -106,9 +106,10 @@ class _Matrix:
         return first, rows
 
     def largest(self, shard: Tensor) -> Tensor:
-        """Return a tensor of the shape `scales`: the largest absolute value under each scale.
+        """Return the largest absolute value under each scale, a tensor of shape `scales`.
 
-        Only elements on this rank count. The value is 0 where the rank has no element.
+        Only elements on this rank count. The value is 0 for a scale under which the rank has no
+        element.
 
         Args:
             shard: this rank's share of the flat buffer.
@@ -125,11 +126,11 @@ class _Matrix:
         return found
 
     def cast(self, shard: Tensor, amaxes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (values, factors): this rank's part in 8 bits, and the full matrix's factors.
+        """Return (this rank's part in 8 bits, the scaling factors of the full matrix).
 
         Args:
             shard: this rank's share of the flat buffer.
-            amaxes: the largest absolute values of the full matrix, as `scales` says.
+            amaxes: the largest absolute values of the full matrix, a tensor of shape `scales`.
         """
         if self.block is None:
             expected = self.products.expected(amaxes, WEIGHT)
@@ -153,7 +154,7 @@ class _Matrix:
         return flat[self.own.start - before : self.own.stop - before], factors
 
     def give(self, flat: Tensor, factors: Tensor, amaxes: Tensor) -> None:
-        """Give the quantised matrix to the products, which then read it instead of the weight.
+        """Give the quantised matrix to the products, which then use it instead of the weight.
 
         Args:
             flat: the whole flat buffer in 8 bits, gathered from all shares, as bytes.
@@ -170,11 +171,11 @@ class _Matrix:
 
 
 class InEightBits(FlatBuffers):
-    """FlatBuffers under ZeRO-1 whose weights are gathered in 8 bits for passes.
+    """FlatBuffers under ZeRO-1 whose weights are gathered in 8 bits for use in passes.
 
     Args:
-        products: the FP8 products of each weight, by the weight's name.
-        given: the other arguments of FlatBuffers.
+        products: {name of a weight: its FP8 products}.
+        given: the other arguments, as for FlatBuffers.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class InEightBits(FlatBuffers):
         for name in self.own:
             self._matrices += self._matrices_of(name, products[name])
         self._bytes = Passing(torch.empty_like(self.model, dtype=torch.uint8), live)
-        self._bytes.go()
+        self._bytes.release()
         # What a parameter is without `model`: a NaN for each matrix, expanded to the parameter's
         # shape. Code that reads it by mistake sees NaN.
         self._shapes = {}
@@ -202,7 +203,12 @@ class InEightBits(FlatBuffers):
             self._shapes[name] = numbers[..., None, None].expand(shape)
 
     def _matrices_of(self, name: str, products: Scaled) -> Iterator[_Matrix]:
-        """Yield the matrices of a parameter [..., r, k], such as one for each expert."""
+        """Yield the matrices of a parameter [..., r, k], such as one for each expert.
+
+        Args:
+            name: name of the parameter.
+            products: its FP8 products.
+        """
         first, shape = self._where[name]
         r, k = shape[-2:]
         for number, start in enumerate(range(first, first + shape.numel(), r * k)):
@@ -214,10 +220,10 @@ class InEightBits(FlatBuffers):
     def start_gather(self) -> Callable[[], None]:
         """Quantise this rank's share and start to gather the 8-bit weights for passes.
 
-        Returns: a function that waits for them.
+        Returns: a function that waits for the weights.
         """
         if not self._bytes.there:
-            self._bytes.come()
+            self._bytes.allocate()
         largest = torch.cat([matrix.largest(self.shard).view(-1) for matrix in self._matrices])
         sizes = [prod(matrix.scales) for matrix in self._matrices]
         # One all-reduce for all matrices, whose scales are small tensors.
@@ -241,12 +247,12 @@ class InEightBits(FlatBuffers):
 
     def drop(self) -> None:
         """Release the 8-bit weights."""
-        self._bytes.go()
+        self._bytes.release()
 
     def start_whole(self) -> Callable[[], None]:
         """Start to gather the weights in their own type, for code that reads or writes them.
 
-        Returns: a function that waits for them.
+        Returns: a function that waits for the weights.
         """
         fill = super().start_gather()
 
@@ -258,7 +264,7 @@ class InEightBits(FlatBuffers):
         return finish
 
     def end_whole(self) -> None:
-        """Keep this rank's share of the new values, and release the weights in their own type."""
+        """Keep this rank's share of the weights' new values, and release the gathered weights."""
         super().end_whole()
         super().drop()
         for name, shape in self._shapes.items():
@@ -266,4 +272,4 @@ class InEightBits(FlatBuffers):
 
 
 class ShardedInEightBits(InEightBits, ShardedBuffers):
-    """Weights gathered in 8 bits, whose full gradients are allocated and released within a step."""
+    """Buffers with weights gathered in 8 bits, whose full gradients exist only within a step."""

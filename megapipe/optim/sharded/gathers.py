@@ -17,15 +17,15 @@ class Gathers:
 
     The executor calls `start` before a stage's passes and `drop` after them. `whole` is for other
     code. Stages are numbered by their position on this rank. A stage whose parameters use the
-    memory of another stage needs that stage's weights, too: a head may run before the stage with
-    its tied embedding.
+    memory of another stage also needs that stage's weights. For example, a head may run before the
+    stage with its tied embedding.
 
     Args:
-        chunks: the buffers of each stage.
-        needed: for each stage, the stages whose weights it reads, itself included.
-        drops: weights are released by `drop`, and gathered again before their next use.
-        in_eight_bits: passes read some weights in 8 bits. In their own type these weights exist
-            within `whole` only.
+        chunks: for each stage, its buffers.
+        needed: for each stage, the stages whose weights it reads, including itself.
+        drops: whether `drop` releases weights, which are gathered again before their next use.
+        in_eight_bits: whether passes read some weights in 8 bits. In their own type these weights
+            exist only within `whole`.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Gathers:
     def start(self, chunk: int) -> Callable[[], None]:
         """Start to gather the weights that a stage reads and this rank lacks.
 
-        chunk: the position of the stage on this rank.
-        Returns: a function that waits for them.
+        `chunk` is the position of the stage on this rank.
+        Returns: a function that waits for the weights.
         """
         needed = self._needed[chunk]
         for other in needed:
@@ -72,9 +72,10 @@ class Gathers:
         return finish
 
     def drop(self, chunk: int) -> None:
-        """Release the weights that a stage has read, after the last pass of a run that reads them.
+        """Release the weights that a stage has read, after the last of some consecutive passes.
 
-        Weights that another stage still reads stay. chunk: the position of the stage on this rank.
+        Weights that another stage still reads are kept. `chunk` is the position of the stage on
+        this rank.
         """
         for other in self._needed[chunk]:
             self._users[other].discard(chunk)
@@ -85,16 +86,20 @@ class Gathers:
                 self._stale.add(other)
 
     def settle(self) -> None:
-        """Gather the updated weights now; no effect if passes gather them again before each use."""
+        """Gather the updated weights now.
+
+        It has no effect if passes gather them before each use.
+        """
         if not self._drops:
             for finish in [self.start(chunk) for chunk in sorted(self._stale)]:
                 finish()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Gather all weights of the rank for the block, in which they may be read or written.
+        """Gather all weights of the rank within this context, so that they can be read or written.
 
-        Ranks must write equal values. After the block each rank keeps its share of the values.
+        All ranks must write equal values. At the end of the context each rank keeps its share of
+        the values.
         """
         everything = [buffers for chunk in self._chunks for buffers in chunk]
         if self._in_eight_bits:

@@ -11,12 +11,13 @@ from megapipe.distributed.device import Gauge
 
 
 class Passing:
-    """A flat tensor, alone in its storage, whose memory is allocated (`come`) and released (`go`).
+    """A flat tensor whose memory can be allocated and released again.
 
-    Only the storage is resized. Views of the tensor stay valid and see its next content.
+    `allocate` and `release` resize only its storage. Views of the tensor stay valid, and see its
+    next content.
 
     Args:
-        flat: the tensor, with memory.
+        flat: the tensor, with memory, and the only one in its storage.
         live: counts the bytes of such tensors.
 
     Attributes:
@@ -30,7 +31,7 @@ class Passing:
         self.there = True
         live.add(self._bytes)
 
-    def come(self) -> None:
+    def allocate(self) -> None:
         """Allocate the memory, uninitialised. The tensor must have none."""
         assert not self.there
         # Resizing keeps the storage's identity, which views and autograd graphs hold on to.
@@ -38,7 +39,7 @@ class Passing:
         self.there = True
         self._live.add(self._bytes)
 
-    def go(self) -> None:
+    def release(self) -> None:
         """Release the memory, if there is any."""
         if self.there:
             self.flat.untyped_storage().resize_(0)
@@ -47,9 +48,9 @@ class Passing:
 
 
 def start_filling(flat: Tensor, shard: Tensor, shares: Axis) -> Callable[[], None]:
-    """Start to gather every rank's shard into `flat`; return a function that waits for it.
+    """Start to gather every rank's shard into `flat`. Return a function that waits for the end.
 
-    shares: the ranks that hold the shards.
+    `shares` is the axis of the ranks that hold the shards.
     """
     pending = shares.start_all_gather(shard, into=flat)
 
@@ -63,8 +64,9 @@ def start_filling(flat: Tensor, shard: Tensor, shares: Axis) -> Callable[[], Non
 
 
 def separate(shard: Tensor) -> Tensor:
-    """Return a shard that is a slice of a tensor, in a form that can be gathered into that tensor.
+    """Return a shard, a slice of a flat tensor, so that it can be gathered into that tensor.
 
-    It is a copy on a CPU, where a gathering cannot write to the memory that it reads. NCCL can.
+    On a CPU it is a copy, because a gathering there cannot write to the memory that it reads. NCCL
+    can.
     """
     return shard if shard.is_cuda else shard.clone()

@@ -35,14 +35,15 @@ _KINDS: Mapping[tuple[bool, bool], type[FlatBuffers]] = {
 
 
 class Stored(NamedTuple):
-    """A bucket of one of this rank's stages, and the rank with its state.
+    """A bucket of one of this rank's stages, and which rank updates it.
 
     Attributes:
         bucket: the parameters.
-        stays: its gradients and weights are not sharded, though others are, because the passes of a
-            shared vocabulary use them outside of the stage's passes.
-        here: this rank updates it.
-        owner: the position in mesh.twins that updates it; None if no other rank has a replica.
+        stays: its gradients and weights are not sharded, though others are. Passes of a shared
+            vocabulary use them outside of the stage's own passes.
+        here: whether this rank updates it.
+        owner: the position on the axis mesh.twins of the rank that updates it; None if no other
+            rank has a replica.
     """
 
     bucket: Bucket
@@ -52,26 +53,28 @@ class Stored(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A unique name, equal on all ranks with these parameters."""
+        """A unique name of the bucket, equal on all ranks with these parameters."""
         return min(self.bucket.params, default="")
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The choice of what to shard over data-parallel ranks, and of the buckets of each stage.
+    """The settings of what data-parallel ranks shard, and of each stage's buckets.
+
+    `layout` returns the buckets of stages, and `buffers` the flat buffers of a bucket.
 
     Attributes:
-        flags: the optimizer's flags; they name the types of gradients and main parameters.
-        groups: the rates of parameters.
+        flags: the optimizer's flags, for the types of gradients and main parameters.
+        groups: gives each parameter's factors on learning rate and weight decay.
         ties: weights that are used several times.
-        live: counts the bytes of sharded tensors that are full.
+        live: counts the bytes of sharded tensors that are full at the moment.
         distributed: shard main parameters and state (ZeRO-1).
         grads: also shard gradients, except while passes use them (ZeRO-2).
         weights: also shard weights, except while passes use them (ZeRO-3).
-        eight_bits: FP8 products of the weights that are gathered in 8 bits, by the weight's name.
-            These weights are in separate buffers.
-        bucket_size: least elements of a bucket, after which the next one begins; None for no limit.
-        num_buckets: buckets per stage, instead of `bucket_size`.
+        eight_bits: {name of a weight that is gathered in 8 bits: its FP8 products}. These weights
+            are in separate buffers.
+        bucket_size: number of elements after which a bucket ends; None for no limit.
+        num_buckets: number of buckets of each stage, instead of `bucket_size`.
     """
 
     flags: OptimizerConfig
@@ -98,11 +101,11 @@ class Storage:
         return chunks
 
     def _stays(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter is not sharded because it is a part of a shared vocabulary."""
+        """Return whether a parameter is not sharded because it belongs to a shared vocabulary."""
         return self.distributed and self.grads and layout_of(param).part[1] > 1
 
     def _stored(self, bucket: Bucket) -> Stored:
-        """Return a bucket as Stored: whether it is sharded, and which rank updates it."""
+        """Return a bucket with the answers to whether it is sharded, and which rank updates it."""
         stays = any(map(self._stays, bucket.params.values()))
         stored = Stored(bucket, stays, True, None)
         census = self.ties.census
@@ -115,7 +118,7 @@ class Storage:
         return stored._replace(here=rank == mesh.pp.rank, owner=owner)
 
     def buffers(self, stored: Stored) -> FlatBuffers:
-        """Return new flat buffers for a bucket, of the kind that the flags and `stored` ask for.
+        """Return new flat buffers for a bucket, of the class that the settings ask for.
 
         The bucket's parameters are either all dense or all of experts.
         """
@@ -151,7 +154,7 @@ class Storage:
 
 
 def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
-    """Return the FP8 products of the trained weights that can be gathered in 8 bits, by name."""
+    """Return {name: FP8 products} for the trained weights that can be gathered in 8 bits."""
     found = {}
     for stage in stages:
         for name, module in stage.named_modules():
@@ -166,8 +169,8 @@ def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Return the type that a value of --main-grads-dtype or --main-params-dtype names, for bf16.
+    """Return bfloat16 for such a value of --main-grads-dtype or --main-params-dtype, else None.
 
-    None for any other value: the buffers then have their usual type.
+    With None, buffers have their usual type.
     """
     return torch.bfloat16 if name == "bf16" else None

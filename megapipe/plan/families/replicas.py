@@ -44,7 +44,7 @@ class Replicas(OfPlan):
         return replace(costs, p=tuple(unit * sends * x for x in stage_bytes(plan, self.config)))
 
     def summary(self, plan: Plan) -> str:
-        """Return a line on what each rank keeps, which losses that survives, and what it costs."""
+        """Return a line on the copies that ranks keep, what they protect from, and their cost."""
         config = self.config
         flags = config.checkpoint
         sizes = stage_bytes(plan, config)

@@ -173,7 +173,7 @@ DEFECTS = {
         "optim/sharded/buffers.py",
         "            self._pending = self.shares.start_reduce_scatter(full, into=into)\n",
         "            self._pending = self.shares.start_reduce_scatter(full, into=into)\n"
-        "            self._grads.go()\n",
+        "            self._grads.release()\n",
     ),
     "gradients are summed before the last layer": Planted(
         "optim/reduction.py",
@@ -203,8 +203,8 @@ DEFECTS = {
     ),
     "a memory that has come is not filled": Planted(
         "optim/sharded/buffers.py",
-        "            self._grads.come()\n            self.grads.zero_()\n",
-        "            self._grads.come()\n",
+        "            self._grads.allocate()\n            self.grads.zero_()\n",
+        "            self._grads.allocate()\n",
     ),
 }
 
