@@ -14,19 +14,19 @@ from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import device_mesh_of
-from megapipe.distributed.mesh import build_mesh
+from megapipe.distributed.mesh import SHARES, build_mesh
 
 WORLD = 4
 
 
-def rank_main(rank, store, commands, results):
+def rank_main(rank, store, commands, results, world):
     gc.freeze()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     meshes = {}
 
-    def mesh_of(pp, dp, tp, cp=1, ep=1, etp=None):
-        layout = pp, dp, tp, cp, ep, etp
+    def mesh_of(pp, dp, tp, cp=1, ep=1, etp=None, shares=tuple(sorted(SHARES.items()))):
+        layout = pp, dp, tp, cp, ep, etp, shares
         if layout not in meshes:
             grid = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), pp * dp * cp * tp)
             device_mesh = device_mesh_of(grid, CPU)
@@ -37,7 +37,7 @@ def rank_main(rank, store, commands, results):
                 groups = {ranks: dist.new_group(list(ranks)) for ranks in sets if name != "world"}
                 return next((group for ranks, group in groups.items() if rank in ranks), dist.group.WORLD)
 
-            meshes[layout] = build_mesh(grid, rank, CPU, group, device_mesh)
+            meshes[layout] = build_mesh(grid, rank, CPU, group, device_mesh, shares=dict(shares))
         return meshes[layout]
 
     for scenario, layouts, args in iter(commands.get, None):
@@ -48,25 +48,27 @@ def rank_main(rank, store, commands, results):
 
 
 class Pool:
-    def __init__(self, folder):
-        self.commands = [FORKED.Queue() for _ in range(WORLD)]
+    def __init__(self, folder, world=WORLD):
+        self.world = world
+        self.commands = [FORKED.Queue() for _ in range(world)]
         self.results = FORKED.Queue()
+        store = str(folder / "store")
         self.processes = [
-            FORKED.Process(target=rank_main, args=(r, str(folder / "store"), inbox, self.results), daemon=True)
+            FORKED.Process(target=rank_main, args=(r, store, inbox, self.results, world), daemon=True)
             for r, inbox in enumerate(self.commands)
         ]
         for process in self.processes:
             process.start()
 
     def run(self, scenario, layouts, *args):
-        """Results in rank order. layouts: (pp, dp, tp) or (pp, dp, tp, cp) for each mesh that the scenario takes."""
+        """Results in rank order. layouts: (pp, dp, tp) or more of `mesh_of` for each mesh that the scenario takes."""
         for inbox in self.commands:
             inbox.put((scenario, layouts, args))
-        results = dict(self._result() for _ in range(WORLD))
+        results = dict(self._result() for _ in range(self.world))
         for result in results.values():
             if isinstance(result, BaseException):
                 raise result
-        return [results[rank] for rank in range(WORLD)]
+        return [results[rank] for rank in range(self.world)]
 
     def _result(self):
         while True:

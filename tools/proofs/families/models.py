@@ -1,0 +1,81 @@
+"""Small random models of every family, of transformers, and their losses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+# The tests draw the same models.
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support" / "models")]
+# Before transformers is imported: nothing is asked of the network, and nothing is drawn on stderr.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "critical",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megapipe.convert.huggingface.tables import FAMILIES  # noqa: E402
+from tools.proofs.families.ranks import VOCAB  # noqa: E402
+
+KIMI = "kimi_k2"
+"""A DeepSeek-V3 under a name that transformers does not know."""
+
+
+@cache
+def variants() -> Mapping[str, Callable[[random.Random], Any]]:
+    """Return model_type -> a function that draws a small configuration of transformers."""
+    # Imported late: without transformers this module skips the test that imports it.
+    random_models = importlib.import_module("random_models")
+    drawn_families = importlib.import_module("drawn_families")
+    found = {**random_models.FAMILIES, **drawn_families.DRAWN}
+    found[KIMI] = found["deepseek_v3"]
+    assert found.keys() == FAMILIES.keys(), found.keys() ^ FAMILIES.keys()
+    return found
+
+
+def save(family: str, seed: int, folder: Path) -> Any:
+    """Save a drawn model of a family with every number at random, and return it as it is opened."""
+    warnings.simplefilter("ignore")
+    transformers = importlib.import_module("transformers")
+    config = variants()[family](random.Random(f"{family}{seed}"))
+    config.vocab_size = VOCAB
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    # Norms of 1 and biases of 0 would hide a wrong place.
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point() and "bias" in name:
+                buffer += 0.1 * torch.randn_like(buffer)
+    model.save_pretrained(folder)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    if family == KIMI:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": KIMI}))
+    return opened
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits [b, s, v] of a model of transformers."""
+    found: Tensor = model(tokens).logits
+    return found
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> float:
+    """Return the mean cross entropy of logits [b, s, v], summed in float64."""
+    return F.cross_entropy(logits.double().flatten(0, 1), labels.flatten()).item()

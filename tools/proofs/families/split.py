@@ -1,0 +1,292 @@
+"""Compare families of Hugging Face models that are split over two ranks with transformers.
+
+    python -m tools.proofs.families.split --variants 4 --seed 0
+
+A case is a small random model of a family. It comes in by the conversion, and lies over two ranks,
+which are threads: by tensor, pipeline, context, or expert parallelism. Its logits must be those of
+transformers, within 2e-6 of the largest. A checkpoint that the two ranks write is exported: its
+tensors must be the first ones to the bit, and its config.json must have the same keys. Two steps in
+float64 must have the losses, gradients and weights of one process, and the loss of the first step
+must be transformers' own within 1e-6.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checks.run import flag_problems
+from megapipe.config import ModelConfig
+from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint
+from megapipe.convert.huggingface.families import FAMILIES
+from megapipe.distributed.layout import whole_name
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.distributed.tokens import Cut
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
+from megapipe.models.gpt import WORD_EMBEDDINGS
+from megapipe.pipeline_parallel.threads import run_threads
+from megapipe.plan import sharing
+from megapipe.schedule import ScheduleError, build
+from tools.proofs.equivalence import Part
+from tools.proofs.families.models import ROOT, logits_of, loss_of, save
+from tools.proofs.families.ranks import (
+    LENGTH,
+    SAMPLES,
+    VOCAB,
+    Evaluated,
+    Layout,
+    batch,
+    config_of,
+    evaluate,
+    train,
+)
+
+CLOSE, LOSS, SAME = 2e-6, 1e-6, 1e-9
+"""Bounds: of logits to the largest, of a loss to transformers', and of float64 to one process."""
+LAYOUTS = ("tp", "pp", "cp", "ep")
+_SCHEDULES = ("1f1b", "zb-h1", "zb-v", "interleaved", "dualpipe-v", "1f1b-early")
+
+
+def layout_of(name: str, model: ModelConfig, draw: random.Random) -> Layout:
+    """Draw the rest of a layout: a schedule and its cuts, or how the ranks of an axis meet."""
+    settings: dict[str, Any] = {}
+    if name == "tp":
+        # Experts want it.
+        settings["sequence_parallel"] = model.has_experts or draw.random() < 0.5
+    if name == "cp":
+        settings["cp_comm_type"] = (draw.choice(["p2p", "all_gather", "a2a"]),)
+    if name == "ep":
+        settings["moe_token_dispatcher_type"] = draw.choice(["allgather", "alltoall"])
+    microbatches = SAMPLES // 2 if name == "ep" else SAMPLES
+    if name != "pp":
+        return Layout(name, build("naive", 1, microbatches), (model.layers,), settings)
+    while True:
+        try:
+            table = build(draw.choice(_SCHEDULES), 2, microbatches)
+        except ScheduleError:
+            continue
+        chain = table.placement.chain
+        if chain <= model.layers:
+            break
+    cuts = sorted(draw.sample(range(1, model.layers), chain - 1))
+    ends = [0, *cuts, model.layers]
+    counts = tuple(b - a for a, b in pairwise(ends))
+    return Layout(name, table, counts, settings)
+
+
+def together(ranks: Sequence[Evaluated], layout: Layout) -> Tensor:
+    """Return the logits [b, s, v] of all samples, from the ranks that have some."""
+    sizes = {"tp": 1, "cp": 1, "dp": 1} | layout.sizes
+    rows: list[Tensor | None] = [None] * SAMPLES
+    for number in range(SAMPLES):
+        dp = sizes["dp"]
+        whole = torch.zeros(LENGTH, 0)
+        parts: dict[int, Tensor] = {}
+        for rank in ranks:
+            if rank.logits and rank.dp == number % dp:
+                parts.setdefault(rank.tp, torch.zeros(LENGTH, rank.logits[0].shape[-1]))
+                places = Cut(rank.cp, sizes["cp"]).spans(LENGTH)
+                at = torch.cat([torch.arange(span.start, span.stop) for span in places])
+                parts[rank.tp][at] = rank.logits[number // dp][0]
+        whole = torch.cat([parts[n] for n in sorted(parts)], -1)
+        rows[number] = whole[:, :VOCAB]
+    return torch.stack([row for row in rows if row is not None])
+
+
+def differing(kind: str, mine: dict[str, Part], whole: dict[str, Part]) -> Iterator[str]:
+    """Yield a text for each tensor that is not one process's."""
+    for name, (tensor, pieces) in mine.items():
+        # A tied head on a rank of its own has the embedding's gradient, the sum of both uses.
+        wanted = (whole.get(whole_name(name)) or whole[WORD_EMBEDDINGS]).tensor
+        for dim, (i, n) in pieces.items():
+            wanted = wanted.chunk(n, dim)[i]
+        off = (tensor.double() - wanted.double()).abs().max().item()
+        if not off <= SAME * max(1.0, wanted.abs().max().item()):
+            yield f"{kind} of {name} differ by {off:.2g}"
+
+
+@dataclass
+class Model:
+    """A drawn model of a family, imported.
+
+    Attributes:
+        family, seed: which.
+        folder: the folder of everything; `hf` in it is the model of transformers.
+        pool: two processes for two ranks; without it they are threads, which save nothing.
+        want: logits [b, s, v] of transformers.
+        loss: its loss.
+    """
+
+    family: str
+    seed: int
+    folder: Path
+    pool: Any = None
+
+    def __post_init__(self) -> None:
+        tokens, labels = batch()
+        opened = save(self.family, self.seed, self.folder / "hf")
+        self.want = logits_of(opened, tokens)
+        self.loss = loss_of(self.want, labels)
+        done = import_checkpoint(self.folder / "hf", self.folder / "ours", divisible_by=8)
+        self.model = done.config.model
+        self.tensors = SavedTensors(done.folder)
+        # What one process does is computed once. A router in float32 would round what it is given.
+        self.exact = self.model
+        if self.model.moe_router_dtype:
+            self.exact = replace(self.model, moe_router_dtype="fp64")
+        layout = layout_of("one", self.model, random.Random(0))
+        self.whole = self._run(train, self.exact, layout)[0]
+
+    def _run(self, body: Any, model: ModelConfig, layout: Layout, *more: Any) -> list[Any]:
+        """Run a function of `ranks` on all ranks; more: its last arguments."""
+        given = (config_of(model, layout), layout, self.tensors, *more)
+        shares = sharing(layout.schedule.placement, tied=model.tied)
+        if self.pool is None or not layout.sizes:
+
+            def thread(mesh: ProcessMesh) -> Any:
+                return body(mesh, *given)
+
+            return run_threads(thread, **layout.sizes, shares=shares)
+        sizes = {"pp": 1, "dp": 1, "tp": 1, "cp": 1, "ep": 1} | layout.sizes
+        order = [sizes[axis] for axis in ("pp", "dp", "tp", "cp", "ep")]
+        held = tuple((name, tuple(ranks)) for name, ranks in sorted(shares.items()))
+        found: list[Any] = self.pool.run(body, [(*order, None, held)], *given)
+        return found
+
+    def refused(self, layout: Layout) -> str | None:
+        """Return why no run has this layout, or None."""
+        problems = flag_problems(config_of(self.model, layout))
+        return problems[0] if problems else None
+
+    def problems(self, layout: Layout) -> Iterator[str]:
+        """Yield what differs in this layout from transformers, or from one process."""
+        root = self.folder / layout.name
+        ranks = self._run(evaluate, self.model, layout, root)
+        off = (together(ranks, layout) - self.want).abs().max() / self.want.abs().max()
+        if not off <= CLOSE:
+            yield f"logits differ by {off:.2g} of the largest"
+        if ranks[0].folder is not None:
+            yield from self._exported(ranks[0].folder)
+        for rank in self._run(train, self.exact, layout):
+            for kind in ("losses", "norms"):
+                a, b = (torch.tensor(getattr(x, kind)).double() for x in (rank, self.whole))
+                if not torch.allclose(a, b, rtol=SAME, atol=0):
+                    yield f"{kind} {a.tolist()}, not {b.tolist()}"
+            if not abs(rank.losses[0] / self.loss - 1) <= LOSS:
+                yield f"the first loss is {rank.losses[0]}, and {self.loss} in transformers"
+            yield from differing("gradients", rank.gradients, self.whole.gradients)
+            yield from differing("weights", rank.weights, self.whole.weights)
+
+    def _exported(self, folder: Path) -> Iterator[str]:
+        """Yield what differs in an export of a checkpoint from what was imported."""
+        target = folder.parent / "back"
+        # Without the config.json of the import.
+        export_checkpoint(folder, target, vocab_size=VOCAB)
+        before = SavedTensors(self.folder / "hf")
+        written = json.loads((target / "config.json").read_text())
+        if written["model_type"] != self.family:
+            # Another family says the same; its own table has other names.
+            companion = self.folder / "ours" / "huggingface"
+            target = folder.parent / "back_by_companion"
+            export_checkpoint(folder, target, companion=companion)
+        after = SavedTensors(target)
+        if before.shapes != after.shapes:
+            yield f"tensors {sorted(before.shapes.keys() ^ after.shapes.keys())} differ"
+            return
+        others = [n for n in before.shapes if not torch.equal(before.read(n), after.read(n))]
+        if others:
+            yield f"{len(others)} tensors come back as others: {others[:3]}"
+        first = json.loads((self.folder / "hf" / "config.json").read_text())
+        again = FAMILIES[self.family].write(self.model)
+        changed = [k for k in again if k in first and not _alike(k, first, again)]
+        if changed:
+            yield f"keys of config.json come back as others: {changed}"
+
+
+def _alike(key: str, first: dict[str, Any], again: dict[str, Any]) -> bool:
+    """Return whether a key has the same value again; a rotation may be said in more words."""
+    a, b = first[key], json.loads(json.dumps(again[key]))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(b[name] == a[name] for name in a.keys() & b.keys())
+    return a is None or b is None or bool(a == b) or key == "architectures"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Compare families that are split over two ranks with transformers and with one process."""
+
+    families: tuple[str, ...] = tuple(FAMILIES)
+    """Which; all by default."""
+    layouts: tuple[str, ...] = LAYOUTS
+    """Axes of two ranks."""
+    variants: int = 4
+    """Models of each family."""
+    seed: int = 0
+    """Number of the first model."""
+
+
+def compared(model: Model, layouts: Sequence[str], counts: Counter[str]) -> Iterator[str]:
+    """Compare a model in each layout that it can have; yield a text for each that differs.
+
+    counts: receives the number of layouts by outcome.
+    """
+    for name in layouts:
+        if name == "ep" and not model.model.has_experts:
+            continue
+        draw = random.Random(f"{model.family} {model.seed} {name}")
+        layout = layout_of(name, model.model, draw)
+        if refused := model.refused(layout):
+            counts[f"refused: {refused}"] += 1
+            continue
+        counts[name] += 1
+        if found := list(model.problems(layout)):
+            yield f"{model.family} {model.seed} {name}: {'; '.join(found[:4])}"
+
+
+def proof(options: Flags, pool: Any) -> tuple[Counter[str], list[str]]:
+    """Return (number of layouts by outcome, a text for each that differs)."""
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    for family in options.families:
+        for seed in range(options.seed, options.seed + options.variants):
+            with tempfile.TemporaryDirectory() as folder:
+                model = Model(family, seed, Path(folder), pool)
+                counts["models"] += 1
+                for line in compared(model, options.layouts, counts):
+                    wrong.append(line)
+                    print(line, flush=True)
+        print(f"{family}: compared", flush=True)
+    return counts, wrong
+
+
+def main() -> None:
+    options = parse(Flags, sys.argv[1:])
+    torch.set_num_threads(1)
+    sys.path.append(str(ROOT / "tests" / "support"))
+    rank_pool = importlib.import_module("rank_pool")
+    with tempfile.TemporaryDirectory() as folder:
+        pool = rank_pool.Pool(Path(folder), 2)
+        counts, wrong = proof(options, pool)
+        pool.close()
+    for name, count in sorted(counts.items()):
+        print(f"{count} {name}")
+    print(f"{len(wrong)} differ")
+    if wrong:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    stop.run(lambda _: main())
