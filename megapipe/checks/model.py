@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -92,6 +93,8 @@ def _heads(m: ModelConfig) -> Iterator[str]:
             f"Use at least --rotary-percent {2 / m.head_dim:g}, "
             "or --position-embedding-type none."
         )
+    elif m.position_embedding_type == "longrope":
+        yield from _longrope(m, turned // 2)
 
 
 def window_problems(config: Config) -> Iterator[str]:
@@ -111,6 +114,20 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
             f"--rotary-base {model.rotary_base:g}: --position-embedding-type yarn divides by its "
             "logarithm, so that it must be above 1. Use --rotary-base 10000."
         )
+
+
+def _longrope(model: ModelConfig, pairs: int) -> Iterator[str]:
+    """Yield problems of longrope's lists of divisors: another length, or none above 0.
+
+    pairs: number of rotated pairs of channels of a head.
+    """
+    for name in ("short", "long"):
+        divisors = getattr(model, f"longrope_{name}_factor")
+        if len(divisors) != pairs or not all(0 < number < math.inf for number in divisors):
+            yield (
+                f"--longrope-{name}-factor has {len(divisors)} numbers. "
+                f"Give {pairs} above 0, one for each rotated pair of channels of a head."
+            )
 
 
 def _latent(model: ModelConfig) -> Iterator[str]:

@@ -44,6 +44,8 @@ DELTA = replace(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
 )
+LONG = replace(LLAMA, position_embedding_type="longrope", longrope_original_max_position_embeddings=SEQ)
+LONG = replace(LONG, longrope_short_factor=(1.0, 1.5, 2.0, 4.0), longrope_long_factor=(2.0, 3.0, 5.0, 9.0))
 CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GPT2, {"num_layers": 2}),
     (GPT2, {"hidden_size": 64}),
@@ -116,6 +118,10 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (YARN, {"no_yarn_correction_range_round_to_int": False}),
     (YARN, {"yarn_temperature_beta": 1.0}),
     (LLAMA, {"rotary_seq_len_interpolation_factor": 4.0}),
+    (LONG, {"longrope_original_max_position_embeddings": 4}),
+    (LONG, {"longrope_short_factor": (1.0, 1.5, 2.0, 8.0)}),
+    (replace(LONG, longrope_original_max_position_embeddings=4), {"longrope_long_factor": (1.0, 1.5, 2.0, 4.0)}),
+    (LONG, {"longrope_attention_factor": 2.0}),
     (replace(LLAMA, rotary_scaling_factor=4.0), {"position_embedding_type": "yarn"}),
     (LLAMA, {"attn_logit_softcapping": 1e-3}),
     (LLAMA, {"final_logit_softcapping": 0.1}),

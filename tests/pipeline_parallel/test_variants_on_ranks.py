@@ -9,7 +9,8 @@ import torch
 
 from megapipe.pipeline_parallel.threads import run_threads
 from tools.proofs.equivalence import differences, train
-from tools.proofs.equivalence_case import PARTS, Case, table
+from tools.proofs.equivalence_case import Case, table
+from tools.proofs.families.styles import PARTS
 
 CASES = [
     *((parts, {"tp": 2, "sequence_parallel": True}) for parts in PARTS),
@@ -20,6 +21,9 @@ CASES = [
     ("none", {"dp": 2, "experts": "on input", "ep": 2, "dispatcher": "alltoall"}),
     ("biases", {"tp": 2, "experts": "on input", "sequence_parallel": True}),
     ("none", {"dp": 2, "experts": "softmax bias", "ep": 2}),
+    ("none", {"cp": 2, "style": "phi3", "way": "a2a"}),
+    ("none", {"tp": 2, "style": "phi3", "slices": (4, 4)}),
+    ("none", {"tp": 2, "style": "ministral3", "documents": "both"}),
     ("clamped", {"tp": 2, "experts": "softmax", "sequence_parallel": True}),
 ]
 

@@ -17,6 +17,7 @@ from megapipe.distributed.groups import device_mesh_of
 from megapipe.distributed.mesh import SHARES, build_mesh
 
 WORLD = 4
+USUAL = tuple(SHARES.items())
 
 
 def rank_main(rank, store, commands, results, world):
@@ -25,7 +26,7 @@ def rank_main(rank, store, commands, results, world):
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     meshes = {}
 
-    def mesh_of(pp, dp, tp, cp=1, ep=1, etp=None, shares=tuple(sorted(SHARES.items()))):
+    def mesh_of(pp, dp, tp, cp=1, ep=1, etp=None, shares=USUAL):
         layout = pp, dp, tp, cp, ep, etp, shares
         if layout not in meshes:
             grid = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), pp * dp * cp * tp)

@@ -26,60 +26,13 @@ from megapipe.schedule import Costs, Schedule, from_csv, from_json, to_csv, to_j
 from megapipe.schedule.catalogue import entry_of
 from megapipe.schedule.families.vocabulary.shares import all_shared, with_vocabulary
 from megapipe.schedule.shapes.depths import with_depths
+from tools.proofs.families.styles import EXPERTS, PARTS, STYLES
 from tools.proofs.tables.built import built
 from tools.proofs.tables.drawn import joined
 from tools.proofs.tables.moved import SHARDING, moved, sharded
 
 STEPS, SEQ, VOCAB, LR = 3, 8, 32, 1e-2
 EOD = VOCAB - 1
-STYLES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "ffn_hidden_size": 24,
-        "group_query_attention": True,
-        "num_query_groups": 2,
-        "disable_bias_linear": True,
-    },
-}
-_SHARED = "normalization swiglu ffn_hidden_size disable_bias_linear"
-STYLES["latent"] = {name: STYLES["llama"][name] for name in _SHARED.split()} | {
-    "position_embedding_type": "none",
-    "multi_latent_attention": True,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    **{"qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 6},
-    **{"qk_layernorm": True, "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0},
-}
-_LLAMA = STYLES["llama"]
-STYLES["gemma2"] = _LLAMA | {
-    "norm_placement": "sandwich",
-    "apply_layernorm_1p": True,
-    "softmax_scale": 0.75,
-    "attn_logit_softcapping": 0.5,
-    "final_logit_softcapping": 1.5,
-}
-STYLES["olmo3"] = _LLAMA | {
-    "norm_placement": "post",
-    "qk_layernorm": True,
-    "qk_layernorm_all_heads": True,
-    "position_embedding_type": "yarn",
-    "rotary_scaling_factor": 4.0,
-    "yarn_original_max_position_embeddings": 4,
-}
-STYLES["sinks"] = _LLAMA | {
-    "softmax_type": "learnable",
-    "attention_output_gate": True,
-    "qk_l2_norm": True,
-    "rotary_seq_len_interpolation_factor": 2.0,
-}
-STYLES["delta"] = _LLAMA | {
-    "experimental_attention_variant": "gated_delta_net",
-    **{"linear_attention_freq": "2", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 3},
-    **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
-}
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full"},
@@ -111,46 +64,6 @@ OVERRIDES: dict[str, list[dict[str, Any]]] = {
 }
 _PLAIN: dict[str, Any] = dict.fromkeys(("recompute", "sharding", "metrics", "memory"), "none")
 _OFTEN: dict[str, Any] = {"loss_scale_window": 1, "hysteresis": 1}
-_SOFTMAX: dict[str, Any] = {
-    "num_experts": 6,
-    "moe_ffn_hidden_size": 8,
-    "moe_aux_loss_coeff": (0.1,),
-}
-_SIGMOID = _SOFTMAX | {
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "softmax": _SOFTMAX | {"moe_z_loss_coeff": 0.1},
-    "bias": _SIGMOID
-    | {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_router_bias_update_rate": 0.02},
-    "groups": _SIGMOID
-    | {"moe_router_num_groups": 3, "moe_router_group_topk": 2, "moe_router_topk": 3},
-    "shared": _SOFTMAX | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
-    "some": _SOFTMAX
-    | {"moe_layer_freq": "2", "moe_router_pre_softmax": True, "moe_input_jitter_eps": 0.1},
-    "on input": _SOFTMAX | {"moe_apply_probs_on_input": True},
-    "softmax bias": _SOFTMAX
-    | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02},
-    "dropping": _SOFTMAX | {"moe_expert_capacity_factor": 0.75},
-}
-# What an MLP is made of, in any style.
-PARTS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "geglu": {"swiglu": False, "geglu": True, "ffn_hidden_size": 24},
-    "clamped": {
-        "swiglu": False,
-        "quick_geglu": True,
-        "activation_func_clamp_value": 0.02,
-        "glu_linear_offset": 1.0,
-    },
-    "xielu": {"swiglu": False, "xielu": True},
-    "factors": {"mup_embedding_mult": 3.0, "residual_multiplier": 0.5, "mup_output_mult": 0.7},
-    "one norm": {"parallel_attention_mlp": "one_norm", "no_norm_bias": True},
-    "two norms": {"parallel_attention_mlp": "two_norms", "residual_multiplier": 0.5},
-    "biases": {"disable_bias_linear": True, "add_bias_to": ("proj", "fc2", "router")},
-}
 # What else loss_func reports.
 METRICS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "none": lambda trains: {},

@@ -38,18 +38,8 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import sharing
 from megapipe.schedule import SCHEDULES, Kind, Placement, ScheduleError, entry_of
 from tools.proofs.equivalence import Outcome, differences, differing_bits, train
-from tools.proofs.equivalence_case import (
-    EXPERTS,
-    METRICS,
-    OVERRIDES,
-    PARTS,
-    RECOMPUTE,
-    SEQ,
-    STYLES,
-    VOCAB,
-    Case,
-    table,
-)
+from tools.proofs.equivalence_case import METRICS, OVERRIDES, RECOMPUTE, SEQ, VOCAB, Case, table
+from tools.proofs.families.styles import EXPERTS, PARTS, STYLES
 from tools.proofs.shrink import Draws, Fuzzer, fail, found_by
 from tools.proofs.synchronised import WAYS, too_early
 from tools.proofs.tables.moved import MODULES, MOVED
@@ -181,6 +171,7 @@ def _with_parts(rng: random.Random, case: Case) -> Case:
         return case
     placed = STYLES[case.style].get("norm_placement", "pre") != "pre"
     without = {"xielu": case.experts != "none", "one norm": placed, "two norms": placed}
+    without["head bias"] = case.fused or case.vocabulary
     names = [name for name in PARTS if not without.get(name)]
     return replace(case, parts=rng.choice(names))
 
@@ -217,7 +208,7 @@ def _drawn_depths(rng: random.Random, case: Case, place: Placement) -> tuple[int
     """Ranks of depths of multi-token prediction; of two copies of a model their ends share the
     outer ranks.
     """
-    if case.slices or rng.random() >= 0.4:
+    if case.slices or case.parts == "head bias" or rng.random() >= 0.4:
         return ()
     copies = table(
         replace(case, file=None)

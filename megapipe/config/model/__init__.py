@@ -16,7 +16,7 @@ from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
 from megapipe.config.model.mtp import MTPConfig
 from megapipe.config.model.recompute import RecomputeConfig
-from megapipe.config.model.rotary import RotaryConfig
+from megapipe.config.model.rotary import LongRopeConfig, RotaryConfig
 from megapipe.config.model.stream import StreamConfig
 from megapipe.config.notes import FREE, MUST, NO_FLAG, needs
 
@@ -28,6 +28,7 @@ class ModelConfig(
     DeltaConfig,
     AttentionConfig,
     StreamConfig,
+    LongRopeConfig,
     RotaryConfig,
     ArchitectureConfig,
     MTPConfig,

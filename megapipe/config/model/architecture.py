@@ -59,11 +59,12 @@ class ArchitectureConfig(ActivationConfig):
     """Largest sequence length: rows of the learned position table, and limit of rotary positions.
     Required, at least --seq-length."""
     position_embedding_type: Annotated[
-        Literal["learned_absolute", "rope", "yarn", "none"], MUST
+        Literal["learned_absolute", "rope", "yarn", "longrope", "none"], MUST
     ] = "learned_absolute"
     """How the model sees positions. learned_absolute: a table that is added to the embedding.
     rope: rotary embedding of queries and keys. yarn: the same, stretched by
-    --rotary-scaling-factor (Peng et al. 2023). none: not at all."""
+    --rotary-scaling-factor (Peng et al. 2023). longrope: the same, with a divisor for each
+    frequency (--longrope-short-factor). none: not at all."""
     rotary_base: Annotated[float, ABOVE_0, MUST, ROPE] = 10000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, UP_TO_1, MUST, ROPE, STRETCHED] = 1.0
@@ -216,7 +217,7 @@ class ArchitectureConfig(ActivationConfig):
     @property
     def rotates(self) -> bool:
         """Return whether queries and keys are rotated by their positions."""
-        return self.position_embedding_type in ("rope", "yarn")
+        return self.position_embedding_type in ("rope", "yarn", "longrope")
 
     @property
     def window(self) -> int | None:

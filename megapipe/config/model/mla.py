@@ -27,8 +27,8 @@ STRETCHED = of_no_layer(
     "all channels of --qk-pos-emb-head-dim are rotated, without --rope-type rope",
 )
 PLAIN_ROPE = of_no_layer(
-    lambda m: m.position_embedding_type == "yarn",
-    "yarn has its own rule for low frequencies",
+    lambda m: m.position_embedding_type in ("yarn", "longrope"),
+    "yarn and longrope have rules of their own for low frequencies",
 )
 FACTOR = of_no_layer(
     lambda m: not m.multi_latent_attention and m.position_embedding_type != "yarn",

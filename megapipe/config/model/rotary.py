@@ -16,6 +16,31 @@ YARN_ALONE = of_no_layer(
     "heads are not rotated by yarn, without --position-embedding-type yarn",
 )
 
+LONGROPE_ALONE = of_no_layer(
+    lambda m: m.position_embedding_type != "longrope" or m.multi_latent_attention,
+    "heads are not rotated by longrope, without --position-embedding-type longrope",
+)
+
+
+@dataclass(frozen=True)
+class LongRopeConfig:
+    """The settings of longrope (Ding et al. 2024), which divides each rotary frequency by a number.
+
+    All layers have the same ones.
+    """
+
+    longrope_short_factor: Annotated[tuple[float, ...], MUST, LONGROPE_ALONE] = ()
+    """Divisors of the frequencies of rotated pairs in sequences of the original length or less.
+    Not in Megatron-LM."""
+    longrope_long_factor: Annotated[tuple[float, ...], MUST, LONGROPE_ALONE] = ()
+    """The same for longer sequences, whose tokens all have these. Not in Megatron-LM."""
+    longrope_original_max_position_embeddings: Annotated[int, at_least(1), MUST, LONGROPE_ALONE] = (
+        4096
+    )
+    """The longest sequence with the short factors. Not in Megatron-LM."""
+    longrope_attention_factor: Annotated[float, ABOVE_0, MUST, LONGROPE_ALONE] = 1.0
+    """Factor on the length of rotated queries and keys. Not in Megatron-LM."""
+
 
 @dataclass(frozen=True)
 class RotaryConfig:

@@ -27,7 +27,7 @@ from megapipe.models.attention.rope import (
     growth,
 )
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 _SHARE = "partial_rotary_factor"
 _STRETCHES = (
     "rotary_base",
@@ -64,7 +64,7 @@ class Rotation(Meaning):
 
     def keys(self, key: str) -> Fields:
         older = {self.base_key: self.base, self.share_key: None, "rope_scaling": None}
-        return {key: None, **older, _ORIGINAL: None}
+        return {key: None, **older, ORIGINAL_LENGTH: None}
 
     def read(self, key: str, content: Json, problems: list[str]) -> Fields:
         return self.of_settings(self.settings(content), problems)
@@ -105,10 +105,10 @@ class Rotation(Meaning):
         found = {"rope_theta": content[self.base_key], **rope}
         if content[self.share_key] is not None:
             found.setdefault(_SHARE, content[self.share_key])
-        found.setdefault(_ORIGINAL, content["max_position_embeddings"])
+        found.setdefault(ORIGINAL_LENGTH, content["max_position_embeddings"])
         # Phi-3's key, outside of rope_parameters, wins in transformers.
-        if content[_ORIGINAL] is not None:
-            found[_ORIGINAL] = content[_ORIGINAL]
+        if content[ORIGINAL_LENGTH] is not None:
+            found[ORIGINAL_LENGTH] = content[ORIGINAL_LENGTH]
         return found
 
     def _share(self, rope: Json, problems: list[str]) -> Fields:
@@ -139,7 +139,7 @@ class Rotation(Meaning):
         expect = {
             "low_freq_factor": (LOW,),
             "high_freq_factor": (HIGH,),
-            _ORIGINAL: (ORIGINAL,),
+            ORIGINAL_LENGTH: (ORIGINAL,),
         }
         # Indexed, not `get`: none of them may be left out.
         problems += expected({name: rope[name] for name in expect}, expect)
@@ -172,7 +172,7 @@ class Rotation(Meaning):
             "factor": model.rope_scaling_factor,
             "low_freq_factor": LOW,
             "high_freq_factor": HIGH,
-            _ORIGINAL: ORIGINAL,
+            ORIGINAL_LENGTH: ORIGINAL,
         }
 
 
@@ -202,7 +202,7 @@ class LayerRotation(Rotation):
         full = {"rope_theta": base, **(rope.get(FULL) or {}), **(content["rope_scaling"] or {})}
         sliding = {"rope_theta": sliding_base, **(rope.get(SLIDING) or {})}
         for settings in (full, sliding):
-            settings.setdefault(_ORIGINAL, content["max_position_embeddings"])
+            settings.setdefault(ORIGINAL_LENGTH, content["max_position_embeddings"])
         for name in rope:
             if name not in (FULL, SLIDING):
                 problems.append(f"{key}.{name} is not one of {FULL} and {SLIDING}")
@@ -266,7 +266,7 @@ def _yarn(rope: Json, problems: list[str]) -> Fields:
         problems: receives a text for each setting that ModelConfig cannot express.
     """
     factor = rope["factor"]
-    original = rope[_ORIGINAL]
+    original = rope[ORIGINAL_LENGTH]
     if factor is None:
         problems.append("rope_parameters.factor is null; it has to be the factor of yarn")
         return {}
@@ -302,7 +302,7 @@ def _yarn_settings(model: ModelConfig) -> Fields:
     found: Fields = {
         "rope_type": "yarn",
         "factor": model.rotary_scaling_factor,
-        _ORIGINAL: model.yarn_original_max_position_embeddings,
+        ORIGINAL_LENGTH: model.yarn_original_max_position_embeddings,
         "beta_fast": model.yarn_beta_fast,
         "beta_slow": model.yarn_beta_slow,
     }
@@ -329,7 +329,7 @@ class LatentRotation(Rotation):
             problems.append(f"rope_type {kind} is not default or yarn")
             return {}
         expect = {
-            _ORIGINAL: (YARN_ORIGINAL,),
+            ORIGINAL_LENGTH: (YARN_ORIGINAL,),
             "beta_fast": (YARN_FAST,),
             "beta_slow": (YARN_SLOW,),
             "truncate": (True,),
@@ -358,7 +358,7 @@ class LatentRotation(Rotation):
         plain = {
             "rope_type": "yarn",
             "factor": model.rotary_scaling_factor,
-            _ORIGINAL: YARN_ORIGINAL,
+            ORIGINAL_LENGTH: YARN_ORIGINAL,
             "beta_fast": YARN_FAST,
             "beta_slow": YARN_SLOW,
         }

@@ -40,6 +40,7 @@ _KINDS: dict[Any, str] = {
     """,
     dict | None: "rope_parameters rope_scaling",
     list | None: "layer_types mlp_layer_types mlp_only_layers no_rope_layers",
+    list: "short_factor long_factor",
 }
 KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 """The type of a key's value, by the key's name, which means the same in all families."""

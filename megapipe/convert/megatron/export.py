@@ -196,9 +196,10 @@ def _check_model(config: Config, name: str) -> None:
             raise CheckpointError(
                 f"{name}: {typed(flag(field), value)} cannot be converted to Megatron-LM's format"
             )
-    if model.position_embedding_type == "yarn":
+    kind = model.position_embedding_type
+    if kind in ("yarn", "longrope"):
         raise CheckpointError(
-            f"{name}: --position-embedding-type yarn cannot be converted to Megatron-LM's format"
+            f"{name}: --position-embedding-type {kind} cannot be converted to Megatron-LM's format"
         )
     if model.depths and model.position_embedding_type == "learned_absolute":
         raise CheckpointError(

@@ -56,6 +56,8 @@ class Rotary:
         rounded: YaRN's range ends at whole pairs.
         stretch: factor by which all positions are divided.
         length: factor on the length of the rotated vectors.
+        divisors: longrope's two lists with a divisor for each pair, of sequences of at most
+            `original` tokens and of longer ones; None to leave the frequencies.
     """
 
     dim: int
@@ -69,6 +71,7 @@ class Rotary:
     slow: float = YARN_SLOW
     rounded: bool = True
     stretch: float = 1.0
+    divisors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
 
     @staticmethod
     def of(config: ModelConfig) -> Rotary:
@@ -86,6 +89,13 @@ class Rotary:
                 slow=config.yarn_beta_slow,
                 rounded=not config.no_yarn_correction_range_round_to_int,
             )
+        if config.position_embedding_type == "longrope":
+            return replace(
+                plain,
+                length=config.longrope_attention_factor,
+                original=config.longrope_original_max_position_embeddings,
+                divisors=(config.longrope_short_factor, config.longrope_long_factor),
+            )
         scaling = config.rope_scaling_factor if config.use_rope_scaling else None
         return replace(plain, scaling=scaling, stretch=config.rotary_seq_len_interpolation_factor)
 
@@ -102,10 +112,16 @@ class Rotary:
         length = growth(factor, config.mscale) / growth(factor, config.mscale_all_dim)
         return Rotary(dim, base, interleaved=True, yarn=factor, length=length)
 
-    def frequencies(self, device: torch.device | None = None) -> Tensor:
-        """Return the angle in radians per position of each pair of channels: [dim / 2], float64."""
+    def frequencies(self, device: torch.device | None = None, tokens: int = 0) -> Tensor:
+        """Return the angle in radians per position of each pair of channels: [dim / 2], float64.
+
+        tokens: length of the whole sequences, by which longrope chooses its divisors.
+        """
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         plain = self.base ** (-exponents / self.dim) / self.stretch
+        if self.divisors is not None:
+            divisors = self.divisors[tokens > self.original]
+            return plain / torch.tensor(divisors, dtype=plain.dtype, device=device)
         if self.yarn is not None:
             keep = self._kept_by_yarn(plain)
             return keep * plain + (1 - keep) * plain / self.yarn
@@ -156,7 +172,7 @@ def rotary_table(
     Returns: (cos, sin), each [number of positions, 1, 1, dim].
     """
     rows = cut.take(torch.arange(length, dtype=torch.float64, device=device), 0)
-    angle = rows.outer(rotary.frequencies(device))
+    angle = rows.outer(rotary.frequencies(device, length))
     # Both channels of a pair turn by one angle.
     angle = torch.cat((angle, angle), dim=-1)[:, None, None, :]
     # Float64 up to here: a float32 angle at position 131,071 may be wrong by 0.003.

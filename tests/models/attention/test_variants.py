@@ -24,6 +24,9 @@ from tools.proofs.fuzz_equivalence import run
 PLAIN = replace(LLAMA, position_embedding_type="none", norm_epsilon=1e-5)
 YARN = replace(LLAMA, position_embedding_type="yarn", rotary_base=20.0, rotary_scaling_factor=4.0, mscale=2.0)
 YARN = replace(YARN, yarn_original_max_position_embeddings=6, yarn_beta_fast=0.8, yarn_beta_slow=0.3)
+LONG = replace(LLAMA, position_embedding_type="longrope", longrope_original_max_position_embeddings=SEQ)
+LONG = replace(LONG, longrope_short_factor=(1.0, 1.5, 2.0, 4.0), longrope_long_factor=(2.0, 3.0, 5.0, 9.0))
+LONG = replace(LONG, longrope_attention_factor=1.3, softmax_scale=2.0)
 SANDWICH = replace(PLAIN, norm_placement="sandwich")
 VARIANTS: dict[str, ModelConfig] = {
     "pre": PLAIN,
@@ -42,6 +45,8 @@ VARIANTS: dict[str, ModelConfig] = {
     "yarn, ends of its range not rounded": replace(YARN, no_yarn_correction_range_round_to_int=True),
     "temperature": replace(YARN, yarn_temperature_beta=2.0),
     "interpolated": replace(LLAMA, rotary_seq_len_interpolation_factor=4.0, softmax_scale=2.0),
+    "longrope, short": LONG,
+    "longrope, long": replace(LONG, longrope_original_max_position_embeddings=SEQ - 1),
     "capped logits": replace(PLAIN, final_logit_softcapping=0.3),
     "capped logits, fused loss": replace(PLAIN, final_logit_softcapping=0.3, cross_entropy_loss_fusion=True),
 }
@@ -105,6 +110,11 @@ def rotated(x: Tensor, config: ModelConfig) -> Tensor:
         slow = [min(max((i - low) / (high - low), 0), 1) for i in range(d // 2)]
         frequencies = [f / factor * share + f * (1 - share) for f, share in zip(frequencies, slow, strict=True)]
         length = 0.1 * config.mscale * math.log(factor) + 1
+    if config.position_embedding_type == "longrope":
+        is_short = s <= config.longrope_original_max_position_embeddings
+        divisors = config.longrope_short_factor if is_short else config.longrope_long_factor
+        frequencies = [f / by for f, by in zip(frequencies, divisors, strict=True)]
+        length = config.longrope_attention_factor
     angle = (
         torch.arange(s)
         .double()

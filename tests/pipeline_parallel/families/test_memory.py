@@ -16,7 +16,8 @@ from megapipe.models.layer import TransformerLayer, name_modules
 from megapipe.pipeline_parallel.families.offload.activations import Activations
 from megapipe.pipeline_parallel.families.offload.host import Host, Sizes, size_class
 from megapipe.tensor_parallel.rng import initialize
-from tools.proofs.equivalence_case import STYLES, Case
+from tools.proofs.equivalence_case import Case
+from tools.proofs.families.styles import STYLES
 from tools.proofs.fuzz_equivalence import run
 from tools.proofs.tables import counted
 from tools.proofs.tables.moved import MODULES

@@ -86,6 +86,14 @@ def partial(draw: random.Random, share: float) -> dict[str, Any]:
     return {"rope_parameters": rope | ({} if said is None else {"partial_rotary_factor": said})}
 
 
+def longrope(draw: random.Random) -> dict[str, Any]:
+    """Divisors of three pairs; sequences of ten tokens are short ones, or long ones."""
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    for name, numbers in (("short_factor", [1.5, 4.0]), ("long_factor", [6.0, 9.0])):
+        rope[name] = [1.0, draw.choice(numbers), draw.choice(numbers)]
+    return {"rope_parameters": rope, "original_max_position_embeddings": draw.choice([8, 16])}
+
+
 def sigmoid(draw: random.Random) -> dict[str, Any]:
     """Experts chosen by a sigmoid and a bias, in groups or not."""
     groups = draw.choice([1, 4])
@@ -162,7 +170,7 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
     "phi3": lambda draw: made(
         "phi3",
         draw,
-        **partial(draw, 0.75),
+        **draw.choice([longrope(draw), longrope(draw), partial(draw, 0.75)]),
         sliding_window=draw.choice([None, 4]),
         hidden_size=32,
         num_attention_heads=4,

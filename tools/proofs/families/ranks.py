@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 def config_of(model: ModelConfig, layout: Layout) -> Config:
     """Return the configuration of a run of two steps in this layout, without random numbers."""
     sizes = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1} | layout.sizes
-    plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    plain: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     if model.moe_input_jitter_eps:
         plain["moe_input_jitter_eps"] = 0.0
     return Config(

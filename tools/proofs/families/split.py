@@ -30,7 +30,7 @@ from torch import Tensor
 from megapipe.checks.run import flag_problems
 from megapipe.config import ModelConfig
 from megapipe.convert import SavedTensors, export_checkpoint, import_checkpoint
-from megapipe.convert.huggingface.families import FAMILIES
+from megapipe.convert.huggingface.tables import FAMILIES
 from megapipe.distributed.layout import whole_name
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.distributed.tokens import Cut

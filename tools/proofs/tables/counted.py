@@ -26,7 +26,8 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.schedule import SCHEDULES, Costs, Kind, ScheduleError, simulate
 from megapipe.schedule.passes import Part
 from tools.proofs.equivalence import Training
-from tools.proofs.equivalence_case import STYLES, Case, table
+from tools.proofs.equivalence_case import Case, table
+from tools.proofs.families.styles import STYLES
 from tools.proofs.shrink import Draws, Fuzzer
 from tools.proofs.tables.moved import MODULES, MOVED
 

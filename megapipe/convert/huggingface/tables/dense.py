@@ -11,6 +11,7 @@ from megapipe.convert.huggingface.layers import (
     Window,
 )
 from megapipe.convert.huggingface.layouts import Halves, Layout, Rows
+from megapipe.convert.huggingface.longrope import LongRope
 from megapipe.convert.huggingface.rotation import Rotation
 from megapipe.convert.huggingface.tables.llama import LLAMA, MISTRAL, PLAIN, head_share
 
@@ -191,10 +192,10 @@ ERNIE4_5 = PLAIN.but(
 # refused.
 PHI3 = PLAIN.but(
     "Phi3ForCausalLM",
-    "Phi-3 and Phi-4 of plain positions, without longrope; a window in all layers or in none",
+    "Phi-3 and Phi-4, every size; a window in all layers or in none",
     keys={
         "rms_norm_eps": Same("norm_epsilon", 1e-5),
-        "rope_parameters": Rotation(share=1.0),
+        "rope_parameters": LongRope(share=1.0),
         "resid_pdrop": Same("hidden_dropout", 0.0),
         "embd_pdrop": Twin("resid_pdrop", 0.0, "--hidden-dropout is both"),
         "attention_bias": Only(False, silent=True),
