@@ -14,7 +14,7 @@ from typing import Any, get_args
 from megapipe.config import Config, ModelConfig, OptimizerConfig
 from megapipe.config.model.delta import DeltaConfig
 from megapipe.config.model.mla import MLAConfig
-from megapipe.config.model.rotary import RotaryConfig
+from megapipe.config.model.rotary import LongRopeConfig, RotaryConfig
 from megapipe.config.model.stream import Matrix
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
 from megapipe.optim.lr import LRSchedule
@@ -293,6 +293,10 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
     Defaults are filled in. A setting without effect is left out, or has its default.
     """
     fields = {name: value for name, value in dataclasses.asdict(model).items() if name not in FREE}
+    # JSON has no tuples.
+    for name, value in fields.items():
+        if isinstance(value, list):
+            fields[name] = tuple(value)
     fields |= {"window_size": model.window, "no_bias_gelu_fusion": model.erf_gelu}
     # A bias that all linear layers have need not be named.
     own = [name for name in get_args(Matrix) if model.has_bias(name)]
@@ -354,6 +358,8 @@ def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
         fields: fields of ModelConfig by name.
     """
     names = [name for name in MLAConfig.__dataclass_fields__ if name not in _STRETCH]
+    if model.position_embedding_type != "longrope":
+        names += LongRopeConfig.__dataclass_fields__
     if model.position_embedding_type == "yarn":
         return _without(fields, names)
     return _without(fields, [*names, *_STRETCH, *RotaryConfig.__dataclass_fields__]) | {
