@@ -56,6 +56,12 @@ DIFFERENCES = (
     ),
     Difference("--recompute-modules", "default", "None", _LATER),
     Difference("--rotary-seq-len-interpolation-factor", "default", "None", "no interpolation"),
+    Difference(
+        "--position-embedding-type",
+        "choices",
+        "learned_absolute, rope, yarn, mrope, relative, none",
+        "longrope too, as in Phi-3",
+    ),
     Difference("--tiktoken-pattern", "default", "None", "its tokenizer takes the same"),
     Difference(
         "--transformer-impl",
