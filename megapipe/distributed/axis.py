@@ -159,7 +159,10 @@ class Axis:
         return self.start_reduce_scatter(x).wait()
 
     def start_all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        """Start `all_reduce` and return at once. x must not be used before the result's `wait`."""
+        """Start `all_reduce` and return at once. x must not be used before the result's `wait`.
+
+        `op` is "sum", "max" or "min".
+        """
         if self.size == 1:
             return Pending(x)
         exchange = self._exchange(x, lambda parts: _combine(parts, x, _OF_TWO[op]))
@@ -273,7 +276,11 @@ class Axis:
     ) -> Started | None:
         """Start an exchange through shared memory; None if the ranks have none.
 
-        Arguments and result are as in `SharedMemory.start`.
+        The result is as in `SharedMemory.start`.
+
+        Args:
+            read: called at the end with every rank's x, in rank order.
+            most: if ranks have different numbers of rows in x, the largest number.
         """
         if self.shared is None:
             return None

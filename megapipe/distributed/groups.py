@@ -39,7 +39,8 @@ def check_backend(device: torch.device) -> None:
 def device_mesh_of(grids: Grids, device: torch.device) -> DeviceMesh:
     """Return torch's DeviceMesh of the dense grid, with the axes pp, dp, cp and tp.
 
-    cp is left out if its size is 1, because torch would make a group of one for every rank.
+    cp is left out if its size is 1, because torch would make a group of one for every rank. `grids`
+    has the ranks along all axes.
     """
     if grids.dense.sizes["cp"] > 1:
         names: tuple[str, ...] = ("pp", "dp", "cp", "tp")

@@ -55,6 +55,7 @@ def initialize_model_parallel(
     Args:
         virtual_pipeline_model_parallel_size: number of model chunks on each rank. It is only
             stored, for `parallel_state`.
+        distributed_timeout_minutes: the timeout of messages and collectives.
         order: the order of the axes: tp, then cp, then dp and pp in either order. ep may be
             anywhere.
         device: device of this process; by default its GPU, or the CPU in a gloo world.

@@ -78,7 +78,7 @@ class Layout:
         return found
 
     def local(self, tp: Axis) -> tuple[int, ...]:
-        """Return the shape of this rank's slice, with as many dimensions as `full`."""
+        """Return the shape of a rank's slice on the axis tp, with as many dimensions as `full`."""
         # Split sizes divide evenly; checks of the configuration have refused all others.
         shape = list(self.full)
         for dim, (_, pieces) in self.pieces(tp).items():
@@ -142,6 +142,7 @@ def _partition(local: tuple[int, ...], layout: Layout) -> tuple[int, int]:
 
     Args:
         local: shape of the local tensor.
+        layout: the split of the parameter.
     """
     if layout.dim is None:
         return -1, 1

@@ -43,7 +43,7 @@ model_parallel_is_initialized = is_initialized
 
 
 def _current(check_initialized: bool) -> ProcessMesh | None:
-    """Return the current mesh. Without one raise ConfigError, or return None if unchecked."""
+    """Return the current mesh. Without one, raise ConfigError, or return None if not checked."""
     if check_initialized:
         return ProcessMesh.required()
     return ProcessMesh.current()
@@ -128,7 +128,7 @@ def get_data_parallel_group(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> Group:
-    """Return the data-parallel group; with_context_parallel includes context-parallel ranks."""
+    """Return the data-parallel group; with_context_parallel adds the context-parallel ranks."""
     _one_instance(partial_data_parallel)
     return group_of(ProcessMesh.required(), _data(with_context_parallel))
 
@@ -152,7 +152,7 @@ def get_data_parallel_group_gloo(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> Group | None:
-    """Return the group over tp and dp; with_context_parallel includes context parallelism."""
+    """Return the group over tp and dp; with_context_parallel adds cp to it."""
     name = "tp-dp-cp" if with_context_parallel else "tp-dp"
     return _group(lambda mesh: _joint(mesh, name), check_initialized)
 
@@ -214,7 +214,7 @@ def get_data_parallel_rank(
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
-    """Return this rank's index in dp, or in dp x cp together with with_context_parallel."""
+    """Return this rank's position in dp; with_context_parallel counts over dp x cp."""
     _one_instance(partial_data_parallel)
     return _data(with_context_parallel).rank
 
@@ -242,7 +242,7 @@ def get_expert_data_parallel_rank(
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Return the global rank of the first rank in the data-parallel group."""
+    """Return the first global rank of the data-parallel group; with_context_parallel adds cp."""
     return _data(with_context_parallel).ranks[0]
 
 

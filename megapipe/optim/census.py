@@ -168,7 +168,7 @@ def check_trained(census: Mapping[str, Row]) -> None:
 
 
 def _mirrored(a: Row, b: Row, pp: int) -> bool:
-    """Return whether two rows are DualPipe's replicas of one parameter.
+    """Return whether the rows a and b are DualPipe's replicas of one parameter.
 
     Replicas have equal rows, on mirrored ranks and in the two copies of the model. `pp` is the
     number of pipeline ranks.

@@ -42,7 +42,10 @@ class LossScale:
         return LossScale(precision.initial_loss_scale, True, overflows_left=precision.hysteresis)
 
     def after(self, overflow: bool, precision: PrecisionConfig) -> LossScale:
-        """Return the scale and counters after a step with or without overflow."""
+        """Return the scale and counters after a step with or without overflow.
+
+        `precision` has the settings of the scale.
+        """
         if not self.dynamic:
             return self
         if overflow:

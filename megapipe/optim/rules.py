@@ -97,7 +97,7 @@ class Sgd:
         self.flags = flags
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place."""
+        """Update the parts in place. `steps` is the number of updates before this one."""
         for part in parts:
             grad = part.grad
             if part.weight_decay:
@@ -124,7 +124,10 @@ class Muon:
         self.rest = Adam(flags)
 
     def update(self, parts: Sequence[Part], steps: int) -> None:
-        """Update the parts in place. Collective over tensor parallelism."""
+        """Update the parts in place.
+
+        Collective over tensor parallelism. `steps` is the number of updates before this one.
+        """
         matrices = []
         others = []
         for part in parts:

@@ -230,7 +230,7 @@ class Ties:
         return total
 
     def _room(self, tie: Tie, like: Tensor) -> Tensor:
-        """Return an empty tensor to receive a weight into, on a rank that does not use it.
+        """Return an empty tensor to receive the weight `tie` into, on a rank that does not use it.
 
         `like` is a tensor with the type and device to use.
         """

@@ -93,7 +93,7 @@ class _Hand(dict[Pass, Tensor | InFlight | Begun]):
         self.uses[made_by] = uses
 
     def taken(self, call: Call) -> list[Tensor]:
-        """Return the inputs of a pass, after waiting for each that is under way."""
+        """Return the inputs of the pass `call`, after waiting for each that is under way."""
         given = []
         # In the order of the table, because sums of floats depend on their order.
         for made_by, _ in call.takes:
@@ -336,7 +336,7 @@ class _Runs(NamedTuple):
 
 
 def _give(call: Call, made: Made, hand: _Hand) -> None:
-    """Hold `made`, the result of a pass, if another pass or a message takes it."""
+    """Put `made`, the result of a pass, into `hand` if another pass or a message takes it."""
     # Other results are not held: a hand that is not empty at the end shows a table that was lowered
     # wrongly.
     if call.gives:

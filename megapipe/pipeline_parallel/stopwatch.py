@@ -157,9 +157,9 @@ def copied_by_all(steps: Sequence[Stopwatch], pp: Axis) -> list[list[list[Ran]]]
 
 
 def exposed_by_all(steps: Sequence[Stopwatch], pp: Axis) -> float:
-    """Return the mean over steps and ranks of `exposed_communication`, in seconds. Collective.
+    """Return the mean over steps and ranks of `exposed_communication`, in seconds.
 
-    `steps` are this rank's stopwatches of some steps.
+    Collective over pp. `steps` are this rank's stopwatches of some steps.
     """
     # The mean over this rank's steps of the sum over ranks.
     mine = torch.tensor([watch.exposed_communication for watch in steps], dtype=torch.float64)

@@ -105,6 +105,7 @@ def expert_bytes(
     splits the experts, as it splits an MLP.
 
     Args:
+        par: the sizes of the parallelism.
         tokens: number of tokens of a microbatch over all tensor- and context-parallel ranks.
         element_bytes: bytes of an element of an activation.
     Returns: (bytes in forward, bytes in backward, bytes of the largest collective).

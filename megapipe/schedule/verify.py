@@ -103,7 +103,7 @@ def _table_problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
-    """Return a sentence that says why a pass cannot be on this rank; None if it can."""
+    """Return a sentence that says why the pass `item` cannot be on a rank; None if it can."""
     place = schedule.placement
     kind, stage, _, piece = item
     if not 0 <= stage < place.num_stages:
@@ -121,7 +121,7 @@ def _misplaced(schedule: Schedule, rank: int, item: Pass) -> str | None:
 
 
 def _no_such_number(schedule: Schedule, item: Pass) -> str | None:
-    """Return why the stage of a pass cannot have its kind and microbatch; None if it can."""
+    """Return why the stage of `item` cannot have its kind and microbatch; None if it can."""
     place = schedule.placement
     kind, stage, microbatch, _ = item
     if kind.traits.per_stage:
@@ -192,7 +192,7 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
     """Yield a sentence for each stage that reads microbatches in another order than its chain.
 
     Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
-    all must be read in one order.
+    all must be read in one order. `seen` is {pass: index of its step in its row}.
     """
     place = schedule.placement
     orders: dict[tuple[Kind, int], list[Pass]] = {}
@@ -222,7 +222,10 @@ def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
 
 
 def _of_stages(seen: dict[Pass, int]) -> list[tuple[Kind, int]]:
-    """Return each (kind, training step) of the passes that run once per step and stage, sorted."""
+    """Return each (kind, training step) in `seen` of passes that run once per step and stage.
+
+    They are sorted.
+    """
     return sorted({(item.kind, item.microbatch) for item in seen if item.kind.traits.per_stage})
 
 
@@ -241,7 +244,7 @@ def _different_orders(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
     """Yield a sentence for two ranks that run common collectives in different orders.
 
     Collectives match only by their order. Two ranks with replicas of several stages have several in
-    common.
+    common. `seen` is {pass: index of its step in its row}.
     """
     place = schedule.placement
     for kind, number in _of_stages(seen):
@@ -297,7 +300,10 @@ def _never_again(schedule: Schedule) -> Iterator[str]:
 def _memory_problems(
     schedule: Schedule, memory: float, costs: Costs, clock: Clock
 ) -> Iterator[str]:
-    """Yield a sentence for each rank above its memory limit, with its first pass that is."""
+    """Yield a sentence for each rank above its memory limit, with its first pass that is.
+
+    `clock` has the times of every step.
+    """
     for rank, curve in enumerate(memory_steps(schedule, costs, clock)):
         # Sums of shares are rounded, so allow for a relative error of 1e-9.
         over = [i for _, held, i in curve if held > memory * (1 + 1e-9)]

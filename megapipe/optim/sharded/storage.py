@@ -89,7 +89,7 @@ class Storage:
     num_buckets: int | None
 
     def layout(self, stages: Sequence[nn.Module]) -> list[list[Stored]]:
-        """Return the buckets of each stage, in the order in which they are complete."""
+        """Return, for each stage, its buckets in the order in which gradients are complete."""
         chunks = []
         for stage in stages:
             params = dict(trained(stage))

@@ -76,31 +76,47 @@ class P2PCommunicator:
         return self.pp.rank
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
-        """Return the previous stage's output [s, b, h], with requires_grad; None on the first."""
+        """Return the previous stage's output, with requires_grad; None on the first stage.
+
+        Args:
+            tensor_shapes: shape [s, b, h] of the output, or a list of the shapes of several.
+            is_first_stage: whether this rank's stage is the first.
+        """
         if is_first_stage:
             return _each(tensor_shapes, lambda shape: None)
         return _each(tensor_shapes, lambda shape: self._communicate(recv_prev=shape)[0])
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
-        """Return the gradient from the next stage, [s, b, h]; None on the last stage."""
+        """Return the gradient of this stage's output, from the next stage; None on the last stage.
+
+        Args:
+            tensor_shapes: shape [s, b, h] of the gradient, or a list of the shapes of several.
+            is_last_stage: whether this rank's stage is the last.
+        """
         if is_last_stage:
             return _each(tensor_shapes, lambda shape: None)
         return _each(tensor_shapes, lambda shape: self._communicate(recv_next=shape)[1])
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
-        """Send an output to the next stage; do nothing on the last stage."""
+        """Send an output, or a list of them, to the next stage; do nothing if is_last_stage."""
         if not is_last_stage:
             _each(output_tensors, lambda x: self._communicate(send_next=x))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
-        """Send a gradient to the previous stage; do nothing on the first stage."""
+        """Send a gradient, or a list, to the previous stage; do nothing if is_first_stage."""
         if not is_first_stage:
             _each(input_tensor_grads, lambda x: self._communicate(send_prev=x))
 
     def send_forward_recv_backward(
         self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool
     ) -> Any:
-        """Send an output to the next stage, and return its gradient; None on the last stage."""
+        """Send an output to the next stage, and return its gradient from there.
+
+        Args:
+            output_tensors: the output, or a list of several.
+            tensor_shapes: shape of the gradient, or a list of the shapes of several.
+            is_last_stage: this rank's stage is the last: nothing is sent, and None is returned.
+        """
 
         def call(x: Any, shape: Any) -> Any:
             if is_last_stage:
@@ -112,7 +128,13 @@ class P2PCommunicator:
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
-        """Send a gradient to the previous stage, and return its output; None on the first stage."""
+        """Send an input's gradient to the previous stage, and return the next input from there.
+
+        Args:
+            input_tensor_grads: the gradient, or a list of several.
+            tensor_shapes: shape of the input, or a list of the shapes of several.
+            is_first_stage: this rank's stage is the first: nothing is sent, and None is returned.
+        """
 
         def call(x: Any, shape: Any) -> Any:
             if is_first_stage:
@@ -175,6 +197,11 @@ class P2PCommunicator:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Send and receive in all four directions at once.
 
+        Args:
+            output_tensor: sent to the next rank; None to send nothing.
+            input_tensor_grad: sent to the previous rank; None to send nothing.
+            recv_prev, recv_next: whether to receive from the previous and from the next rank.
+            tensor_shape: shape of the received tensors.
         Returns: (output of the previous rank, gradient of the next rank). An element is None if its
             recv_prev or recv_next is False.
         """
@@ -288,9 +315,10 @@ def axis_of(group: dist.ProcessGroup | Axis) -> Axis:
 def mesh_of(pg_collection: Any, pp: Axis | None = None) -> ProcessMesh:
     """Return the mesh that a Megatron ProcessGroupCollection describes.
 
-    The collection has the group tp and may have pp, dp, cp and dp_cp.
+    The collection must have the group tp, and may have pp, dp, cp and dp_cp.
 
     Args:
+        pg_collection: the collection.
         pp: the axis of the pipeline; None for the collection's own. If the collection has none
             either, there is one pipeline rank.
     Raises: ConfigError for a collection without tp.

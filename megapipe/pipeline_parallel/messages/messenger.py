@@ -235,7 +235,11 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """Return a part of a program, without the pass V in it, with its receives posted earlier."""
+    """Return a part of a program, without the pass V in it, with its receives posted earlier.
+
+    Args:
+        ahead: says which receives are posted earlier.
+    """
 
     def early(m: Message) -> bool:
         return m.dst == rank and m.src in ahead.peers

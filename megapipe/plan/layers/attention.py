@@ -59,7 +59,10 @@ def attention_work(model: ModelConfig, load: Load) -> Work:
 
 
 def _saved(model: ModelConfig, load: Load) -> dict[str, Any]:
-    """Return {"held", "copied": bytes} that attention keeps for backward: fields of `Work`."""
+    """Return {"held", "copied": bytes} that attention keeps for backward: fields of `Work`.
+
+    `load` has a rank's tokens, and the ranks that split the layer.
+    """
     queries = model.heads * model.head_dim
     keys = model.query_groups * model.head_dim
     grouped = model.heads > model.query_groups
@@ -108,7 +111,10 @@ def _by_blocks(model: ModelConfig, load: Load) -> bool:
 
 
 def _logarithms(model: ModelConfig, load: Load) -> float:
-    """Return the bytes of the softmax's log-sum-exp, a float32 for each query and head."""
+    """Return the bytes of the softmax's log-sum-exp, a float32 for each query and head.
+
+    `load` has a rank's tokens, and the ranks that split the layer.
+    """
     return 4 * load.tokens * model.heads / load.tp
 
 
@@ -119,6 +125,7 @@ def _windows(model: ModelConfig, load: Load, channels: int) -> float:
     All sequences share the mask.
 
     Args:
+        load: a rank's tokens, and the ranks that split the layer.
         channels: the number of channels of all heads' queries together.
     """
     window = model.window
@@ -143,7 +150,10 @@ def _windows(model: ModelConfig, load: Load, channels: int) -> float:
 
 
 def _latent_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of multi-latent attention (DeepSeek-V2) and the norm before it."""
+    """Return the work and memory of multi-latent attention (DeepSeek-V2) and the norm before it.
+
+    `load` has a rank's tokens, and the ranks that split the layer.
+    """
     h = model.hidden
     q_rank = model.q_lora_rank or 0
     kv_rank = model.kv_lora_rank
@@ -187,6 +197,7 @@ def _saved_with_latents(model: ModelConfig, load: Load, wide: int) -> dict[str, 
     """Return {"held", "copied": bytes}: the fields of `Work` for multi-latent attention.
 
     Args:
+        load: a rank's tokens, and the ranks that split the layer.
         wide: the number of channels of all heads together, as attention pads them: the wider of
             queries and values.
     """

@@ -11,7 +11,11 @@ CHUNK = 64
 
 
 def delta_work(model: ModelConfig, load: Load) -> Work:
-    """Return the work and memory of a layer's gated delta net and the norm before it."""
+    """Return the work and memory of a layer's gated delta net, with the norm before it.
+
+    Args:
+        load: a rank's tokens, and the ranks that split the layer.
+    """
     h = model.hidden
     rows = model.delta_rows
     values = model.delta_values
@@ -38,10 +42,11 @@ def delta_work(model: ModelConfig, load: Load) -> Work:
 
 
 def delta_flops(model: ModelConfig, length: int) -> float:
-    """Return the FLOPs of the gated delta rule for each token, in forward.
+    """Return the forward FLOPs of the gated delta rule for each token.
 
     Args:
-        length: tokens of a sequence, whose last chunk is filled up.
+        length: number of tokens of a sequence. It is computed in chunks, and the last chunk is
+            padded.
     """
     size = min(CHUNK, length)
     keys = model.linear_key_head_dim
@@ -55,13 +60,16 @@ def delta_flops(model: ModelConfig, length: int) -> float:
 
 
 def _solved(model: ModelConfig, length: int) -> float:
-    """Return the FLOPs for each token of a triangular system with two right sides."""
+    """Return the FLOPs for each token of solving a triangular system with two right-hand sides.
+
+    `length` is the number of tokens of a sequence.
+    """
     width = model.linear_key_head_dim + model.linear_value_head_dim
     # Half of a product.
     return _filled(length) * model.linear_num_value_heads * min(CHUNK, length) * width
 
 
 def _filled(length: int) -> float:
-    """Return the tokens of whole chunks, as a multiple of a sequence's tokens."""
+    """Return the number of tokens after padding the last chunk, divided by `length`."""
     size = min(CHUNK, length)
     return -(-length // size) * size / length

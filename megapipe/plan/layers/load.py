@@ -124,7 +124,10 @@ class Load:
 
 
 def around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
-    """Return [(bytes, module)] for what attention's norms, its input and its dropout keep."""
+    """Return [(bytes, module)] for what attention's norms, its input and its dropout keep.
+
+    `load` has a rank's tokens, and the ranks that split the layer.
+    """
     h = model.hidden
     # The norm's result can be recomputed. Without a norm before attention its input is the
     # residual stream itself.
@@ -137,7 +140,7 @@ def around(model: ModelConfig, load: Load) -> list[tuple[float, str]]:
 
 
 def norms_of_half(model: ModelConfig) -> int:
-    """Return the number of norms around attention, which is also that around an MLP: 1 or 2."""
+    """Return the number of norms around attention, and also around an MLP: 1 or 2."""
     return model.has_pre_norm + model.has_post_norm
 
 

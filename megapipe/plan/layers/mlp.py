@@ -159,6 +159,7 @@ def _placed(model: ModelConfig, load: Load, accepted: float) -> _Rows:
     """Return how many rows this rank's experts compute, and whether the rows are exchanged.
 
     Args:
+        load: a rank's tokens, and the ranks that split the layer.
         accepted: number of rows that no expert drops, on all tensor-parallel ranks together.
     """
     tokens = load.tokens / load.shared
@@ -181,6 +182,7 @@ def _saved(model: ModelConfig, load: Load, rows: _Rows) -> list[tuple[float, str
     """Return the bytes that experts, router and norm keep until backward.
 
     Args:
+        load: a rank's tokens, and the ranks that split the layer.
         rows: the rows of the microbatch on one rank.
     Returns: (bytes, names of the modules that save them, separated by spaces) for each group of
         tensors.
@@ -207,6 +209,7 @@ def _rest(model: ModelConfig, load: Load, rows: _Rows) -> float:
     """Return the bytes that router, shared expert, and the tables of where rows go keep.
 
     Args:
+        load: a rank's tokens, and the ranks that split the layer.
         rows: the rows of the microbatch on one rank.
     """
     tokens = load.tokens / load.shared

@@ -113,6 +113,7 @@ def clock(problem: Problem, orders: Orders) -> list[float] | None:
     """Return when every pass ends, by its integer, if each starts as soon as it can.
 
     Args:
+        problem: the placement with its costs and memory limits.
         orders: each rank's passes as integers.
     Returns: the ends in the time unit of the costs, with 0 for "no pass" as the last entry. None if
         ranks deadlock.
@@ -194,6 +195,7 @@ def fits(problem: Problem, orders: Orders) -> bool:
     """Return whether every rank stays within its memory limit in its order of passes.
 
     Args:
+        problem: the placement with its costs and memory limits.
         orders: each rank's passes as integers.
     """
     return all(fits_rank(problem, order, rank) for rank, order in enumerate(orders))
@@ -203,6 +205,7 @@ def fits_rank(problem: Problem, order: list[int], rank: int) -> bool:
     """Return whether one rank stays within its memory limit if it runs its passes in `order`.
 
     Args:
+        problem: the placement with its costs and memory limits.
         order: the rank's passes as integers.
     """
     holds = problem.holds
@@ -220,6 +223,9 @@ def encode(problem: Problem, schedule: Schedule) -> Orders:
     """Return each rank's passes of a table as integers, in the order of its row.
 
     A BW becomes B and W. An overlapped pair becomes its two passes, one after the other.
+
+    Args:
+        problem: the placement, which says the integer of each pass.
     """
     m = problem.microbatches
     split = {kind: (kind,) for kind in KINDS} | {Kind.BW: (Kind.B, Kind.W)}
@@ -234,6 +240,7 @@ def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
     """Return the table of these orders, with the given name and one pass in each step.
 
     Args:
+        problem: the placement, which says the integer of each pass.
         orders: each rank's passes as integers.
     """
     m = problem.microbatches
@@ -247,6 +254,8 @@ def decode(problem: Problem, orders: Orders, name: str) -> Schedule:
 def one_by_one(problem: Problem) -> Orders:
     """Return the orders of least memory: each rank ends one microbatch before it begins the next.
 
+    Args:
+        problem: the placement with its costs.
     Returns: each rank's passes as integers.
     """
     m = problem.microbatches
@@ -265,6 +274,7 @@ def backward_sooner(problem: Problem, order: list[int], rank: int) -> list[int] 
     Where an F does not fit even if all W have run, the next B that can run comes before it.
 
     Args:
+        problem: the placement with its costs and memory limits.
         order: F and B of the rank as integers, without W.
     Returns: the new order; None if no B can make room, or a B comes before its own F.
     """

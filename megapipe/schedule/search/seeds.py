@@ -35,8 +35,9 @@ OVERRUNS = (0.0, 0.3, 0.6, 1.0)
 def patterns(problem: Problem) -> list[tuple[Found, str]]:
     """Return (schedule, its name) for schedules of the catalogue that fit placement and memory.
 
-    They come in two versions: with their own order of W (weight gradient), and with W put where
-    ranks would wait. The best is first. The name "" stands for one microbatch at a time.
+    `problem` has the placement, costs and memory limits. The schedules come in two versions: with
+    their own order of W (weight gradient), and with W put where ranks would wait. The best is
+    first. The name "" stands for one microbatch at a time.
     """
     place = problem.placement
     found = []
@@ -211,7 +212,7 @@ _MIDDLE = (0.3,)
 
 
 def few(problem: Problem) -> int:
-    """Return a smaller number of microbatches that still has the whole warm-up and cool-down."""
+    """Return a smaller number of microbatches, with which warm-up and cool-down are the same."""
     ranks = problem.placement.num_ranks
     # 1F1B fills the pipeline with p microbatches and drains it with p; a third p is the middle.
     # A large table does without, as its small contest must be short.

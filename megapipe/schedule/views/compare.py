@@ -354,6 +354,10 @@ def _pairs(
     An overlapped pair runs a forward and a backward together. The sentence gives its time in
     percent of the time of both passes in sequence. The list is empty if the costs already give the
     time of a pair, or if no such time reaches the best row.
+
+    Args:
+        rows: the rows of the comparison.
+        best: the row with the shortest makespan.
     """
     paired = [name for name, entry in SCHEDULES.items() if entry.pairs and entry.copies == 1]
     row = next((row for row in rows if row.label in paired and row.fits), None)

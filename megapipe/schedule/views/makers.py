@@ -83,6 +83,7 @@ def _given(
 
     Args:
         table: the table or recipe.
+        memory: limit on a rank's activation, in the unit of the costs; None for no limit.
     """
     # Both become recipes, so that a table gets the same treatment as one that flags describe.
     if isinstance(table, Recipe):

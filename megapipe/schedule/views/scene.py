@@ -114,6 +114,9 @@ def tracks_of(schedule: Schedule, time: Timeline) -> list[Track]:
         rank 0 |F0  F1      B0  ...
            d2h |  O0  O1
            h2d |          L0
+
+    Args:
+        time: the timeline.
     """
     found = []
     for rank, lane in schedule.streams:

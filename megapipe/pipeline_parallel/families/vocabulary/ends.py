@@ -171,7 +171,10 @@ def stages_of(setting: Setting) -> dict[int, Shared]:
 
 
 def _losses(place: Placement, *, evaluates: bool) -> int:
-    """Return the number of losses of a microbatch: one, and in training one for each MTP depth."""
+    """Return the number of losses of a microbatch: the model's, and in training each MTP depth's.
+
+    `evaluates` says that the step is an evaluation.
+    """
     return 1 if evaluates else 1 + place.depths
 
 
@@ -179,7 +182,7 @@ def shape_of(sizes: Sizes) -> Callable[[Pass], Shape | None] | None:
     """Return a function that returns the shape of a message, given the pass that makes it.
 
     Returns None if the vocabulary is not shared. The function itself returns None for hidden states
-    of the usual shape.
+    of the usual shape. `sizes` has the numbers on which shapes depend.
     Raises: ConfigError for sequences that shares cannot work on.
     """
     place = sizes.place

@@ -192,7 +192,7 @@ class Together:
             return one(), other()
 
     def _run(self, first: Callable[[], T], second: Callable[[], U], watch: Watch) -> tuple[T, U]:
-        """Run two passes together, `first` in this thread, and return both results.
+        """Run two passes together and return both results: `first` runs in this thread.
 
         Args:
             watch: measures the waits of each pass.
@@ -238,7 +238,10 @@ class Together:
         return pair
 
     def _end(self, pair: Shared) -> None:
-        """End the second pass after an error of the first; it is at a wait or has not begun."""
+        """End the second pass after an error of the first one.
+
+        The second pass waits for a collective then, or has not begun.
+        """
         pair.first.over = True
         pair.second.ends = True
         while not pair.second.over:

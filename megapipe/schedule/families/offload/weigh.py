@@ -94,7 +94,7 @@ def places(plain: Schedule) -> list[Place]:
     """Return every (stage, microbatch) or (stage, number of the slice), called a place.
 
     They are ordered stage by stage. Each of DualPipe's two copies of the model has its own
-    microbatches.
+    microbatches. `plain` is the table without offload and recomputation.
     """
     place = plain.placement
     per = len(plain.slices)
@@ -109,6 +109,8 @@ def places(plain: Schedule) -> list[Place]:
 
 def forward_of(plain: Schedule, place: Place) -> Pass:
     """Return the forward of a place.
+
+    `plain` is the table without offload and recomputation.
 
     Args:
         place: (stage, microbatch) or (stage, number of the slice).
@@ -180,7 +182,10 @@ def _simulated(plain: Schedule, costs: Costs, limits: Sequence[float], choices: 
 
 
 def _user(time: Timeline, f: Pass) -> Pass:
-    """Return the backward of the forward `f`: B if the table has it split, else BW."""
+    """Return the backward of the forward `f`: B if the table has it split, else BW.
+
+    `time` has the passes of the table.
+    """
     b = f._replace(kind=Kind.B)
     if b in time.start:
         return b

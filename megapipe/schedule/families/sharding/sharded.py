@@ -240,7 +240,7 @@ class _Played:
         self.time = simulate(table, costs)
 
     def fits(self, limits: Sequence[float]) -> bool:
-        """Return whether every rank holds at most its limit."""
+        """Return whether every rank holds at most its memory limit."""
         both = zip(self.time.peak, limits, strict=True)
         return all(held <= limit * _HAIR for held, limit in both)
 

@@ -51,7 +51,9 @@ def changed(manner: Manner, ranks: int, random: Random) -> Manner:
     """Return a policy with one of its values changed at random.
 
     Args:
+        manner: the policy by which ranks choose among passes and pairs.
         ranks: number of ranks.
+        random: the source of random numbers.
     """
     kind = random.randrange(7)
     if kind == 0:

@@ -129,7 +129,10 @@ class Play:
             self.backwards.append([x._replace(kind=Kind.B) for x in backwards])
 
     def timed(self, manner: Manner) -> tuple[float, Callable[[], Rows]] | None:
-        """Return (makespan, function that returns each rank's steps); None if ranks deadlock."""
+        """Return (makespan, function that returns each rank's steps) under a policy.
+
+        `manner` is the policy. Returns None if ranks deadlock.
+        """
         rows = self.run(manner)
         if rows is None:
             return None
@@ -137,7 +140,10 @@ class Play:
         return max(ends[-1] for ends in clock.end if ends), lambda: rows
 
     def run(self, manner: Manner) -> Rows | None:
-        """Return each rank's steps, with all passes of the table; None if ranks deadlock."""
+        """Return each rank's steps under a policy, with all passes of the table.
+
+        `manner` is the policy. Returns None if ranks deadlock.
+        """
         self.manner = manner
         self.wait = manner.wait * self.forward
         spare = manner.spare or (0,) * len(self.limits)
