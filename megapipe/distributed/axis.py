@@ -71,6 +71,8 @@ at_waits = AtWaits()
 class Pending:
     """The result of a collective that may still be under way.
 
+    `wait` returns the result, and `then` applies a function to it.
+
     Attributes:
         tensor: the tensor to which the collective writes. Read it only after `wait`.
         work: one or several handles that wait for the collective; None if it is complete.

@@ -370,7 +370,7 @@ def versions(device: torch.device) -> str:
 
 @dataclass(eq=False)
 class Gauge:
-    """A counter of the bytes of memory that all stages of a rank use for one purpose.
+    """A counter of the bytes that all stages of a rank use for one purpose. `add` changes it.
 
     Attributes:
         bytes: the number in use now.

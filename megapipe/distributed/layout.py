@@ -15,6 +15,9 @@ from megapipe.distributed.axis import Axis
 class Layout:
     """The split of a parameter over tensor and expert parallelism, and its initial values.
 
+    `local` returns the shape of a rank's slice, and `mine` the slice. `splits` and `pieces` say
+    which axes split it.
+
     Attributes:
         full: shape of the unsplit parameter, in which it is saved. Over t tensor-parallel ranks, a
             rank's tensor is a slice of it, with size full[dim] / t in dimension `dim`.

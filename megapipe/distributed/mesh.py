@@ -51,6 +51,7 @@ class ProcessMesh:
     """The axes of one process: its ranks along each kind of parallelism.
 
     `create` makes the mesh, or `single` for a single process. `close` destroys its groups.
+    `current` returns the mesh of this process.
 
     Attributes:
         tp: tensor parallelism. Layers get only this axis, which also has etp, ep and experts.

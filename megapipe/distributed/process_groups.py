@@ -31,9 +31,10 @@ _JOINT = {
 class ProcessGroupCollection:
     """Megatron's collection of a rank's process groups, with Megatron's names.
 
-    A group is None if the rank has none, or if it was not asked for. dp_cp_ag and expt_dp_ag are
-    None, because parameters are gathered over dp_cp and expt_dp. `of` and `use_mpu_process_groups`
-    make the collection from a mesh.
+    Fields have the names of axes: tp, pp, cp, dp, mp (tp with pp), ep, expt_ for experts, embd for
+    embeddings. A group is None if the rank has none, or if it was not asked for. dp_cp_ag and
+    expt_dp_ag are None, because parameters are gathered over dp_cp and expt_dp. `of` and
+    `use_mpu_process_groups` make the collection from a mesh.
     """
 
     tp: Group | None = None

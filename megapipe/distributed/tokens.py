@@ -28,7 +28,8 @@ class Cut:
 
     A sequence is cut into 2c equal pieces. Rank r of c ranks has the r-th piece and the r-th piece
     from the end. Causal attention is then equal work on all ranks (Dubey et al. 2024, section
-    3.3.2). `take` cuts a tensor, `join` joins the parts, and `spans` returns positions.
+    3.3.2). `take` cuts a tensor, `join` joins the parts, and `spans` returns positions. `whole`
+    returns the length of the full sequence.
 
     Attributes:
         rank: r, this rank's position.
@@ -137,6 +138,8 @@ def share_of(tokens: Tokens, n: int, of: int) -> Tokens:
 @dataclass(frozen=True)
 class Documents:
     """The documents in the sequences of a microbatch.
+
+    `borders` and `first_seen` return positions at which documents begin.
 
     Attributes:
         lengths: for each of the b sequences, the lengths of its documents in order; their sum is s.

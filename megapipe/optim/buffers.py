@@ -117,8 +117,8 @@ class FlatBuffers:
     """The flat tensors of one stage or bucket: weights, gradients and main parameters.
 
     They are `model` (weights), `grads` and `main` (main parameters). The parameters become views of
-    `model`, and get `main_grad`, a view of `grads`. Methods start collectives on the tensors, and
-    return views of single parameters.
+    `model`, and get `main_grad`, a view of `grads`. `start_reduce` and `start_gather` start
+    collectives on them, and `view` returns the part of one parameter.
 
     Args:
         params: {name: parameter}, all of one floating dtype on one device.

@@ -46,6 +46,8 @@ class Row(NamedTuple):
 class Census(NamedTuple):
     """A list of every parameter of the pipeline, by name.
 
+    `order` numbers the parameters of the whole model.
+
     Attributes:
         owners: {name: the parameter on the rank with its optimizer state}.
         twins: {name: the parameter's replica on the mirrored rank}, under DualPipe.

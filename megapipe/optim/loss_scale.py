@@ -16,6 +16,8 @@ from megapipe.config import PrecisionConfig
 class LossScale:
     """The factor on the loss, and the counters that decide on the next factor.
 
+    `start` returns the first value of a run, and `after` the value after a step.
+
     Attributes:
         scale: the factor. Losses are multiplied by it before backward, and gradients are divided by
             it afterwards.

@@ -78,6 +78,8 @@ class WeightDecay:
 class LRSchedule:
     """The learning rate over a run: a warm-up, then a curve. It also has the weight decay.
 
+    `of` makes it from the flags.
+
     Attributes:
         lr: the rate after the warm-up.
         min_lr: the lowest rate after the warm-up.

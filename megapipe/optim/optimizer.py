@@ -52,7 +52,8 @@ class Optimizer:
 
     The constructor moves parameters into flat buffers and gives each a `main_grad`. Parameters with
     requires_grad False are left alone. The constructor is collective over the pipeline; `reduce`
-    and `update` are collective over the mesh. `state` and `load_state` are for checkpoints.
+    and `update` are collective over the mesh. `state` and `load_state` are for checkpoints, and
+    `params_norm` and `count_zeros` for the log.
 
     Under DualPipe a stage exists twice, on mirrored ranks, which sum their gradients. One of them,
     the owner, has main parameters and state, updates, and sends the weights to the other rank. Norm
@@ -202,9 +203,9 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that a resumed run needs and this rank owns.
 
-        They are {name of the rule's state: {parameter: tensor}}. If the model has 16-bit weights,
-        the main parameters are added under "master". A use of a tied weight on its owner's rank has
-        none.
+        They are {name of a state, such as exp_avg: {parameter: tensor}}. If the model has 16-bit
+        weights, the main parameters are added under "master". A use of a tied weight on its owner's
+        rank has none.
 
         Tensors are views. Under ZeRO-1 they are full copies on the host, from which `load_state`
         takes the shares, and the call is collective over data parallelism.

@@ -79,7 +79,8 @@ class Part:
     """A part of the parameters, which a rule updates in place.
 
     For an elementwise rule a part has many parameters in one flat tensor. For any other rule it is
-    a single parameter. `whole` and `mine` gather and cut a split parameter.
+    a single parameter. `whole` and `mine` gather and cut a split parameter, and `round_value`
+    rounds it to the model.
 
     Attributes:
         names: names of the parameters in the whole model.
@@ -150,6 +151,8 @@ class Rule(Protocol):
     - `keeps_grad`: apart from multiplying by the factors it does not change gradients. If an update
       may have to be repeated from its gradients, any other rule is given copies.
     - `may_round`: its state may be stored in 16 bits.
+
+    `update` updates all parameters of a rank.
 
     Attributes:
         elementwise: the update of each element depends only on its own gradient and state. ZeRO-1

@@ -19,7 +19,10 @@ from megapipe.optim.traits import FLAG, KNOWN
 
 
 class Adam:
-    """The rule AdamW, see adamw.py. Parameters, gradients and state may be stored in 16 bits."""
+    """The rule AdamW, see adamw.py. Parameters, gradients and state may be stored in 16 bits.
+
+    `update` updates parts of the parameters. `flags` are the optimizer's flags.
+    """
 
     elementwise, may_round, state = KNOWN["adam"]
     sweeps = True
@@ -88,7 +91,10 @@ def _pieces(part: Part) -> Iterator[tuple[Part, list[tuple[Tensor, Tensor]]]]:
 
 
 class Sgd:
-    """The rule SGD with momentum, as in torch.optim: m = momentum m + grad + decay w; w -= lr m."""
+    """The rule SGD with momentum, as in torch.optim: m = momentum m + grad + decay w; w -= lr m.
+
+    `update` updates parts of the parameters. `flags` are the optimizer's flags.
+    """
 
     elementwise, may_round, state = KNOWN["sgd"]
     keeps_grad = True
@@ -113,7 +119,8 @@ class Muon:
     Muon orthogonalises the momentum by Newton-Schulz (Jordan 2024,
     kellerjordan.github.io/posts/muon). A matrix is gathered over tensor parallelism, and each rank
     orthogonalises all of it. As in Megatron-LM, gate and value of SwiGLU are one matrix. Queries,
-    keys and values of all heads are three matrices, and each expert has its own matrix.
+    keys and values of all heads are three matrices, and each expert has its own matrix. `update`
+    updates parts of the parameters. `flags` are the optimizer's flags.
     """
 
     elementwise, may_round, state = KNOWN["muon"]

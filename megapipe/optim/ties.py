@@ -24,6 +24,8 @@ from megapipe.optim.census import Census, Row, natural
 class Tie(NamedTuple):
     """A weight that several parameters (its uses) repeat, such as a tied embedding and head.
 
+    `owner` is the first use. `on` returns the uses on a rank.
+
     Attributes:
         uses: the rows of these parameters. The first is the owner, which has the weight. Last come
             uses without optimizer state, which receive updated weights from the owner's rank. The
@@ -56,8 +58,8 @@ class Tie(NamedTuple):
 class Ties:
     """The weights with several uses that concern a rank, with their memory, gradients and updates.
 
-    `share` gives uses one memory, `add_gradients` sums their gradients, and `feed` sends updated
-    weights.
+    `all` lists the weights. `share` gives uses one memory, `add_gradients` sums their gradients,
+    and `feed` sends updated weights.
 
     Attributes:
         census: the list of all parameters of the pipeline.
@@ -150,7 +152,7 @@ class Ties:
     def share(self) -> None:
         """Give the uses on this rank one memory, with the owner's values.
 
-        Collective over mesh.ends.
+        Collective over mesh.ends, the ranks of this pipeline that share weights.
         """
         # `data` is replaced, so that a tied parameter keeps its own gradient.
         for user, other in self.memory_of.items():
@@ -163,7 +165,7 @@ class Ties:
     def feed(self) -> None:
         """Send updated weights to the ranks that have no optimizer state for them.
 
-        Collective over mesh.ends.
+        Collective over mesh.ends, the ranks of this pipeline that share weights.
         """
         rank = self.mesh.pp.rank
         for tie in self.sent:
@@ -190,9 +192,10 @@ class Ties:
         self._from(tie.owner, weight)
 
     def add_gradients(self) -> None:
-        """Sum each weight's gradients over its uses. Collective over mesh.ends.
+        """Sum each weight's gradients over its uses.
 
-        The uses with optimizer state get the sum.
+        Collective over mesh.ends, the ranks of this pipeline that share weights. The uses with
+        optimizer state get the sum.
         """
         for tie in self.all:
             own = [self.main_grad(name) for name in tie.on(self.mesh.pp.rank)]

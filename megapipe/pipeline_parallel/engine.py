@@ -75,6 +75,8 @@ _kept = lru_cache(maxsize=16)(share_of_window)
 class ForwardBackward:
     """A callable that runs the forward and backward passes of one rank's steps, one step a call.
 
+    `table` returns the schedule for a number of microbatches.
+
     Args:
         mesh: this rank's mesh.
         schedule: a table, or a name that `schedule.build` knows.

@@ -25,9 +25,11 @@ from megapipe.schedule import Exchange, Pass, Placement, Program
 
 
 class Stage(Protocol):
-    """The methods of a stage that the executor calls, one for each kind of pass.
+    """The methods of a stage that the executor calls.
 
-    `microbatch` is the number of the microbatch or, if microbatches are cut, of the slice.
+    `forward`, `backward` and `weight` run F, B (or BW) and W of a microbatch. `forget` lets a step
+    begin again, and `same_waits` says which backwards may run together. `microbatch` is the number
+    of the microbatch or, if microbatches are cut, of the slice.
     """
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
@@ -254,8 +256,16 @@ def _forget(stages: Mapping[int, Stage], hand: _Hand) -> None:
 class _Runs(NamedTuple):
     """The objects with which a rank runs the items of its program: passes and exchanges.
 
-    `item` runs one item, and `labelled` does so with labels for a profiler. Both return whether the
-    program must begin again, because V found that the last update was wrong.
+    `item` runs one item with `single` or `several`, and `labelled` does so with labels for a
+    profiler. Both return whether the program must begin again, because V found that the last update
+    was wrong.
+
+    Attributes:
+        stages: {number of a stage: the stage}.
+        hand: the results that the rank holds.
+        comm: sends and receives messages.
+        watch: measures times.
+        together: runs the passes of a pair.
     """
 
     stages: Mapping[int, Stage]

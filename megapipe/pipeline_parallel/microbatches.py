@@ -27,8 +27,8 @@ class Microbatches:
     """The microbatches of one stage. In this class each has one part, the whole microbatch.
 
     A subclass cuts a microbatch into several parts, its slices. Parts have consecutive numbers
-    through all microbatches. `number` is the number of a part in all methods. The stage calls them
-    for the part of each pass.
+    through all microbatches. `number` is the number of a part in all methods. The methods return a
+    part's tokens, random stream, loss and message shape.
     """
 
     # A stage asks these for every pass, so a shape overrides only the answers that it changes.

@@ -49,9 +49,10 @@ class _Saved(NamedTuple):
 class PipelineStage:
     """One stage in one step: it runs Megatron's forward_step_func and differentiates it.
 
-    The executor calls its methods for the passes F, B and W of a microbatch. Methods get the number
-    of a microbatch. If microbatches are cut into slices, it is the number of a slice, counted
-    through all microbatches. `finish` checks the end of a step, and `forget` lets it begin again.
+    The executor calls `forward`, `backward` and `weight` for the passes F, B (or BW) and W of a
+    microbatch. Methods get the number of a microbatch. If microbatches are cut into slices, it is
+    the number of a slice, counted through all microbatches. `finish` checks the end of a step, and
+    `forget` lets it begin again.
 
     Args:
         request: the arguments of the step. Losses are reported without the factors that they have

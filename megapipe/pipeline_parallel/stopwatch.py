@@ -24,8 +24,8 @@ class Stopwatch:
     """A stopwatch for the passes of one step, in their order.
 
     Both passes of an overlapped pair have the same times. `ask`, `note` and `copying` measure times
-    and never wait for the device. The other methods return the times, once the step is over. A mark
-    is a point in time on the device's clock.
+    and never wait for the device. `times`, `ran`, `copied` and `exposed_communication` return the
+    times, once the step is over. A mark is a point in time on the device's clock.
 
     Attributes:
         schedule: the table of the passes. Only `ran` and the functions below need it.

@@ -35,6 +35,10 @@ class _Columns(NamedTuple):
 
     A column has one value for each stage in the model's order, then one for each depth of
     multi-token prediction.
+
+    Attributes:
+        f, b, w: times of the passes.
+        held, kept, copied: bytes, as in `Work`.
     """
 
     f: Floats

@@ -101,6 +101,7 @@ class Costs(FamilyCosts, CoreCosts):
 
     The fields are those in `CoreCosts` and in the costs of each family of passes. Methods compute
     the time of a pass, pair or message (`durations`, `of_step`, `lag`) and memory (`memory`).
+    `of_slice` and `of_positions` return costs of a part, and `by_stage` a field for each stage.
 
     Raises: ScheduleError for a number that is negative, NaN, or so large that sums may overflow.
     """

@@ -67,7 +67,7 @@ class Terms(Protocol):
 
 @dataclass(frozen=True)
 class Fixed:
-    """Terms that are the same for every table.
+    """Costs and memory limits that are the same for every table.
 
     Attributes:
         price: the costs of any table.

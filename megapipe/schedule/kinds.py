@@ -111,7 +111,9 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of a kind of pass: all that simulation, verification and pictures use of it.
+    """The properties of a kind of pass, as simulation, verification and pictures use them.
+
+    Each kind runs on one stream.
 
     Attributes:
         meaning: the kind in words, for legends.
@@ -128,8 +130,8 @@ class Traits:
         evaluates: is also part of an evaluation, which updates nothing.
         repeats: a second run leaves the same state as the first. This holds for every kind that
             `evaluates` too.
-        posted: starts only after the compute pass before it in the row, even if its own stream is
-            free earlier.
+        posted: it starts only after the compute pass before it in the row, even if its own stream
+            is free earlier.
         further: may also belong to the training step after the last one of its table.
         border: no message is in flight while it runs, because the passes before it may have to run
             again.

@@ -36,7 +36,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Messages that one rank posts together, in an order that all ranks have in common."""
+    """Messages that one rank posts together, in an order that all ranks have in common.
+
+    Attributes:
+        messages: the messages, in that order.
+    """
 
     messages: tuple[Message, ...]
 

@@ -21,7 +21,8 @@ from megapipe.schedule.placement import Placement as Placement
 class Pass(NamedTuple):
     """One microbatch, or one slice of it, going through one stage once.
 
-    A pass prints as stage, kind, microbatch: `2F0`, `1BW3`, and `2F0.1` for its slice 1.
+    A pass prints as stage, kind, microbatch: `2F0`, `1BW3`, and `2F0.1` for its slice 1. `of` is
+    its label in pictures.
 
     Attributes:
         microbatch: number of the microbatch. For kinds with `traits.per_stage`, which run once per
@@ -83,6 +84,8 @@ class Last(NamedTuple):
 class Shared(NamedTuple):
     """A stream that several ranks share, such as copies through one PCIe switch.
 
+    It is the stream of copies to the host, or the stream of copies back.
+
     Attributes:
         ranks: the ranks that share it.
         order: all its passes in the one order in which they run.
@@ -98,7 +101,8 @@ class Schedule:
     """A table of steps for each rank. Nothing in it depends on costs, torch or process groups.
 
     Methods iterate over its passes (`steps`, `passes`) and return changed tables (`map`,
-    `without`). They also say how passes depend on each other (`needs`, `links`).
+    `without`). They say how passes depend on each other (`needs`, `links`), and to which slice,
+    document or chain a pass belongs.
 
     Attributes:
         num_microbatches: microbatches of one training step.

@@ -49,7 +49,7 @@ MOST_CELLS, MOST_STAGES = 4_000_000, 10_000
 class Entry:
     """The description of one schedule of the catalogue.
 
-    Its properties say which numbers a user may choose.
+    `grouped`, `sliced` and `any_chunks` say which numbers a user may choose.
 
     Attributes:
         generate: the function that makes its table. It takes (ranks, microbatches). If it has

@@ -25,7 +25,9 @@ from megapipe.schedule.passes import Pass, Placement, Schedule, Step
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times and memory of a schedule under given costs, in the units of these costs.
+    """The simulated times and memory of a schedule, in the units of the costs.
+
+    `period`, `bubble`, `idle` and `peak` summarise them for each rank or in one number.
 
     Attributes:
         start, end: times of every pass; both passes of an overlapped pair have the pair's times.
@@ -115,8 +117,8 @@ def simulate(
     """Return the times and memory of a schedule under these costs.
 
     Args:
-        took: {pass: measured duration, overhead included}. It replaces the costs of these passes;
-            None for no measurements.
+        took: {pass: measured duration with overhead}, which replaces the costs of these passes; or
+            None.
     Raises: ScheduleError if ranks deadlock, with each waiting rank, its step and what it lacks.
         TypeError for a name in place of a schedule, or numbers in place of costs.
     """
@@ -172,8 +174,7 @@ def run_clock(
     Each rank advances until a step lacks an input. The pass that produces the input then wakes it.
 
     Args:
-        took: {pass: measured duration}. It replaces the costs of these passes; None for no
-            measurements.
+        took: {pass: measured duration}, which replaces the costs of these passes; or None.
     Raises: ScheduleError if ranks deadlock.
     """
     rows = schedule.ranks
@@ -353,7 +354,7 @@ _ASIDE = {Where.EARLIER: -1, Where.LATER: 1}
 def _lengths(
     costs: Costs, place: Placement, cuts: tuple[float, ...], documents: tuple[tuple[int, ...], ...]
 ) -> Callable[[Step], float]:
-    """Return a function that takes a step and returns its duration under these costs and slices.
+    """Return a function from a step to its duration.
 
     Args:
         cuts: lengths of the slices of a microbatch; () if microbatches are not cut.

@@ -38,7 +38,7 @@ class ShardedBuffers(FlatBuffers):
 
     Args:
         tied: names of weights that are used several times.
-        given: the other arguments, as for FlatBuffers.
+        params, borrowed, live, given: as for FlatBuffers.
 
     Attributes:
         total: this rank's share of the step's gradients so far, summed over ranks.

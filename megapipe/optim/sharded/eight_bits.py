@@ -175,7 +175,7 @@ class InEightBits(FlatBuffers):
 
     Args:
         products: {name of a weight: its FP8 products}.
-        given: the other arguments, as for FlatBuffers.
+        params, borrowed, live, given: as for FlatBuffers.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ class Gathers:
     """The gathering of a rank's weights under ZeRO, stage by stage.
 
     The executor calls `start` before a stage's passes and `drop` after them. `whole` is for other
-    code. Stages are numbered by their position on this rank. A stage whose parameters use the
-    memory of another stage also needs that stage's weights. For example, a head may run before the
-    stage with its tied embedding.
+    code, and `updated` notes that weights have changed. Stages are numbered by their position on
+    this rank. A stage whose parameters use the memory of another stage also needs that stage's
+    weights. For example, a head may run before the stage with its tied embedding.
 
     Args:
         chunks: for each stage, its buffers.

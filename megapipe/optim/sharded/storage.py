@@ -169,8 +169,10 @@ def in_eight_bits(stages: Sequence[nn.Module]) -> dict[str, Scaled]:
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Return bfloat16 for such a value of --main-grads-dtype or --main-params-dtype, else None.
+    """Return torch.bfloat16 if a flag's value asks for it, else None.
 
-    With None, buffers have their usual type.
+    Args:
+        name: the value of --main-grads-dtype or --main-params-dtype. With None, buffers have their
+            usual type.
     """
     return torch.bfloat16 if name == "bf16" else None

@@ -60,7 +60,7 @@ class DeferredWeightGrads:
 
     Modules call `if WeightGradStore.enabled: WeightGradStore.put(job) else: job()`, where `job`
     computes one weight gradient. `backward` makes the context in which a stage's backward runs, so
-    that `put` finds the stage.
+    that `enabled` and `put` refer to that stage.
     """
 
     def __init__(self) -> None:
@@ -114,6 +114,9 @@ WeightGradStore = DeferredWeightGrads()
 @dataclass(eq=False)
 class PairedStage:
     """A stage that runs a module of DeepSeek's contract; the executor calls its methods for passes.
+
+    `forward`, `backward` and `weight` run F, B (or BW) and W of a microbatch.
+    `overlapped_forward_backward` runs a pair.
 
     Args:
         module: a module as described at the top of this file. If it lacks the classmethod

@@ -262,6 +262,10 @@ class _Mapped(Transport):
 
     Operations name a peer by its place in the pipeline, and `post` translates it to the rank in the
     group.
+
+    Attributes:
+        pp: the pipeline axis, as for Transport.
+        of_group: for each place in the pipeline, the rank in the group.
     """
 
     def __init__(self, pp: Any, of_group: Sequence[int]) -> None:

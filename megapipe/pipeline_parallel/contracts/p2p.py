@@ -21,11 +21,12 @@ from megapipe.pipeline_parallel.messages.transport import InFlight, Op, P2PMode,
 
 
 class P2PCommunicator:
-    """Sends and receives of one pipeline rank, called in Megatron's order.
+    """The sends and receives of one pipeline rank, with Megatron's interface.
 
-    The first and the last stage lack a neighbour: the part of a call that concerns a missing
-    neighbour does nothing. Shapes and tensors may be lists, with one for each message, as in
-    Megatron. Then results are lists too.
+    A `recv_` method returns a tensor from a neighbour, a `send_` method sends one, and others do
+    both at once. The first and the last stage lack a neighbour: the part of a call that concerns a
+    missing neighbour does nothing. Shapes and tensors may be lists, with one for each message, as
+    in Megatron. Then results are lists too.
 
     Args:
         pp_group: the pipeline's process group, or our Axis.

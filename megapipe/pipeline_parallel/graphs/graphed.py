@@ -26,7 +26,8 @@ class Graphed(nn.Module):
 
     A slot has the graphs and buffers for one microbatch. A call replays a graph if a slot is free
     and if its arguments have the same shapes and types as the captured ones. Any other call goes to
-    the module itself. `begin` captures graphs before a step.
+    the module itself. `begin` captures graphs before a step, and `set_input_tensor` sets the input
+    of the next call.
 
     Args:
         module: the stage.

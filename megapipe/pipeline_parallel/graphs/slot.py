@@ -27,6 +27,8 @@ from megapipe.tensor_parallel.weight_grad import WeightGrads
 class Form:
     """The shapes and types in a call. One graph serves two calls only if their forms are equal.
 
+    `of` makes the form of a call.
+
     Attributes:
         x: shape, strides, type and device of the stage's input; None without input.
         leaves: the arguments without their nesting. A tensor is replaced by its shape, strides,
@@ -52,7 +54,11 @@ class Form:
 
 @dataclass(frozen=True)
 class _Like:
-    """The properties of a tensor without its values. `buffer` makes a tensor of zeros like it."""
+    """The properties of a tensor without its values. `buffer` makes a tensor of zeros like it.
+
+    Attributes:
+        shape, stride, dtype, device: the properties.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -76,7 +76,9 @@ class Ahead(NamedTuple):
 
 
 class InFlight:
-    """A tensor that is being sent or received. `wait` returns it when that is done.
+    """A tensor that is being sent or received.
+
+    `wait` returns it when that is done, and `is_over` says whether it is.
 
     Args:
         tensor: the tensor, or the buffer that receives it.
@@ -113,6 +115,7 @@ class Transport:
     """A poster of sends and receives over the process group of an axis.
 
     `post` starts several operations in the way of the mode, and `one` starts one operation.
+    `receives_ahead` says which receives may be posted early.
 
     Args:
         pp: the pipeline axis. Its group may be a bare ProcessGroup that torch.distributed does not
@@ -223,7 +226,7 @@ class Transport:
 
 
 class _Unit:
-    """A handle of several operations that complete together."""
+    """A handle of several operations that complete together, made from their handles."""
 
     def __init__(self, works: Sequence[Handle]) -> None:
         self._works = list(works)

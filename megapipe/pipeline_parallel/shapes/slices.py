@@ -27,6 +27,8 @@ from megapipe.tensor_parallel.rng import Stream
 class Lengths:
     """The lengths of a microbatch's slices, in tokens of the whole sequence on all ranks.
 
+    `of` returns the lengths for one microbatch.
+
     Attributes:
         usual: the lengths without regard to documents.
         multiple: each length is a multiple of this number.

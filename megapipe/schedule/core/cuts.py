@@ -142,8 +142,8 @@ def at_borders(
 ) -> tuple[int, ...]:
     """Return the tokens of each slice after moving cuts to the borders of documents.
 
-    A cut moves to the nearest border that is a multiple, at most half of the way to the next cut on
-    either side. Without such a border it stays.
+    A cut moves to the nearest border that is a multiple of `multiple`. It moves at most half of the
+    way to the next cut on either side. If there is no such border, it stays.
 
     Args:
         lengths: tokens of each slice before.

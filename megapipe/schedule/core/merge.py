@@ -74,7 +74,7 @@ def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[
 def activation(schedule: Schedule, costs: Costs, time: Timeline) -> tuple[float, ...]:
     """Return the largest activation of layers that each rank holds, in the unit of the costs.
 
-    The memory of the vocabulary's shares is not counted.
+    The memory of a vocabulary that ranks share is not counted.
 
     Args:
         time: the simulated times and memory of the table under `costs`.

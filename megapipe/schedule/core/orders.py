@@ -25,6 +25,7 @@ class Problem:
     memory are in the units of the costs.
 
     Attributes:
+        microbatches: number of microbatches.
         costs: the costs from which the lists are computed.
         memory: limit of each rank.
         period: a search minimises the longest time from first start to last end of a rank, and not

@@ -35,7 +35,7 @@ class Prices(Protocol):
 
 
 class Times(Protocol):
-    """The part of a finished simulation that a family uses: when each step starts and ends.
+    """The part of a finished simulation that a family uses: `start` and `end` of each step.
 
     Both lists are indexed [rank][step of the rank's row], in the time unit of the costs.
     """

@@ -79,7 +79,8 @@ def _eight_sections(
         s1: the rank's stage for microbatches that go in the opposite direction.
         fold: number of ranks that the microbatches of s0 visit in this direction.
         depth: number of these ranks that they visit before this rank.
-        main: rounds of section 4, which overlaps F and B; as many as forwards of s0 are left.
+        main: number of rounds of section 4, in which F and B overlap. It runs all remaining
+            forwards of s0.
         first: {stage: number of its first microbatch}; 0 for a stage that is not in it.
     """
     # The sections of rank 0 for DualPipeV on 2 ranks, with 4 microbatches. [i] is a backward, (i)

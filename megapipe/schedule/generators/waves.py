@@ -17,8 +17,8 @@ from megapipe.schedule.placement import mirror, wave
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Return Chimera (Li and Hoefler 2021, sec. 3.1 and 3.5): two 1F1B in opposite directions.
 
-    Half of the microbatches run through each copy of the model. The bubble is p-2 slots at F = BW,
-    the memory from p/2+1 on the outer ranks to p on the inner ones. On 4 ranks, with a prime on the
+    Half of the microbatches run through each copy of the model. At F = BW the bubble is (p-2)F. The
+    outer ranks hold p/2+1 microbatches, the inner ones up to p. On 4 ranks, with a prime on the
     copy whose first stage is on rank 3, and backwards in brackets:
 
         rank 0   0       1   2' [2'] 3' [3'][0]     [1]

@@ -21,7 +21,9 @@ class Ran(NamedTuple):
     Both passes of an overlapped pair have the same times.
 
     Attributes:
+        item: the pass.
         begin: when its input had arrived.
+        end: when it ended.
         waited: how long its rank waited for that input.
     """
 
@@ -37,6 +39,8 @@ StepsRan = Sequence[Sequence[Sequence[Ran]]]
 
 class Spent(NamedTuple):
     """The durations that summarise one rank's training step, in seconds.
+
+    `idle` returns the papers' bubble.
 
     Attributes:
         makespan: from the start of its first wait for an input to the end of its last pass.

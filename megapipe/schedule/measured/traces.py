@@ -38,6 +38,8 @@ class Slice:
     copies.
 
     Attributes:
+        label: the pass.
+        start, end: when it ran.
         waited: time inside the pass that it waited for a message.
     """
 

@@ -41,6 +41,8 @@ class Better(NamedTuple):
 class Beside:
     """A search for a faster table in another process, while the caller continues.
 
+    `result` returns the table when the search is done.
+
     Args:
         schedule: the table in use.
         costs: the costs under which a table is to be faster.

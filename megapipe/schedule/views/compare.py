@@ -105,8 +105,8 @@ def compare(
     A schedule that does not exist for these numbers has a `Refusal` that says why.
 
     1f1b always has a row, because others are compared with it. A schedule above the memory limit
-    has a row with `fits` False. Only zb-auto, a search, respects the limit, or a limit of `ranks`
-    if there is none.
+    has a row with `fits` False. zb-auto, a search, keeps to the limit, or to `ranks` if there is
+    none.
 
     Args:
         memory: limit on a rank's activation, in the unit of the costs; None for no limit.

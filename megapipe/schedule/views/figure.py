@@ -54,6 +54,10 @@ class Files:
 
     `named` and `by_flag` return the paths. `check` refuses impossible figures. `draw` returns the
     bytes of each file.
+
+    Attributes:
+        svg, png, pdf: paths of the files to write; None for none.
+        width: width of the figure in inches.
     """
 
     svg: str | None = None

@@ -23,7 +23,7 @@ LANES = (*(lane.value for lane in Lane), ARITHMETIC, LINK)
 
 @dataclass(frozen=True)
 class Box:
-    """A pass with its start and end."""
+    """A pass with its start and end, in a picture."""
 
     item: Pass
     start: float
@@ -34,7 +34,7 @@ class Box:
 class Track:
     """One line of a picture: one stream of a rank, or one part of its passes.
 
-    The two boxes of an overlapped pair share the height of the line.
+    `boxes` yields all its boxes. The two boxes of an overlapped pair share the height of the line.
 
     Attributes:
         name: text in front of the line.
@@ -67,6 +67,8 @@ class Scene:
     of its rank, `fill` its colours, and `curves` the memory of each rank over time.
 
     Attributes:
+        schedule: the table.
+        time: its timeline.
         tracks: for each rank its compute stream, parts of its passes, then its other streams that
             the table uses.
     """

@@ -112,8 +112,9 @@ class _Kept:
 class Activations(OfStage):
     """The saved activations of one stage, with the methods that offload and recompute them.
 
-    `offload` runs pass O (copy to the host), `load` L (copy back) and `repeat` R (recompute). If
-    microbatches are cut, `microbatch` is the number of a slice among all slices.
+    `offload` runs pass O (copy to the host), `load` L (copy back) and `repeat` R (recompute).
+    `saving`, `saved` and `keep` collect what forwards save. If microbatches are cut, `microbatch`
+    is the number of a slice among all slices.
 
     Args:
         module: the stage. Its parameters stay on the device.

@@ -32,7 +32,8 @@ class VocabularyShare(nn.Module):
     """One rank's share of the rows of embedding and head, with the methods that its passes call.
 
     The user's forward_step is called with this module in place of the model. It reads a microbatch
-    and calls the module with the tokens, so that `forward` looks them up.
+    and calls the module with the tokens, so that `forward` looks them up. `look_up`, `give`,
+    `head_gradient` and `rows_gradient` run the passes E, S, T and EW.
 
     Args:
         module: the stage that has the rows, in `embedding.word_embeddings` and `output_layer`.

@@ -211,6 +211,7 @@ class _Places:
 
     Args:
         plain: the table without offload and recomputation.
+        costs: the costs of the passes.
     """
 
     def __init__(self, plain: Schedule, costs: Costs) -> None:

@@ -232,6 +232,7 @@ class _Played:
     Args:
         way: number of stages with full weights and gradients at a time.
         table: the table with gathers and reductions.
+        costs: the costs under which it is simulated.
     """
 
     def __init__(self, way: Living, table: Schedule, costs: Costs) -> None:

@@ -79,8 +79,8 @@ def pairs(
 def held_in_pairs(schedule: Schedule, costs: Costs) -> list[float]:
     """Return the activation that each rank holds while it runs one overlapped pair after another.
 
-    It is in the unit of the costs. In this phase a rank has one pair for each of its stages and
-    each microbatch. So a microbatch advances by one stage in the time of a pair.
+    It is in the unit of the costs. The rank has one pair for each of its stages and each
+    microbatch. So a microbatch advances by one stage in the time of a pair.
     """
     place = schedule.placement
     held = costs.memory(place).b

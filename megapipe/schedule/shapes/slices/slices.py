@@ -182,7 +182,7 @@ def refuse_uncuttable(schedule: Schedule) -> None:
 
 
 def _refuse_costs(costs: Costs, cuts: tuple[float, ...], place: Placement) -> None:
-    """Refuse costs with a wrong number of stages or links, or from which no slice's can follow.
+    """Refuse costs with a wrong number of stages or links, or that leave slices without costs.
 
     Args:
         cuts: lengths of the slices of a microbatch.
