@@ -31,7 +31,7 @@ class Row(NamedTuple):
     Attributes:
         plain: (output of the MLP's first layer, configuration, learned scalars) -> input of the
             last layer, in torch's operations.
-        again: autograd would keep more than the input for them. Backward runs them again instead.
+        again: run `plain` again in backward, because autograd would keep more than its input.
         own: (output of the first layer) -> input of the last, with a derivative written by hand.
             None: there is only `plain`.
     """
@@ -42,7 +42,13 @@ class Row(NamedTuple):
 
 
 def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, ModelConfig], Tensor]:
-    """Return function(gate) x (up + offset), with gate and up clamped as the flags say."""
+    """Return an activation function(gate) * (up + offset) of a gated MLP.
+
+    Its arguments are [gate, up] and the configuration, whose flags say offset and clamps.
+
+    Args:
+        function: the activation of the gate, such as silu.
+    """
 
     def apply(x: Tensor, config: ModelConfig) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -144,9 +150,10 @@ def activate(x: Tensor, config: ModelConfig, *scalars: Tensor) -> Tensor:
 
 
 class Xielu(nn.Module):
-    """The scalars of an MLP's xIELU: two learned ones, and two constants as files have them.
+    """The scalars of an MLP's xIELU activation: two learned ones, and two constants.
 
-    Each tensor-parallel rank has them all, and their gradients from its own channels.
+    Files have the constants too: `xielu_beta` and `xielu_eps`. Each tensor-parallel rank has all
+    scalars, and their gradients from its own channels.
     """
 
     xielu_beta: Tensor

@@ -93,10 +93,13 @@ def _check_copied(missing: set[str], span: LayerSpan) -> None:
 
 
 def _pieces(model: ModelConfig, span: LayerSpan) -> Iterator[LayerSpan]:
-    """Yield the spans that are built alone for initial values: each layer, the embedding, the loss.
+    """Yield the parts that are built alone for their initial values: each layer, embedding, loss.
 
-    The last two contain a layer too. Its values are ignored, because a layer's values come from
-    the piece with only that layer.
+    The last two contain a layer too. Its values are ignored, because a layer's values come from the
+    part with only that layer.
+
+    Args:
+        span: the layers of the stage, and whether it has embedding or loss.
     """
     for layer in span.layers:
         yield LayerSpan(layer, 1, False, False, depth=span.depth)

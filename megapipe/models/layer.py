@@ -188,9 +188,12 @@ def name_modules(stage: nn.Module) -> int:
 def compile_layers(stage: nn.Module, backend: str = "inductor") -> int:
     """Compile every TransformerLayer of a stage with torch.compile.
 
-    Linear layers, attention, dropout and recomputation stay uncompiled: they have side effects
-    that a compiler would lose. Layers of one kind share their code.
+    Linear layers, attention, dropout and recomputation stay uncompiled: they have side effects that
+    a compiler would lose. Layers of one kind share their code.
 
+    Args:
+        stage: the stage, changed in place.
+        backend: the backend of torch.compile.
     Returns: the number of TransformerLayers in the stage.
     """
     from torch._dynamo import trace_rules  # imports the compiler, which only this run needs

@@ -76,11 +76,12 @@ _recompute: Callable[..., Tensor] = _Recompute.apply
 def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return function(*inputs), saving only the inputs for backward.
 
-    Costs a second forward. Where the current stream forbids recomputation, or no input needs a
-    gradient, this is a plain call.
+    Costs a second forward. It is a plain call if no input needs a gradient, or if recomputation is
+    switched off for the running microbatch.
 
     Args:
         function: must return the same when called again. Parameters that it uses get gradients.
+        inputs: the arguments of `function`.
     """
     if current_stream().recomputes:
         return from_inputs(function, *inputs)

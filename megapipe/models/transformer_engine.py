@@ -95,7 +95,11 @@ def version() -> str:
 
 
 def _explain(error: Exception) -> str:
-    """Return two lines for a failed import: the cause, and the remedy."""
+    """Return two lines for a failed import: the cause, and the remedy.
+
+    Args:
+        error: the error of the import.
+    """
     text = " ".join(str(error).split())
     state = "cannot be imported"
     remedy = _INSTALL
@@ -168,18 +172,19 @@ def _precision(config: Config, impl: str, on_gpu: bool) -> str:
 
 
 def knows(fp8: Recipe) -> bool:
-    """Return whether te.Linear supports this FP8 recipe in a schedule that reorders passes.
+    """Return whether te.Linear can compute by an FP8 recipe if a schedule reorders passes.
 
-    It does not support delayed scales, which it changes with every pass. Nor does it support
-    unquantised weight gradients: it quantises their operands always.
+    It cannot with delayed scales, because it changes them with every pass. It cannot leave weight
+    gradients unquantised either.
     """
     return fp8.kind != "delayed" and fp8.weight_grads
 
 
 def quantising(fp8: Recipe | None) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that makes the context in which te.Linear quantises by this recipe.
+    """Return a function that makes a context in which te.Linear quantises its operands.
 
-    The context changes nothing if there is no recipe.
+    Args:
+        fp8: how to quantise. None: the context changes nothing.
     """
     if fp8 is None:
         return nullcontext

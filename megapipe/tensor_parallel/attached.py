@@ -30,12 +30,12 @@ class _Attached(torch.autograd.Function):
 
 
 def attach_gradient(x: Tensor, other: Tensor, grad: Tensor | Callable[[], Tensor]) -> Tensor:
-    """Return x; when x receives its gradient, `other` receives the gradient `grad`.
+    """Return x. When x receives its gradient in backward, `other` receives the gradient `grad`.
 
     A loss of a layer can thus be differentiated without being added to the model's loss.
 
     Args:
-        x: any tensor on the path to the loss.
+        x: any tensor on the path to the model's loss.
         other: the tensor that receives `grad`; its values are not used.
         grad: of other's shape; or a function that returns it, called in the backward pass.
     """

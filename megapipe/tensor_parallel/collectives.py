@@ -22,12 +22,14 @@ from megapipe.tensor_parallel.pieces import Pieces
 
 
 class Edge(NamedTuple):
-    """A collective of a tensor in forward, and the conjugate one of its gradient in backward.
+    """The collectives at an edge of a tensor-parallel region, where tensors enter or leave it.
+
+    A collective of the tensor runs in forward, and the conjugate one of its gradient in backward.
 
     Attributes:
         forward, backward: (tensor) -> its pending result; both may overwrite their argument.
-        first: True on the rank that adds the terms to be added once, such as a bias, before ranks
-            sum their outputs.
+        first: True on the rank that adds a bias. The others do not, as the sum over ranks would
+            have it t times.
         pieces: if given, the product at this edge is computed in pieces of its rows, which overlap
             with the collective.
     """
@@ -43,7 +45,9 @@ INSIDE = Edge()
 
 
 def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Return the edge into a region, from [s, ...], or [s/t, ...] under sequence parallelism.
+    """Return the collectives where a tensor [s, ...] enters a region that ranks split.
+
+    Under sequence parallelism it is [s/t, ...] outside of the region.
 
     Args:
         tp: the ranks that split the region.
@@ -63,7 +67,7 @@ def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
 
 
 def closing(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Return the edge out of a region, where every rank has a summand [s, ...].
+    """Return the collectives where every rank's summand [s, ...] leaves a region.
 
     The result is the sum; under sequence parallelism this rank's tokens [s/t, ...] of the sum.
 

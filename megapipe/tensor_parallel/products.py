@@ -149,7 +149,12 @@ class Products:
         return linear_into(out, x, weight, bias)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return dy W, written to `out` if it is given: dy [..., out] -> [..., in]."""
+        """Return dy W, written to `out` if it is given.
+
+        Args:
+            dy: [..., out], the output's gradient. weight: W, [out, in].
+        Returns: [..., in].
+        """
         if out is None:
             return linear(dy, weight.t())
         return linear_into(out, dy, weight.t())

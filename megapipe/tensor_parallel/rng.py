@@ -38,7 +38,10 @@ _BLOCK_ELEMENTS = 2**18
 
 @dataclass(frozen=True)
 class Stream:
-    """A microbatch as its layers see it: random streams, documents, ranks and slice.
+    """A microbatch as its layers see it: its random streams, documents, ranks and slice.
+
+    A random stream is a generator for one place in one layer. Layers find this object by
+    `current_stream`.
 
     Attributes:
         seed, sample: the run's seed, and the number of the microbatch's first sample in the whole
@@ -91,7 +94,7 @@ class Stream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the current stream of the layers that run in this context."""
+        """Return a context whose layers find this object by `current_stream`."""
         token = self.activate()
         try:
             yield
@@ -99,7 +102,7 @@ class Stream:
             _stream.reset(token)
 
     def activate(self) -> Token[Stream | None]:
-        """Make this the current stream for the rest of the running contextvars context.
+        """Do as `active` does, for the rest of the running contextvars context.
 
         Returns: the token that resets it.
         """
@@ -111,7 +114,10 @@ _stream: ContextVar[Stream | None] = ContextVar("stream", default=None)
 
 @eager
 def current_stream() -> Stream:
-    """Return the stream of the running pass; Stream(0, 0) outside of any."""
+    """Return the `Stream` of the microbatch whose pass is running.
+
+    Outside of any pass it is Stream(0, 0), of seed 0 and sample 0.
+    """
     return _stream.get() or Stream(0, 0)
 
 

@@ -18,10 +18,13 @@ _running: ContextVar[tuple[str, dict[int, str]]] = ContextVar("running")
 
 
 def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, wrapped so that tensors it saves for backward belong to this module.
+    """Return the function, wrapped so that its saved tensors are labelled with a module's name.
+
+    --offload-modules chooses saved tensors by these labels, see `saver`.
 
     Args:
         module: Megatron-LM's name of a part of a layer, as --offload-modules takes it.
+        function: the part's forward.
     """
 
     @wraps(function)
@@ -37,9 +40,13 @@ def named(module: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def saves(module: str, *tensors: Tensor) -> None:
-    """Assign saved tensors to the module of this name, which is a part of the running one.
+    """Label saved tensors with another module's name than the running function's.
 
-    No effect where no named module is running.
+    No effect where no function of `named` is running.
+
+    Args:
+        module: Megatron-LM's name of a part of a layer.
+        tensors: the tensors that will be saved for backward.
     """
     running = _running.get(None)
     if running is None:
@@ -50,7 +57,7 @@ def saves(module: str, *tensors: Tensor) -> None:
 
 
 def saver(storage: int) -> str:
-    """Return the module that a saved tensor belongs to; "" if no named module is running.
+    """Return the name of the module that a saved tensor belongs to; "" if none is running.
 
     Args:
         storage: the address of the tensor's storage.

@@ -25,7 +25,7 @@ Job: TypeAlias = "Callable[[], None] | InTwo"
 
 
 class InTwo(NamedTuple):
-    """A weight-gradient product whose inputs come from other ranks by a collective.
+    """A matrix product of a weight gradient whose operands a collective must bring first.
 
     Attributes:
         begin: starts the collective, and returns a function that waits for it and multiplies.
@@ -43,22 +43,22 @@ _current: ContextVar[WeightGrads | None] = ContextVar("weight_grads", default=No
 
 
 class _Backward(threading.local):
-    """The B pass that this thread runs.
+    """The state of the B pass that this thread runs.
 
     Two B passes of one stage may run at the same time, in two threads.
 
     Attributes:
-        owes: the products deferred so far to the pass's W pass; None outside of B passes.
+        owes: the products that the pass has left to its W pass so far; None outside of B passes.
     """
 
     owes: list[Job] | None = None
 
 
 class WeightGrads:
-    """The weight-gradient products of one stage that its B passes defer to W passes.
+    """The matrix products of a stage's weight gradients that B passes leave to W passes.
 
-    `capturing` surrounds a forward, `deferring` a B pass, and `run` is the W pass. Layers call
-    `submit` in backward.
+    `capturing` is a context for forwards, `deferring` one for a B pass, and `run` is the W pass. In
+    backward, layers give each product to `submit`.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,10 @@ class WeightGrads:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Run forwards in this context: their layers' backwards submit weight gradients here."""
+        """Return a context for forwards. Their layers will submit products to this object.
+
+        The layers do so in backward, see `current_weight_grads`.
+        """
         token = self.capture()
         try:
             yield
@@ -83,7 +86,7 @@ class WeightGrads:
 
     @contextmanager
     def deferring(self, microbatch: int) -> Iterator[None]:
-        """Keep the products of a B pass until `run(microbatch)`."""
+        """Return a context for a B pass, which keeps its products until `run(microbatch)`."""
         # One list with two names: the running B appends to it, and W finds it by microbatch.
         self._backward.owes = self._owed[microbatch] = []
         try:
@@ -122,7 +125,11 @@ class WeightGrads:
         return self._backward.owes is not None
 
     def submit(self, job: Job) -> None:
-        """Run a product now, or keep it for the W pass if this thread runs a B pass."""
+        """Run a product now, or keep it for the W pass if this thread runs a B pass.
+
+        Args:
+            job: computes the product and adds it into the weight's main_grad.
+        """
         owes = self._backward.owes
         if owes is None:
             job()
@@ -131,9 +138,10 @@ class WeightGrads:
 
 
 def _begun(job: Job | None) -> Callable[[], None] | None:
-    """Start a job's collectives, if it has any, and return a function that runs its product.
+    """Start a product's collectives, if it has any, and return a function that multiplies.
 
-    None for no job.
+    Args:
+        job: the product. None: the result is None.
     """
     return job.begin() if isinstance(job, InTwo) else job
 
@@ -141,7 +149,7 @@ def _begun(job: Job | None) -> Callable[[], None] | None:
 def current_weight_grads() -> WeightGrads | None:
     """Return the WeightGrads of the stage whose forward is running; None outside a pipeline.
 
-    A layer asks for it in forward, and submits its products there in backward.
+    A layer calls this in forward, and submits its products to the object in backward.
     """
     return _current.get()
 

@@ -89,6 +89,8 @@ def _modules(
 ) -> tuple[list[nn.Module], Sequence[int]]:
     """Build this rank's stages.
 
+    Args:
+        provider: builds the stages.
     Returns: (the stages in ascending order, the number of parameters on each pipeline rank).
     """
     place = plan.schedule.placement
@@ -142,10 +144,14 @@ def _say_plan(report: Reporter, plan: Plan, parameters: Sequence[int]) -> None:
 
 
 def _graphs(report: Reporter, plan: Plan) -> Graphs | None:
-    """Return the CUDA graphs of this rank's stages; None if the run has none.
+    """Return the CUDA graphs of this rank's stages, or None.
 
-    It has them if --cuda-graph-impl asks for them and the device and schedule allow them. A line on
-    that is printed if the flag is given.
+    There are graphs if --cuda-graph-impl asks for them and the device and schedule allow them. A
+    line on that is printed if the flag is given.
+
+    Args:
+        report: prints on one rank.
+        plan: the plan of the run.
     """
     config = report.config
     mesh = report.mesh

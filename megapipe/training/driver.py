@@ -120,7 +120,11 @@ class Driver:
         return result
 
     def ended(self, result: StepResult) -> None:
-        """Call the callbacks after a step and report its outcome."""
+        """Call the callbacks after a step and report its outcome.
+
+        Args:
+            result: the outcome of the step.
+        """
         run = self.run
         self.hooks.call("after_step", run, result)
         run.report.iteration(result, run.progress, run.rate(), run.optimizer)
@@ -129,6 +133,9 @@ class Driver:
         """Return the microbatches of the step that follows after `consumed` samples.
 
         The stages are set to the step's batch size, which --rampup-batch-size changes.
+
+        Args:
+            consumed: number of samples before the step.
         """
         run = self.run
         size = run.config.batch_sizes.at(consumed)

@@ -35,7 +35,7 @@ def evaluate(
         batches_at: returns the microbatches of a step, given the number of samples before it.
         consumed: number of samples evaluated before.
         iters: number of global batches.
-        weights: for each stage of this rank, the functions that passes on its weights call; None
+        weights: for each stage of this rank, the functions of passes that act on its weights; None
             if the table has no such pass.
     """
     size = stages.config.global_batch_size

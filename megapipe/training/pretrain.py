@@ -102,6 +102,9 @@ def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[Pr
     """Meet the other ranks, which must have equal flags and programs; close the mesh at the end.
 
     programs: the user's functions, whose files are compared.
+
+    Args:
+        launch: the checked parts of the run.
     Yields: (this rank's mesh, the plan). If the order of passes is searched, rank 0's plan.
     """
     config = launch.config

@@ -36,6 +36,10 @@ class Progress:
         """Return the progress of a run that continues from a checkpoint.
 
         A dynamic loss scale continues only from a dynamic one.
+
+        Args:
+            loaded: the state in the checkpoint.
+            precision: this run's flags of the loss scale.
         """
         # An old or a foreign checkpoint may have no loss scale, which is then a constant one.
         scale = LossScale(**loaded.state.get("loss_scale", {}))
@@ -50,7 +54,12 @@ class Progress:
         )
 
     def advance(self, result: StepResult, precision: PrecisionConfig) -> None:
-        """Count a step that has ended."""
+        """Count a step that has ended.
+
+        Args:
+            result: the outcome of the step.
+            precision: the flags of the loss scale.
+        """
         self.iteration += 1
         # Also of a skipped step: its samples are not read again.
         self.consumed_train_samples += result.batch

@@ -58,18 +58,24 @@ class _Part:
 
 
 def _parts(mask: MaskSpec) -> dict[int, _Part]:
-    """Return the kept keys and values of the microbatch at this layer, by the slice's first token.
+    """Return the keys and values of the microbatch's slices at this layer, by slice's first token.
 
     Forward passes add to this dictionary, backward passes remove.
+
+    Args:
+        mask: the layer's mask, which has the microbatch.
     """
     parts: dict[int, _Part] = mask.stream.prefix.setdefault(mask.site, {})
     return parts
 
 
 def _before(mask: MaskSpec) -> list[_Part]:
-    """Return the kept keys and values of the earlier slices that this slice attends to, in order.
+    """Return the keys and values of the earlier slices that this slice attends to, in order.
 
-    Empty where microbatches are not sliced.
+    Empty where microbatches are not cut in slices.
+
+    Args:
+        mask: the layer's mask, which has the microbatch and its slice.
     """
     piece = mask.stream.piece
     if piece is None:
@@ -81,15 +87,26 @@ def _before(mask: MaskSpec) -> list[_Part]:
 
 
 def _is_seen_later(mask: MaskSpec, piece: range) -> bool:
-    """Return whether any later slice attends to `piece`, the tokens of one slice.
+    """Return whether any later slice attends to tokens of one slice.
 
-    False at the end of the sequence, and where every sequence starts a new document after `piece`.
+    False at the end of the sequence, and where every sequence starts a new document after the
+    slice.
+
+    Args:
+        mask: the layer's mask.
+        piece: the tokens of the slice.
     """
     return piece.stop < mask.length and _sees(mask, piece, piece.stop)
 
 
 def _sees(mask: MaskSpec, piece: range, begin: int) -> bool:
-    """Return whether a later slice that starts at token `begin` attends to the slice `piece`."""
+    """Return whether a later slice attends to tokens of an earlier one.
+
+    Args:
+        mask: the layer's mask.
+        piece: the tokens of the earlier slice.
+        begin: the first token of the later slice.
+    """
     return mask.first_seen(begin) < piece.stop
 
 
@@ -276,7 +293,9 @@ def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
     """Call `use` once with the keys and values of all ranks, after one all-gather.
 
     Args:
-        cut: which tokens kv has. kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+        cut: which tokens kv has.
+        kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+        use: called with the keys and values, and their positions.
     """
     cp = mask.stream.cp
     parts = cp.all_gather(kv).chunk(cp.size)
@@ -285,9 +304,15 @@ def _all_at_once(mask: MaskSpec, cut: Cut, kv: Tensor, use: Use) -> None:
 
 
 def _all_back(mask: MaskSpec, cut: Cut, kv: Tensor, use: Differentiate) -> Tensor:
-    """Return the gradient of this rank's keys and values, summed over all ranks, in kv's shape.
+    """Return the gradient of this rank's keys and values, summed over all ranks.
 
-    Makes one all-gather and one reduce-scatter. `use` returns the part from this rank's queries.
+    Makes one all-gather and one reduce-scatter.
+
+    Args:
+        cut: which tokens kv has.
+        kv: this rank's keys and values, [2, b, groups/t, s/c, d].
+        use: (keys and values of all ranks, positions) -> their gradient from this rank's queries.
+    Returns: the shape of kv.
     """
     cp = mask.stream.cp
     whole: list[Tensor] = []
@@ -319,7 +344,10 @@ exchange: Callable[[Tensor, Axis, bool], Tensor] = _Exchange.apply
 def _exchange(x: Tensor, cp: Axis, to_heads: bool) -> Tensor:
     """Return x after an exchange of tokens for heads over the context-parallel ranks.
 
-    to_heads: [s/c, b, heads, d] -> [s, b, heads/c, d]. Otherwise the inverse.
+    Args:
+        x: [s/c, b, heads, d], or [s, b, heads/c, d].
+        cp: the ranks.
+        to_heads: the direction: [s/c, b, heads, d] -> [s, b, heads/c, d] if True, else the inverse.
     """
     cut = Cut(cp.rank, cp.size)
     if to_heads:

@@ -105,6 +105,7 @@ def norm_heads(q: Tensor, k: Tensor, q_norm: HeadsNorm, k_norm: HeadsNorm) -> tu
 
     Args:
         q: [s, b, heads/t, d], of this rank's heads. k: [s, b, groups/t, d].
+        q_norm, k_norm: the weights, and the axis tp.
     """
     weights = []
     for norm in (q_norm, k_norm):

@@ -76,7 +76,10 @@ class Attention(nn.Module):
 
     @property
     def _by_blocks(self) -> bool:
-        """Return whether attention has what the kernels of torch and Transformer Engine lack."""
+        """Return whether attention is computed block by block in plain torch.
+
+        It is if it has dropout, or a feature that the kernels of torch and Transformer Engine lack.
+        """
         drops = self.training and self.config.attention_dropout > 0
         return drops or self.config.needs_blocks
 
@@ -304,6 +307,8 @@ def _by_document(
 
     Args:
         q: [b, heads, s, d]. k, v: [b, groups, s, d].
+        config: the model's configuration.
+        documents: the lengths of the documents in each sequence.
     Returns: [b, heads, s, d].
     """
     rows = []

@@ -51,9 +51,10 @@ class Rotary:
         interleaved: channels 2i and 2i+1 are a pair; otherwise i and i + dim/2.
         scaling: Llama 3.1's factor for low frequencies; None to leave them.
         yarn: YaRN's factor; None to leave the frequencies.
-        original: the length in which YaRN counts turns.
-        fast, slow: YaRN's numbers of turns in that length, as HIGH and LOW.
-        rounded: YaRN's range ends at whole pairs.
+        original: the tokens of a sequence before YaRN stretches positions.
+        fast, slow: YaRN keeps the frequency of pairs that turn at least `fast` times in `original`
+            tokens, and slows pairs that turn at most `slow` times.
+        rounded: the range between these pairs ends at whole pairs.
         stretch: factor by which all positions are divided.
         length: factor on the length of the rotated vectors.
         divisors: longrope's two lists with a divisor for each pair, of sequences of at most
@@ -132,9 +133,10 @@ class Rotary:
         return keep * plain + (1 - keep) * plain / self.scaling
 
     def _kept_by_yarn(self, plain: Tensor) -> Tensor:
-        """Return the weight of each pair's plain frequency, against the slowed one.
+        """Return how much of its plain frequency each pair of channels keeps under YaRN: [dim / 2].
 
-        It is [dim / 2]: 1 for fast pairs, 0 for slow ones, and falls linearly in between.
+        1 for fast pairs, 0 for slow ones, whose frequency is divided by the factor. It falls
+        linearly in between.
 
         Args:
             plain: [dim / 2], the frequencies without YaRN.

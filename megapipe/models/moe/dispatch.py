@@ -135,7 +135,7 @@ class Dispatcher(Protocol):
         """Bring the choices' weights to the rows: [s, b, k] -> [R], 0 for padding."""
 
     def combine_weights(self, by_row: Tensor) -> Tensor:
-        """Return a number of each row to its choice: [R] -> [s, b, k]."""
+        """Return a value of each row to the row's choice: by_row [R] -> [s, b, k]."""
 
 
 class AllGatherDispatcher:
@@ -321,7 +321,12 @@ def _by_row(weights: Tensor, rows: Rows) -> Tensor:
 
 
 def _by_choice(by_row: Tensor, rows: Rows) -> Tensor:
-    """Return the number of each choice, [T k], from one of each row, [R]; 0 without a row."""
+    """Return a value for each choice [T k], from a value for each row; 0 for choices without a row.
+
+    Args:
+        by_row: [R], the values of the rows.
+        rows: says which choice a row is for.
+    """
     if rows.real is not None:
         by_row = by_row * rows.real
     return by_row.new_zeros(rows.of_token.numel()).index_add_(0, rows.choices, by_row)

@@ -137,10 +137,10 @@ class _How(NamedTuple):
     two: Products
 
     def between(self, first: Tensor, weights: Tensor) -> Tensor:
-        """Return the input of fc2: activation(first), x the weight of the row's choice. [R, f].
+        """Return the input of fc2 [R, f]: activation(first), x the row's weight unless `on_input`.
 
         Args:
-            first: fc1's output, [R, 2f or f]. weights: [R].
+            first: fc1's output, [R, 2f or f]. weights: [R], of the rows' choices.
         """
         if self.on_input:
             return self.activation(first)
@@ -153,7 +153,7 @@ class _How(NamedTuple):
         return (rows * weights[:, None]).to(rows.dtype) if self.on_input else rows
 
     def of_bias(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Return the rows [R, h] of fc2's bias or its gradient, x weights [R] unless `on_input`."""
+        """Return `rows` of fc2's bias or its gradient [R, h], x `weights` [R] unless `on_input`."""
         return rows if self.on_input else rows * weights[:, None]
 
 

@@ -42,8 +42,11 @@ def balance(
 def slope(tokens: int, k: int, num_experts: int, weight: float) -> float:
     """Return c, where the gradient of `balance` with respect to the scores is c x counts.
 
-    The arguments are the same as for `balance`: tokens on all ranks, choices of a token, experts,
-    and the loss's coefficient.
+    Args:
+        tokens: number of tokens on all ranks.
+        k: choices of a token.
+        num_experts: E.
+        weight: the loss's coefficient.
     """
     # f_i has the factor 1 / (tokens k) and P_i the factor 1 / tokens.
     return num_experts * weight / (k * tokens * tokens)
@@ -54,20 +57,33 @@ def small_logits(logits: Tensor, weight: float, ranks: int) -> Tensor:
 
     Args:
         logits: [T, E].
+        weight: the loss's coefficient.
         ranks: the number of ranks that share the microbatch's tokens equally.
     """
     return logits.logsumexp(dim=-1).square().mean() * (weight / ranks)
 
 
 def attach(x: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return x; its backward also starts the loss's backward, with the gradient `weight`."""
+    """Return x; its backward also starts the loss's backward, with the gradient `weight`.
+
+    Args:
+        x: a tensor on the path to the model's loss.
+        loss: the loss, without its coefficient.
+        weight: the coefficient of the loss in the model's loss.
+    """
     return attach_gradient(x, loss, torch.full_like(loss, weight))
 
 
 def attach_late(x: Tensor, scores: Tensor, counts: Callable[[], Tensor], weight: float) -> Tensor:
     """Return x; its backward also adds weight x counts() to the gradient of the scores.
 
-    counts: called in backward, when the load of all slices of the microbatch is known.
+    It is the gradient of a balancing loss, whose counts are known only in backward.
+
+    Args:
+        x: a tensor on the path to the model's loss.
+        scores: the sums of the scores, [..., E].
+        counts: returns the load of all slices of the microbatch, in the shape of `scores`.
+        weight: the loss's slope, see `slope`.
     """
     dtype = scores.dtype
     return attach_gradient(x, scores, lambda: counts().to(dtype) * weight)

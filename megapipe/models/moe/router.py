@@ -209,7 +209,7 @@ class Router(nn.Module):
         return Routing(experts, weights.view(*x.shape[:2], -1), kept, most)
 
     def _chosen(self, logits: Tensor, stream: Stream, compute: torch.dtype) -> Tensor:
-        """Return each token's experts [T, k] for logits [T, E]; scores have the type `compute`."""
+        """Return each token's experts [T, k] for logits [T, E]. `compute` is the scores' type."""
         config = self.config
         k = config.moe_router_topk
         if not config.by_sinkhorn:
@@ -221,7 +221,7 @@ class Router(nn.Module):
         return best(scores, k)
 
     def ranks(self, stream: Stream) -> int:
-        """Return the number of ranks that share a microbatch's tokens."""
+        """Return the number of ranks that share a microbatch's tokens, given its `stream`."""
         return self.shares_sequence.size * stream.cp.size
 
     def _balanced(
@@ -325,13 +325,13 @@ class Router(nn.Module):
         return torch.stack(before).sum(0) / len(before)
 
     def _sum(self, counts: Tensor, stream: Stream) -> Tensor:
-        """Return counts [..., E] summed over the ranks that share the microbatch's tokens."""
+        """Return counts [..., E] summed over the ranks that share the tokens of `stream`."""
         return stream.cp.all_reduce(self.shares_sequence.all_reduce(counts))
 
     def _once(self, what: str, stream: Stream, find: Callable[[], Tensor]) -> Tensor:
         """Return find(), or in a recomputation the result that the first forward found.
 
-        what: names the result within the layer, among the results that the stream keeps.
+        what: the result's name within the layer; `stream` keeps results by layer and name.
         """
         if not self.training:
             return find()
@@ -345,7 +345,7 @@ class Router(nn.Module):
         return stream.kept[name]  # type: ignore[no-any-return]
 
     def _counted(self, experts: Tensor, kept: Tensor | None, most: int | None) -> Tensor:
-        """Return the number of rows that each expert computes, [E].
+        """Return the number of rows [E] that each expert computes, for `experts` [T, k].
 
         most: the capacity, or None. It is that number with --moe-pad-expert-input-to-capacity.
         """
@@ -357,7 +357,7 @@ class Router(nn.Module):
         return counts.scatter_add_(0, experts.flatten(), ones.flatten())
 
     def _jittered(self, x: Tensor, stream: Stream) -> Tensor:
-        """Return x times uniform noise in 1 +- eps (Fedus et al. 2021, section 2.4)."""
+        """Return x times noise in 1 +- eps, drawn for `stream` (Fedus et al. 2021, sec. 2.4)."""
         eps = self.config.moe_input_jitter_eps
         if not eps or not self.training:
             return x
@@ -373,7 +373,7 @@ class Router(nn.Module):
         return x * (1 - eps + 2 * eps * drawn).to(x.dtype)
 
     def _random(self, x: Tensor, stream: Stream) -> Tensor:
-        """Return logits drawn from a normal distribution, [T, E]."""
+        """Return logits [T, E] drawn from a normal distribution, for x [s, b, h] of `stream`."""
         drawn = draws(
             (*x.shape[:2], self.config.experts),
             self.layer,

@@ -126,7 +126,12 @@ class Scaled(Products, nn.Module):
         return y if out is None else out.copy_(y)
 
     def input_grad(self, dy: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return Q(dy) Q(W), written to `out` if it is given: dy [..., out] -> [..., in]."""
+        """Return Q(dy) Q(W), written to `out` if it is given; Q quantises.
+
+        Args:
+            dy: [..., out], the output's gradient. weight: W, [out, in].
+        Returns: [..., in].
+        """
         a = self.quantised(_rows(dy), GRADIENT)
         b = self._weight(weight, transposed=True)
         dx = multiply(a, b, dy.dtype).view(*dy.shape[:-1], -1)
@@ -146,7 +151,7 @@ class Scaled(Products, nn.Module):
         return multiply(a, b, torch.float32)
 
     def add_weight_grad(self, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add the result of `weight_grad` to main_grad [out, in], in place."""
+        """Add the result of `weight_grad`, for dy and x, to main_grad [out, in], in place."""
         if self.recipe.weight_grads:
             main_grad.add_(self.weight_grad(dy, x))
         else:

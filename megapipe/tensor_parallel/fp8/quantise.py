@@ -147,6 +147,10 @@ def _scales(amaxes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the number that each block is multiplied by before it is rounded to FP8.
 
     It is the largest power of two not above max / amax; 1 if amax is 0.
+
+    Args:
+        amaxes: the largest absolute value of each block.
+        dtype: the FP8 type, whose largest number is max.
     """
     # frexp returns a mantissa in [1/2, 1), so the power is one below the exponent.
     _, exponent = torch.frexp(_limited(torch.finfo(dtype).max / amaxes))
@@ -160,7 +164,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _limited(scale: Tensor) -> Tensor:
-    """Return the scales, at most 2^126; without the limit they are infinite for small values."""
+    """Return `scale`, at most 2^126; without the limit it is infinite for small values."""
     return scale.clamp(max=2.0**126)
 
 

@@ -195,6 +195,10 @@ def _parts(module: nn.Module, tp: Axis) -> Parts:
     """Return the shape of each parameter of a stage by name, over all tensor-parallel ranks.
 
     Each layer is in the dict too, by its name with an empty shape.
+
+    Args:
+        module: the stage.
+        tp: the tensor-parallel ranks.
     """
     # Layers too, so that a layer without parameters counts.
     found: Parts = {name: [] for name, _ in module.named_modules() if _LAYER.fullmatch(name)}

@@ -47,8 +47,8 @@ class Guard:
         """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: runs the step. It is given a function from the mean losses to whether nothing must
-                be updated.
+            run: runs the step, given a function. Called with the mean losses, the function returns
+                whether the update must be left out.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.
@@ -120,7 +120,11 @@ class Guard:
         return rate > 0 and random.Random(f"{self.seed} {iteration}").randrange(rate) == 0
 
     def _injected(self, iteration: int) -> None:
-        """Print that an error was simulated. Raises: TrainingError if its type is persistent."""
+        """Print that an error was simulated. Raises: TrainingError if its type is persistent.
+
+        Args:
+            iteration: the iteration, for the text.
+        """
         kind = self.guards.error_injection_type
         text = (
             f"iteration {iteration}: --error-injection-type {kind}: the step was run again on the "
@@ -181,14 +185,22 @@ class Guard:
             )
 
     def _limits(self) -> dict[str, float]:
-        """Return, by name, the value above which a loss is a spike; only losses seen before."""
+        """Return, by name, the value above which a loss is a spike.
+
+        A name whose losses were never seen has no limit.
+        """
         highest = {name: max(losses) for name, losses in self._recent.items()}
         # FACTOR says nothing about a loss that may be 0 or negative.
         return {name: FACTOR * loss for name, loss in highest.items() if loss > 0}
 
 
 def _above(losses: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    """Return whether any loss is above the limit of its name; one without limit never is."""
+    """Return whether any loss is above its limit.
+
+    Args:
+        losses: the losses by name.
+        limits: limits by name. A loss without a limit is never above it.
+    """
     return any(loss > limits[name] for name, loss in losses.items() if name in limits)
 
 
@@ -208,7 +220,11 @@ def _text(result: StepResult) -> str:
 
 
 def _before(last_saved: int) -> str:
-    """Return a sentence on the checkpoint that the user may go back to; empty without one."""
+    """Return a sentence on the checkpoint that the user may go back to; empty without one.
+
+    Args:
+        last_saved: iteration of the newest checkpoint; 0 for none.
+    """
     if not last_saved:
         return ""
     return (

@@ -117,7 +117,11 @@ FIRST = 4096
 
 
 def _order(train: TokenDataset | None) -> Iterator[str]:
-    """Yield digests of the order of the first samples; nothing for a dataset of the user's own."""
+    """Yield digests of the order of the first samples; nothing for a dataset of the user's own.
+
+    Args:
+        train: the training samples.
+    """
     match train:
         case GPTDataset(indices=indices):
             first = indices.shuffle[:FIRST].tobytes() + indices.documents[:FIRST].tobytes()
@@ -174,7 +178,11 @@ def _tokens(prefix: str) -> str:
 
 
 def _programs(functions: Sequence[Callable[..., Any]]) -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) of each file outside the package that defines a function."""
+    """Yield (name, digest) of each file that defines one of the user's functions.
+
+    Args:
+        functions: the functions for model, batch and data. Files of this package are left out.
+    """
     for function in functions:
         try:
             # Of a decorated function, the file that has its own code.

@@ -67,7 +67,7 @@ def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
 
 
 def follow(run: Run, copies: Copies) -> None:
-    """Let each step of a run copy its state.
+    """Make each step of a run copy its state into memory.
 
     Args:
         run: the run that trains, with the progress that it begins with.
@@ -86,8 +86,11 @@ def _content(run: Run) -> Mapping[str, Any]:
 
 
 def returned(run: Run, copies: Copies) -> Run | None:
-    """Go back to the newest generation in memory, and return the run with its progress.
+    """Go back to the newest step whose states are all in memory; return the run there.
 
+    Args:
+        run: a fresh run, whose modules and optimizer are loaded in place.
+        copies: the states in memory.
     Returns: None if there is none: the run starts from a checkpoint, or from the beginning.
     """
     began = monotonic()

@@ -86,7 +86,10 @@ def _unsplit(tensors: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dic
 def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield a line for each tensor that differs between ranks of an axis. Collective over it.
 
-    axis_name: its name in the lines, such as data-parallel.
+    Args:
+        axis_name: its name in the lines, such as data-parallel.
+        axis: the ranks.
+        tensors: the tensors by name.
     """
     if axis.size == 1:
         return
@@ -141,6 +144,9 @@ def _folded(words: Tensor) -> Tensor:
 
     The numbers are arranged in rows of _ROW. Each number of a row is multiplied by an odd number of
     its own, and each row is summed. The sums are folded in the same way, until one is left.
+
+    Args:
+        words: the int64 tensor.
     """
     while len(words) > 1:
         rows = []

@@ -118,7 +118,9 @@ def _messages(
     from the end of a pass to the start of the pass that took its message.
 
     Args:
+        steps: [step][pipeline rank] -> the measured passes.
         hosts: for each step the host's time before each pass. The simulator adds it to the pass.
+        place: the rank of each stage.
     """
     late: dict[tuple[int, int], list[float]] = defaultdict(list)
     least: dict[tuple[int, int], float] = {}

@@ -151,7 +151,11 @@ def measured(
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each column of a table."""
+    """Return the median of each column of a table.
+
+    Args:
+        rows: the rows of the table.
+    """
     return [median(column) for column in zip(*rows, strict=True)]
 
 
@@ -172,7 +176,11 @@ def _summed(ranks: Sequence[Sequence[Ran]]) -> list[Copied]:
 
 
 def bubble_of(timeline: Timeline) -> float:
-    """Return the bubble as a share of the time from the first pass to the last."""
+    """Return the bubble as a share of the time from the first pass to the last.
+
+    Args:
+        timeline: a simulated step.
+    """
     return timeline.bubble / timeline.makespan
 
 
@@ -186,7 +194,9 @@ def times_of_stages(costs: Costs, schedule: Schedule) -> list[tuple[float, ...]]
 def table(now: Measured, place: Placement) -> str:
     """Return a table in ms: each stage's passes with their prediction, then each rank's time.
 
-    place: the rank of each stage.
+    Args:
+        now: the times to show.
+        place: the rank of each stage.
     """
     head = "".join(f"  {f'{kind} ms':>8}  {'predicted':>9}" for kind in "FBW")
     lines = [f"{'stage':>5}  {'rank':>4}{head}"]

@@ -68,7 +68,11 @@ class JobLog(Sink):
             )
 
     def complete(self, iteration: int) -> None:
-        """Write that a checkpoint, begun with --async-save, is complete."""
+        """Write that a checkpoint, begun with --async-save, is complete.
+
+        Args:
+            iteration: the checkpoint's iteration.
+        """
         if self._async:
             self._write(f"Saved async checkpoint\tIteration: {iteration}")
 

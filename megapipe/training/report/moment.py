@@ -39,7 +39,12 @@ class Window:
 
     @staticmethod
     def of(result: StepResult, seconds: float) -> Window:
-        """Return a window with one step, which took `seconds`."""
+        """Return a window of a single step.
+
+        Args:
+            result: the outcome of the step.
+            seconds: the time that it took.
+        """
         window = Window()
         window.add(result)
         window.seconds = seconds
@@ -71,6 +76,9 @@ class Window:
         """Count a step.
 
         The loss of a skipped step does not enter the mean, unless all steps are skipped.
+
+        Args:
+            result: the outcome of the step.
         """
         self.last_seconds = time.monotonic() - self._since
         self.seconds += self.last_seconds

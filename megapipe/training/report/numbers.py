@@ -110,6 +110,9 @@ def _of_passes(row: Number) -> Number:
     """Return a number computed from a Moment, given one computed from its Measured.
 
     It is None for a Moment before anything was measured.
+
+    Args:
+        row: the number whose `of` takes a Measured.
     """
     return replace(row, of=lambda s: None if s.now is None else row.of(s.now), null=False)
 
@@ -276,7 +279,11 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
 
 def as_json(moment: Moment) -> dict[str, Any]:
-    """Return the values for --metrics-file by key."""
+    """Return the values for --metrics-file by key.
+
+    Args:
+        moment: the state of the run to report.
+    """
     found: dict[str, Any] = {}
     for row in asked(moment.config):
         if not row.key:

@@ -16,6 +16,10 @@ def trace_path(log: LogConfig, rank: int) -> Path:
     """Return the file for the trace of a rank.
 
     It is torch_profile/rank-N.json.gz next to the TensorBoard folder, as in Megatron-LM.
+
+    Args:
+        log: the logging flags.
+        rank: the global rank.
     """
     folder = Path(log.tensorboard_dir).parent if log.tensorboard_dir else Path()
     return folder / "torch_profile" / f"rank-{rank}.json.gz"

@@ -187,7 +187,11 @@ class Reporter:
             window.printed(regular=regular)
 
     def _line(self, moment: Moment) -> None:
-        """Print the line of an iteration, and the further lines that flags ask for."""
+        """Print the line of an iteration, and the further lines that flags ask for.
+
+        Args:
+            moment: the state of the run to report.
+        """
         log = self.config.log
         terminal = sys.stdout.isatty()
         if log.log_format == "short" or (log.log_format == "auto" and terminal):

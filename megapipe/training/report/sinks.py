@@ -116,7 +116,14 @@ class WeightsAndBiases(Sink):
     def scalars(
         self, values: Mapping[str, float], iteration: int, samples: int | None = None
     ) -> None:
-        """Send values by tag, with Megatron-LM's `samples vs steps` if `samples` is given."""
+        """Send values by tag, against the iteration.
+
+        Args:
+            values: the values by tag.
+            iteration: the iteration.
+            samples: number of samples so far, which Megatron-LM's tag `samples vs steps` shows;
+                None leaves the tag out.
+        """
         if self._to is None:
             return
         row = dict(values)
@@ -141,7 +148,11 @@ class MetricsFile(Sink):
         self._to = path
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one JSON object; numbers that are not finite become null."""
+        """Append one JSON object; numbers that are not finite become null.
+
+        Args:
+            values: the numbers of a step by key.
+        """
         if self._to is None:
             return
         with self._trying():

@@ -62,7 +62,11 @@ class Timers:
         self._steps = 0
 
     def wait(self, seconds: float) -> None:
-        """Count time in which this rank waited for samples."""
+        """Count time in which this rank waited for samples.
+
+        Args:
+            seconds: the time.
+        """
         self._sums[READS] += seconds
 
     def add(self, watch: Stopwatch) -> None:

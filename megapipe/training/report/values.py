@@ -21,7 +21,13 @@ def brief(x: float) -> str:
 
 
 def speed(moment: Moment) -> tuple[str, float]:
-    """Return (unit, speed of a device); a small model on a laptop has GFLOP/s."""
+    """Return (unit, speed of a device) for a line of the log.
+
+    The unit is GFLOP/s for a small model on a laptop, else TFLOP/s.
+
+    Args:
+        moment: the state of the run to report.
+    """
     if 0 < moment.tflops < 0.1:
         return "GFLOP/s", moment.tflops * 1000
     return "TFLOP/s", moment.tflops
@@ -30,8 +36,8 @@ def speed(moment: Moment) -> tuple[str, float]:
 def bubble(now: Measured) -> tuple[float, str, float] | None:
     """Return (bubble, text with the shares of its parts, predicted bubble).
 
-    The bubble is a share of the passes' time; LEGEND explains the parts. Returns None without a
-    pipeline.
+    The bubble is a share of the passes' time. The parts are table, stages, host and messages.
+    Returns None without a pipeline.
     """
     if len(now.ranks) == 1:
         return None

@@ -83,7 +83,11 @@ class StepReading:
         return None
 
     def wait(self, item: Pass) -> None:
-        """Wait until the samples of a pass have been read."""
+        """Wait until the samples of a pass have been read.
+
+        Args:
+            item: the pass.
+        """
         data = self.config.data
         needs = gets_batches(self.table.placement, item.stage, self.also_read)
         # Attention masks and positions of documents are needed on every stage.

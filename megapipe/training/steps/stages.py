@@ -141,7 +141,7 @@ class Stages:
             consumed: number of samples before this step, which seeds its random numbers.
             evaluate: run forwards alone, without dropout.
             loss_scale: returns the factor on the loss when a backward needs it.
-            weights: for each stage of this rank, the functions that passes on its weights call.
+            weights: for each stage of this rank, the functions of passes that act on its weights, such as the update.
                 None if the table has no such pass.
             iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
         """
@@ -204,7 +204,7 @@ class Stages:
         return finish
 
     def _copied(self, weights: Sequence[Weights] | None) -> Sequence[Weights] | None:
-        """Return the functions that passes on each stage's weights call, with `copy` among them."""
+        """Return `weights`, see `run`, with the function that copies each stage's state added."""
         if self.copy is None or weights is None:
             return weights
         return [replace(own, copy=partial(self.copy, n)) for n, own in enumerate(weights)]

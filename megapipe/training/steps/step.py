@@ -207,7 +207,7 @@ class Update:
 
 
 def weights_of(optimizer: Optimizer, sums: Reduction | None = None) -> list[Weights]:
-    """Return, for each stage of this rank, the functions that passes on its weights call.
+    """Return, for each stage of this rank, the functions of passes that act on its weights.
 
     Args:
         optimizer: this rank's optimizer.
