@@ -129,7 +129,6 @@ def _layers(text: str, num_layers: int) -> list[int] | None:
     Args:
         text: the text.
         num_layers: the number of layers; their numbers are 0 to num_layers - 1.
-    Returns None if it is no list of layers of this model.
     """
     text = text.replace(" ", "")
     if not _LAYERS.fullmatch(text):

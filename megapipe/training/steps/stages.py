@@ -141,8 +141,8 @@ class Stages:
             consumed: number of samples before this step, which seeds its random numbers.
             evaluate: run forwards alone, without dropout.
             loss_scale: returns the factor on the loss when a backward needs it.
-            weights: for each stage of this rank, the functions of passes that act on its weights, such as the update.
-                None if the table has no such pass.
+            weights: for each stage of this rank, the functions of passes that act on its weights,
+                such as the update. None if the table has no such pass.
             iteration: the iteration's number in diagnoses; by default it follows from `consumed`.
         """
         config = self.config
