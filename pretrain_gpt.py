@@ -18,7 +18,7 @@ from megapipe.training.pretrain import pretrain
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Flags in, trained model out; a problem the user can mend ends in one message and exit status 2."""
+    """Train by the flags. A problem that the user can mend ends with one message and status 2."""
     try:
         pretrain(parse(Config, argv), gpt_provider, forward_step)
     except (UserError, KeyboardInterrupt) as error:

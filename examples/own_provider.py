@@ -18,7 +18,10 @@ WIDTH = 4  # tokens that a convolution sees, itself included
 
 
 class GatedConv(nn.Module):
-    """out(gate * conv(value)): each channel has a filter of its own, so channels divide over tensor-parallel ranks."""
+    """A gated causal convolution: out(gate * conv(value)).
+
+    Each channel has a filter of its own, so tensor parallelism can split the channels.
+    """
 
     def __init__(self, config: ModelConfig, tp: Axis) -> None:
         super().__init__()

@@ -81,8 +81,8 @@ def changed_settings(
     """Return the settings that affect the results of training and differ from the saved run's.
 
     Args:
-        saved: the configuration as it was saved. A field that it lacks passes, and so does a
-            configuration that has never trained.
+        saved: the configuration as it was saved. A field that is missing there is not compared.
+            Nothing is compared with a configuration that has never trained.
         contents: the digests of data and tokenizer that were saved, see `ranks.contents`; None
             passes.
         config: the flags of this run.

@@ -118,7 +118,7 @@ def _wait(folder: Path, done: Callable[[], bool]) -> None:
 def _signs_of_life() -> Iterator[None]:
     """Write an empty line to stdout every BEAT_S seconds until the block ends.
 
-    They go on while a slow disk delays the save. They stop if the process is stopped.
+    The lines go on while a slow disk delays the save, and stop if the process is stopped.
     """
     over = threading.Event()
 

@@ -56,7 +56,7 @@ def batch_problems(config: Config) -> Iterator[str]:
 
 
 def _kind(config: Config, size: int) -> tuple[int, int]:
-    """Return a key that is equal for batch sizes that a schedule accepts or refuses together.
+    """Return a key of a batch size. A schedule accepts or refuses all sizes with one key.
 
     A schedule may demand a least number of microbatches, at most 2p, and a multiple of p or 2; p
     is the number of pipeline ranks. So a batch that grows is checked at the smallest size of each

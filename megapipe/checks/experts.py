@@ -38,7 +38,7 @@ def expert_problems(config: Config) -> Iterator[str]:
 def _mapping(config: Config) -> Iterator[str]:
     """Yield the problem of experts whose ranks do not fit the order of --use-tp-pp-dp-mapping.
 
-    One rank would have two places in the pipeline.
+    Under this order a rank would be on one stage for its experts and on another for all else.
     """
     par = config.parallel
     of_layer = par.tensor_model_parallel_size * par.context_parallel_size

@@ -106,7 +106,7 @@ def _named(schedule: str, text: str) -> str:
 def _remedy(config: Config, name: str, microbatches: int | None) -> str:
     """Return the end of an error about a number of microbatches that a schedule refuses.
 
-    It says which flags make the number, and for a schedule file which value fits the file.
+    The text names the flags that make the number. For a schedule file it names the value that fits.
 
     Args:
         name: the schedule's name.

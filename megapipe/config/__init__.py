@@ -49,8 +49,9 @@ class CheckConfig:
 class Config:
     """Everything that a run is made of.
 
-    Each field of model, batch, optimizer, precision and data has a note that says how --load treats
-    a value that differs from the checkpoint's. Layout, schedule, files and logs may always differ.
+    Each field of model, batch, optimizer, precision and data is annotated with a `Resume`. It says
+    how --load treats another value than the checkpoint's. Layout, schedule, files and logs may
+    always differ.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -72,7 +73,7 @@ class Config:
 
     @property
     def sections(self) -> tuple[Any, ...]:
-        """The sections that say which run it is. How it was started is left out."""
+        """The sections that describe the run itself, without the flags of how it is started."""
         return (
             self.model,
             self.parallel,

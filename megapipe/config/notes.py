@@ -135,7 +135,7 @@ CLOCK = Range("above 0 and at most 1e9", lambda v: 0 < v <= 1e9)
 
 
 class Resume(StrEnum):
-    """An annotation that says how --load treats a value that differs from the checkpoint's."""
+    """An annotation for --load: how to treat a value that differs from the checkpoint's."""
 
     MUST = "must match"
     """Refuse it: the weights would have another meaning."""

@@ -93,7 +93,7 @@ def stop(error: UserError | KeyboardInterrupt) -> NoReturn:
 def _printed_by_torchrun(text: str) -> bool:
     """Write the message into the file in which torchrun looks for what ended a process.
 
-    The first rank of a machine writes it, and the others leave it at that.
+    The first rank of a machine writes it. The other ranks write nothing.
 
     Returns: whether torchrun prints the message; False if torchrun did not start this process.
     """

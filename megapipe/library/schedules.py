@@ -65,9 +65,9 @@ def build(
         ranks: number of pipeline ranks.
         microbatches: number of microbatches of a step.
         chunks: stages on each rank, where the schedule leaves a choice; None for its default.
-        costs: times of passes and messages. A searched schedule, and the parts of a recipe, are
-            chosen by them; None for a unit of time for each of F, B and W. In other schedules W may
-            fill the waits under these costs; None for the tables of the papers.
+        costs: times of passes and messages. By them a searched schedule and the parts of a recipe
+            are chosen, and in other schedules W may move to where ranks wait. None: F, B and W take
+            a unit of time each, and other schedules are the papers' tables.
         memory: limit on a rank's activation, in the unit of `costs.mem_b`; None for no limit.
         options: further arguments of the schedule's function.
     Raises: ScheduleError if there is no such schedule, or none of this size. ScheduleError if parts
@@ -197,8 +197,7 @@ def save(
         costs: a .json also has these costs, the makespan and the start of each step.
         recipe: a .json also says how the table was made.
     Raises: ScheduleError for another ending, and for a .csv with costs, with a recipe, or with a
-        table that CSV cannot say. DataError if the file
-        cannot be written.
+        table that CSV cannot express. DataError if the file cannot be written.
     """
     ending = Path(file).suffix.lower()
     if ending == ".json":

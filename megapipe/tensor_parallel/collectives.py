@@ -45,7 +45,7 @@ INSIDE = Edge()
 
 
 def opening(tp: Axis, sequence_parallel: bool, in_pieces: bool = False) -> Edge:
-    """Return the collectives where a tensor [s, ...] enters a region that ranks split.
+    """Return the collectives at the entrance of a tensor [s, ...] to a region that ranks split.
 
     Under sequence parallelism it is [s/t, ...] outside of the region.
 

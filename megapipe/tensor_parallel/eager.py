@@ -15,8 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def eager(function: F) -> F:
     """Return the function, wrapped so that torch.compile calls it uncompiled.
 
-    For functions with side effects, which a compiler would lose, and for functions of a layer's
-    number, which it would compile once for each layer.
+    A compiler would lose the side effects of a function. It would compile a function of a layer's
+    number once for each layer.
     """
     # Importing the compiler takes more than a second, so a run without --compile never does it.
     uncompiled = cache(lambda: torch.compiler.disable(function))  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from megapipe.training.steps.totals import Totals
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step whose passes are over, and whose update was made before the norm was known.
+    """A step after its passes and its update, which did not wait for the norm.
 
     Attributes:
         update: the update, begun.

@@ -92,8 +92,8 @@ class Reading:
     def evaluation(self, dataset: TokenDataset | None) -> BatchesAt | None:
         """Return a function from the number of samples before a step to its microbatches.
 
-        It has no end: a run with more evaluations than planned begins again at the first sample.
-        Returns None without a dataset.
+        Evaluations past the last sample begin again at the first one. Returns None without a
+        dataset.
         """
         if dataset is None:
             return None

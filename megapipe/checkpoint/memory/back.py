@@ -103,10 +103,10 @@ def _bring(
 
     Args:
         copies: this rank's states in memory.
-        generation: the generation that all ranks go back to.
+        generation: the number of steps before the states to load.
         slot: the slot with that generation, the same on every rank.
         sources: for each rank without its own state, a rank that has it.
-        held: for each rank, the ranks whose state it has by the headers.
+        held: for each rank, the ranks whose states its slots have, as their headers say.
     """
     clique = copies.clique
     for rank, source in sources.items():

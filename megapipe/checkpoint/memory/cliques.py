@@ -17,8 +17,8 @@ class Clique:
 
     Attributes:
         axis: this rank and the others, with a group for memory of the host.
-        sends: they send each other their states. Otherwise data parallelism keeps these equal, or
-            nobody keeps this rank's state but itself.
+        sends: True if the ranks send each other their states. False if data parallelism keeps the
+            states equal anyway, or if this rank is alone in the clique.
     """
 
     axis: Axis

@@ -98,7 +98,7 @@ class Held:
         self.of_head = 0
 
     def pack(self, tensor: Tensor) -> Tensor | Kept:
-        """Count a tensor that a graph saves, and return what the graph keeps instead.
+        """Count a tensor that a graph saves; return the object that the graph keeps in its place.
 
         Parameters are not counted, as they live anyway: they are returned unchanged.
         """

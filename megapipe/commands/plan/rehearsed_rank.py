@@ -146,11 +146,11 @@ class _World(Alone):
 
 
 class _Asked(Exception):
-    """Carries the value that a rank would gather, out of the function that gathers it."""
+    """Raised in place of a gather; carries the value that the rank would have given."""
 
 
 class _Asking(Alone):
-    """An axis that raises `_Asked` with the first value that a rank would gather."""
+    """An axis whose first gather raises `_Asked` with this rank's value."""
 
     def gather_json(self, value: Any) -> list[Any]:
         raise _Asked(json.loads(json.dumps(value)))

@@ -26,7 +26,7 @@ _LOCAL_IMPORT = "from forward_step import"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the folder that `argv` names. Files that exist are never overwritten."""
+    """Write a program for the user to change into the folder in `argv`. Overwrite no file."""
     if {"--help", "-h"} & {*argv}:
         say(_ABOUT)
         return

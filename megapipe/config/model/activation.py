@@ -19,12 +19,12 @@ ONE_MLP = "{} and {} are different activations of one MLP"
 
 
 class Kind(NamedTuple):
-    """The properties of an activation that sizes and memory of a model depend on.
+    """The properties of an activation that decide a model's sizes and memory.
 
     Attributes:
         gated: the MLP's first layer has two halves, gate and up.
-        kept: number of tensors [tokens, width] that an MLP keeps for backward: the output of its
-            first layer, which has two of them with a gate, and the input of its last.
+        kept: number of tensors [tokens, width] that an MLP keeps for backward. They are the output
+            of its first layer (two tensors with a gate) and the input of its last.
         weights: number of learned scalars.
     """
 

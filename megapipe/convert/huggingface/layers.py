@@ -266,5 +266,9 @@ def windows(
 
 
 def kind_of(window: int | None) -> str:
-    """Return the entry of layer_types for a layer's window, None for a layer without."""
+    """Return the entry of layer_types for a layer.
+
+    Args:
+        window: the layer's window in tokens; None for a layer without.
+    """
     return FULL if window is None else SLIDING

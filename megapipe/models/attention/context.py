@@ -201,7 +201,8 @@ _attention: Callable[..., Tensor] = _Attention.apply
 def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [heads] from this rank's queries; None without sinks.
 
-    A sink is a score whose value is 0: its gradient is p (0 - delta), summed over the queries.
+    A sink is a score whose value is 0. With p = exp(sink - lse) its gradient is p (0 - delta),
+    summed over the queries.
 
     Args:
         lse, delta: [n, g, s/c, 1], see `differentiate`.

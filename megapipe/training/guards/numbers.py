@@ -47,8 +47,8 @@ class Guard:
         """Run a step, a second time if its numbers look wrong, and judge it.
 
         Args:
-            run: runs the step, given a function. Called with the mean losses, the function returns
-                whether the update must be left out.
+            run: run(refuses) runs the step. refuses(mean losses by name) returns True if the step
+                must update nothing.
             iteration: the step's iteration.
             scale: the step's loss scale.
             last_saved: iteration of the newest checkpoint, 0 for none.

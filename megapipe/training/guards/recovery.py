@@ -51,7 +51,7 @@ def kept_by(run: Run) -> Copies | None:
 
 
 def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
-    """Return a line on the bytes that the rank which prints it keeps in shared memory.
+    """Return a line for the log: the bytes of states that this rank keeps in shared memory.
 
     Args:
         sizes: bytes of each rank's state.

@@ -107,7 +107,7 @@ def _differing(axis_name: str, axis: Axis, tensors: Mapping[str, Tensor]) -> Ite
 
 
 def hashes(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, str]:
-    """Return by name, in one text, whether a tensor is frozen and a hash of its bits.
+    """Return, by name, a text that says whether a tensor is frozen, and a hash of its bits.
 
     Hashes are computed where the tensors are, and copied to the host once.
 

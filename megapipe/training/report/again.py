@@ -36,7 +36,8 @@ class Again:
         costs: the medians of the measured passes, and the mean time of a message, in seconds.
         schedule: the table of the measured steps.
         passes: seconds from the first pass to the last, as the mean of the replayed steps.
-        bubble: the largest idle share of a rank in that time, with the host's time.
+        bubble: the largest share of that time in which a rank is idle. Time in which the host
+            prepares a pass counts as idle.
         outside: seconds of a step outside its passes: samples, gradient sums, norm, update.
     """
 
@@ -114,8 +115,8 @@ def _messages(
 ) -> float | tuple[float, ...]:
     """Return the mean time of a message on each link, in seconds.
 
-    Only messages that a pass waited for show their time. A link without any has its least time
-    from the end of a pass to the start of the pass that took its message.
+    Only messages that a pass waited for show their time. A link without such a message gets the
+    shortest time between the end of a sending pass and the start of the receiving pass.
 
     Args:
         steps: [step][pipeline rank] -> the measured passes.

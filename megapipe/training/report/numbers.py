@@ -263,7 +263,8 @@ def scalars(moment: Moment, *, line: bool) -> dict[str, float]:
 
     Args:
         moment: the values to report.
-        line: True for the scalars that go with each line, False for the scalars of a step.
+        line: True for the scalars that go with each line of the log, False for the scalars of every
+            step.
     """
     found: dict[str, float] = {}
     for row in asked(moment.config):

@@ -79,7 +79,8 @@ class Update:
 
     Attributes:
         stages: this rank's stages.
-        config: the configuration of this step. `stages` may be at another batch size by `end`.
+        config: the configuration of this step. When `end` is called, `stages` may already have
+            another batch size.
         optimizer: this rank's optimizer.
         rates: learning rates and weight decay.
         gradients: the reduced gradients; scaled and clipped already if `begin` has updated.

@@ -34,9 +34,9 @@ Tell = Callable[[int, int, "float | None"], None]
 class Learned:
     """Predicts the step of a plan from similar plans, as a multiple of its pure work.
 
-    The time to fill a pipeline and gathers that are not hidden depend on the schedule, the pipeline
-    ranks and the number of microbatches. They depend little on how layers themselves are split. So
-    the smallest ratio that was seen among plans with these in common is expected of the next.
+    The rest of a step is the time to fill the pipeline and gathers that are not hidden. It depends
+    on the schedule, the pipeline ranks and the number of microbatches, and little on how layers are
+    split. So a plan is expected to have the smallest ratio seen among plans with the same three.
 
     Attributes:
         cells: the layouts with their recomputation, to which candidates refer by number.

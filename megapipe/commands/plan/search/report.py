@@ -263,7 +263,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def left_out(given: Config, config: Config) -> list[str]:
-    """Return the user's flags that change a plan, and that the plan's own flags cannot undo.
+    """Return the user's flags that would change a plan even if its own flags follow them.
 
     Args:
         given: the configuration of the user's own flags with the plan's flags after them.

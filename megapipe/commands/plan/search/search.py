@@ -103,7 +103,7 @@ def search(
 
 
 def _judge(judging: Judging, candidates: list[Candidate], asked: Asked) -> None:
-    """Judge all candidates, and then the large ones again with single activations moved.
+    """Judge all candidates. Judge the large ones again, with activations offloaded or recomputed.
 
     Ctrl-C ends it, and notes that in the results.
 
