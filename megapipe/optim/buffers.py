@@ -73,7 +73,7 @@ class Positions(NamedTuple):
 def positions(
     params: Mapping[str, nn.Parameter], borrowed: Collection[str], shares: int, groups: Groups
 ) -> Positions:
-    """Return the places of parameters in flat tensors, those with equal rates next to each other.
+    """Return the places of parameters in flat tensors.
 
     Parameters with equal rates are next to each other, so that an update works on few long tensors
     instead of many short ones.

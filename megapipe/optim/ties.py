@@ -73,10 +73,10 @@ class Ties:
 
     @cached_property
     def all(self) -> tuple[Tie, ...]:
-        """The weights used on this rank, and all weights with uses on several ranks of mesh.ends.
+        """The weights used on this rank, and weights with uses on several ranks of its pipeline.
 
-        Every rank of mesh.ends takes part in the sums of weights with uses on several ranks. The
-        order is equal on all ranks.
+        The latter are used on the ranks of the axis mesh.ends. Every rank on it takes part in their
+        sums. The order is equal on all ranks.
         """
         owners = self.census.owners
         users = defaultdict[str, list[Row]](list)
@@ -211,9 +211,10 @@ class Ties:
                     own[0].copy_(total)
 
     def _sum_across(self, tie: Tie) -> Tensor:
-        """Return the sum of a weight's gradients over its uses on all ranks of mesh.ends.
+        """Return the sum of a weight's gradients over its uses on several pipeline ranks.
 
-        The gradients are added in the order of `tie.uses`, so every rank gets a bitwise equal sum.
+        Collective over mesh.ends, the axis of the ranks that share weights. The gradients are added
+        in the order of `tie.uses`, so every rank gets a bitwise equal sum.
 
         Args:
             tie: the weight.
@@ -240,7 +241,10 @@ class Ties:
         return torch.empty(tie.owner.local, dtype=like.dtype, device=like.device)
 
     def _from(self, use: Row, x: Tensor) -> None:
-        """Broadcast x over mesh.ends, from the rank that holds the parameter `use`."""
+        """Broadcast x from the rank with the parameter `use` to the ranks that share weights.
+
+        These are the axis mesh.ends.
+        """
         ends = self.mesh.ends
         ends.broadcast(x, ends.ranks.index(self.mesh.pp.ranks[use.rank]))
 

@@ -257,8 +257,8 @@ class _Runs(NamedTuple):
     """The objects with which a rank runs the items of its program: passes and exchanges.
 
     `item` runs one item with `single` or `several`, and `labelled` does so with labels for a
-    profiler. Both return whether the program must begin again, because V found that the last update
-    was wrong.
+    profiler. Both return whether the program must begin again, because pass V (validation) found
+    that the last update was wrong.
 
     Attributes:
         stages: {number of a stage: the stage}.
@@ -291,7 +291,7 @@ class _Runs(NamedTuple):
         return again
 
     def single(self, call: Call) -> bool:
-        """Run one pass. Return True if it is V, and V makes the program begin again."""
+        """Run one pass. Return True if it is V (validation) and makes the program begin again."""
         hand = self.hand
         watch = self.watch
         kind, stage, *_ = call.item

@@ -62,7 +62,7 @@ class OfPlan:
         """Return, for each rank, the most bytes of activations.
 
         Args:
-            usual: the same without this part, from the simulated step.
+            usual: the same without this optional part, from the simulated step.
         """
         return usual
 

@@ -134,9 +134,9 @@ class Costs(FamilyCosts, CoreCosts):
         return found
 
     def of_positions(self, count: int) -> Costs:
-        """Return the costs with tuples cut to the first `count` stages of a chain.
+        """Return the costs with tuples cut to their first `count` values, one for each stage.
 
-        They are the costs of a chain without its depths of multi-token prediction, which are last.
+        They are the costs without depths of multi-token prediction, which are the last stages.
         """
         lists = {}
         for name, value in vars(self).items():
@@ -216,7 +216,7 @@ class Costs(FamilyCosts, CoreCosts):
         return replace(self, **parts)
 
     def check(self, placement: Placement) -> None:
-        """Check that every tuple has a value for each stage of this placement's chain.
+        """Check that every tuple has a value for each stage of one copy of the model.
 
         Raises: ScheduleError naming the first field that has another number of values.
         """
@@ -297,8 +297,8 @@ class Costs(FamilyCosts, CoreCosts):
     def by_stage(self, name: str, placement: Placement) -> list[float]:
         """Return the field called `name` as one value for each stage.
 
-        Raises: ScheduleError if the field is a tuple with another number of values than the chain
-            has stages.
+        Raises: ScheduleError if the field is a tuple with another number of values than one copy of
+            the model has stages.
         """
         if isinstance(getattr(self, name), tuple):
             return [self._at(name, stage, placement) for stage in range(placement.num_stages)]

@@ -211,7 +211,8 @@ def is_beyond(kind: Kind, need: Need) -> bool:
 def _carried(stage: int, step: int, schedule: Schedule) -> list[int]:
     """Return the numbers of the microbatches of a training step that run through a stage.
 
-    These are all of them, or half of them if the placement has two chains.
+    These are all of them, or half of them if the placement has two chains, which are copies of the
+    model.
 
     Args:
         step: number of the training step.

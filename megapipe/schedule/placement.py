@@ -76,8 +76,8 @@ class Placement:
     def with_depths(self, ranks: Sequence[int]) -> Placement:
         """Return the placement with one depth of multi-token prediction on each of these ranks.
 
-        The depths follow the other stages of each chain. In DualPipe the second chain has its
-        depths on the mirrored ranks.
+        The depths follow the other stages of each chain, a copy of the model. In DualPipe the
+        second chain has its depths on the mirrored ranks.
 
         Args:
             ranks: the rank of each depth, from depth 1.
@@ -104,7 +104,7 @@ class Placement:
         return self.position(stage) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Return whether the stage holds the loss of the model's own chain."""
+        """Return whether the stage holds the model's own loss, not one of a depth."""
         return self.position(stage) == self.main - 1
 
     def depth(self, stage: int) -> int:
@@ -171,10 +171,11 @@ class Placement:
         return (stage,)
 
     def shares(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that hold the shares of the vocabulary for the chain of `stage`.
+        """Return the stages that hold the shares of the vocabulary for one copy of the model.
 
-        A rank's share is on its first stage of the model's own chain. The stages are in ascending
-        order. It is () if the vocabulary is not shared over the ranks.
+        It is the copy with `stage`. A rank's share is an equal part of the rows of embedding and
+        head, on the rank's first stage of that copy. The stages are in ascending order. It is () if
+        the vocabulary is not shared over the ranks.
         """
         return self._shares[stage // self.chain]
 
@@ -201,7 +202,7 @@ def placement_problems(rank_of: Iterable[int], chain: int, ranks: int) -> Iterat
 
     Args:
         rank_of: rank of each stage.
-        chain: number of stages from one end of the model to the other.
+        chain: number of stages of one copy of the model.
         ranks: number of ranks.
     """
     # Gaps are an error: a rank without a stage has nothing to do, and its group waits for it.

@@ -189,7 +189,7 @@ def _missing_or_early(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str
 
 
 def _read_apart(schedule: Schedule, seen: dict[Pass, int]) -> Iterator[str]:
-    """Yield a sentence for each stage that reads microbatches in another order than its chain.
+    """Yield a sentence for each stage that reads microbatches in another order than others do.
 
     Inputs and labels come from iterators on different ranks. Each returns its next microbatch, so
     all must be read in one order. `seen` is {pass: index of its step in its row}.

@@ -235,7 +235,9 @@ def receive_ahead(program: Program, rank: int, ahead: Ahead) -> Program:
 
 
 def _ahead(program: Program, rank: int, ahead: Ahead) -> Program:
-    """Return a part of a program, without the pass V in it, with its receives posted earlier.
+    """Return a part of a program with its receives posted earlier.
+
+    The part has no V, the pass that validates an update.
 
     Args:
         ahead: says which receives are posted earlier.

@@ -75,7 +75,7 @@ def _kept(model: ModelConfig) -> int:
 
 
 def _shares_norm(model: ModelConfig) -> bool:
-    """Return whether the MLP reads the output of attention's norm, whose bytes count there."""
+    """Return whether the MLP reads the output of attention's norm, which is counted there."""
     return model.parallel_attention_mlp == "one_norm" and not model.no_attention
 
 

@@ -36,17 +36,17 @@ LATER = Kind.T, Kind.W
 def merged(table: Schedule, added: Sequence[Pass], costs: Costs, room: Sequence[float]) -> Schedule:
     """Return the table with further passes in its rows.
 
-    Forwards keep their order, and so do all other passes of a row. But the others may come up to a
-    microbatch later between the forwards: while other ranks run added passes, a rank goes on with
-    its next forward. If that has no input yet, a backward goes first. Several delays and numbers of
-    pending T and W are tried; the best by the clock of `costs` is returned.
+    The forwards of a row keep their order, and so do its other passes. But the other passes may
+    come later between the forwards: while other ranks run added passes, a rank goes on with its
+    next forward. If that forward has no input yet, a backward goes first. Several limits of this
+    delay and of pending T and W are tried, and the fastest table is returned.
 
     Args:
         table: the table without the added passes.
         added: the passes to add, of a shared vocabulary or of multi-token prediction.
         costs: costs under which the orders are simulated and compared.
-        room: limit on each rank's activation, in the unit of the costs, without the memory of the
-            vocabulary's shares. It may be exceeded if the order of the rows requires it.
+        room: limit on each rank's activation, in the unit of the costs, without the memory of a
+            shared vocabulary. It may be exceeded if the order of the rows requires it.
     """
     best: tuple[float, Schedule] | None = None
     for delay in range(1 + -(-table.placement.num_stages // table.placement.num_ranks)):

@@ -78,9 +78,10 @@ class Joint:
         return (broken + 1 + microbatch % (self.replicas - 1)) % self.replicas
 
     def placement(self) -> Placement:
-        """Return the joint placement. It has one chain of stages for each microbatch.
+        """Return the joint placement.
 
-        So each microbatch has its own rank for each stage.
+        It has a chain of stages (a copy of the model) for each microbatch. So each microbatch has
+        its own rank for each stage.
         """
         place = self.table.placement
         rank_of = []

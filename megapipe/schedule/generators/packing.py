@@ -227,7 +227,8 @@ def _squeezed(slots: Slots, microbatches: int) -> Slots:
 def _with_weights(slots: Slots) -> Slots:
     """Return the slots with the W of each B added in free slots after it.
 
-    If W of both stages of a rank are pending, the W of the stage going up the V comes first.
+    If W of both stages of a rank are pending, the W of the stage with the larger number comes
+    first.
 
     Args:
         slots: for each rank {slot: its F or B}.

@@ -179,7 +179,7 @@ def _of_families(
     """Return the costs of kinds other than F, B, W and BW: {field of `Costs`: seconds}.
 
     Args:
-        took: the measured seconds, by (kind, position in the chain).
+        took: {(kind, position of the stage in the model): measured seconds}.
         counted: costs by the plan, for kinds that are not measured.
         seconds: measured time of F, B and W of one microbatch through all stages.
     """
@@ -209,13 +209,13 @@ def _scaled(cost: PerStage, unit: float) -> PerStage:
 def _copies(
     took: Mapping[_At, list[float]], kind: Kind, counted: Sequence[float], unit: float
 ) -> PerStage:
-    """Return the seconds of a copy to or from the host (O or L) at each position of the chain.
+    """Return the seconds of a copy to or from the host (O or L) at each stage of the model.
 
     It is 0.0 if there are no copies. A position without a measured copy has the time of the plan,
     scaled by the measured copies.
 
     Args:
-        took: the measured seconds, by (kind, position).
+        took: {(kind, position of the stage in the model): measured seconds}.
         kind: O or L.
         counted: the plan's time at each position.
         unit: seconds that a unit of the plan's time took in the measured passes. It scales the
@@ -238,7 +238,7 @@ def _shares(took: Mapping[_At, list[float]], name: str) -> float:
     It is 0 if none ran.
 
     Args:
-        took: the measured seconds, by (kind, position in the chain).
+        took: {(kind, position of the stage in the model): measured seconds}.
     """
     times = [x for (kind, _), row in took.items() if kind.traits.costs == name for x in row]
     return median(times or [0.0])
@@ -247,10 +247,10 @@ def _shares(took: Mapping[_At, list[float]], name: str) -> float:
 def _stages(
     took: Mapping[_At, list[float]], place: Placement, counted: Costs
 ) -> Iterator[tuple[float, float, float]]:
-    """Yield the median seconds of (F, B, W) at each position of the chain.
+    """Yield the median seconds of (F, B, W) for each stage of one copy of the model.
 
     Args:
-        took: the measured seconds, by (kind, position).
+        took: {(kind, position of the stage in the model): measured seconds}.
         place: the placement of the stages.
         counted: costs by the plan, which divide a fused backward into B and W.
     """

@@ -118,7 +118,7 @@ def _took(samples: Sequence[Sample], schedule: Schedule) -> Iterator[tuple[_Key,
 
 
 def stage_seconds(costs: Costs, schedule: Schedule) -> list[float]:
-    """Return the seconds of F, B and W of one microbatch at each position of the chain.
+    """Return the seconds of F, B and W of one microbatch for each stage of one copy of the model.
 
     Args:
         costs: measured costs, in seconds.
@@ -246,7 +246,7 @@ def _with_stage(costs: Costs, at: int, factor: float) -> Costs:
     """Return the costs with f, b and w of one stage multiplied by `factor`.
 
     Args:
-        at: position of the stage in its chain.
+        at: position of the stage in the model.
     """
 
     def faster(value: float | tuple[float, ...]) -> tuple[float, ...]:

@@ -273,7 +273,7 @@ def table_of(ranks: Sequence[RankTrace]) -> Schedule:
 
 
 def costs_of(ranks: Sequence[RankTrace], schedule: Schedule) -> Costs:
-    """Return measured costs in milliseconds, by position in the chain.
+    """Return measured costs in milliseconds, for each stage of one copy of the model.
 
     They are medians over microbatches and steps.
 

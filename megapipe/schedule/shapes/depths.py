@@ -33,7 +33,7 @@ def with_depths(
     the model a rank holds at most one more microbatch, and one of each depth that is on it.
 
     Args:
-        ranks: the rank of each depth, in the order of the depths.
+        ranks: the rank of each depth, from depth 1.
         costs: the costs of the stages of the model's own chain, then of the depths.
         shared: takes the table with depths, and returns the passes of a vocabulary that all ranks
             share. They are added in the same simulation, because both delay the backward of the

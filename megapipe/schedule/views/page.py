@@ -100,7 +100,7 @@ def to_page(
 
 
 def _packed(case: Case) -> str:
-    """Return a case as text: memory limit, number of stages of a chain, rank of each stage, rows.
+    """Return a case as text: memory limit, stages per copy of the model, rank of each stage, rows.
 
     If the schedule is the best of several tables under the reader's costs, there are rows for each.
     With a memory limit above 0, the page moves W into waits within it. If there is no table, the

@@ -74,7 +74,7 @@ def _refuse_apart(name: str, place: Placement) -> None:
 def all_shared(schedule: Schedule) -> Iterator[Pass]:
     """Yield the passes E, S, C, T and EW of all microbatches for a table's placement.
 
-    Raises: ScheduleError if a rank has no stage in some chain.
+    Raises: ScheduleError if a rank has no stage in some copy of the model.
     """
     place = schedule.placement
     _refuse_apart(schedule.name, place)
