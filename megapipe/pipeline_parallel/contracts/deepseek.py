@@ -119,8 +119,8 @@ class PairedStage:
     `overlapped_forward_backward` runs a pair.
 
     Args:
-        module: a module as described at the top of this file. If it lacks the classmethod
-            overlapped_forward_backward, the two passes of a pair run one after the other.
+        module: a module of DeepSeek's contract. Its classmethod overlapped_forward_backward runs
+            pairs; without it, the two passes of a pair run one after the other.
         inputs: the module's arguments for each microbatch; None where they arrive from the previous
             stage.
         criterion, labels: criterion(*outputs, *labels[microbatch]) is the loss of a microbatch;

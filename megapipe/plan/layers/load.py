@@ -103,7 +103,8 @@ class Load:
         """Return {"held", "copied": bytes} of activations kept until backward: fields of `Work`.
 
         Args:
-            parts: (bytes, names of the modules that save them, separated by spaces).
+            parts: each is (bytes, names of the modules that save them, separated by spaces). "held"
+                counts all bytes, and "copied" only bytes that may be offloaded.
         """
         held = sum(size for size, _ in parts)
         chosen = set(self.modules)

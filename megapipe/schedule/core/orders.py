@@ -111,7 +111,9 @@ def problem(
 
 
 def clock(problem: Problem, orders: Orders) -> list[float] | None:
-    """Return when every pass ends, by its integer, if each starts as soon as it can.
+    """Return when every pass ends, a list indexed by the pass's integer.
+
+    Each pass starts as soon as it can.
 
     Args:
         problem: the placement with its costs and memory limits.

@@ -228,7 +228,9 @@ def _priorities(ranks: Joint, costs: Costs) -> Iterator[Priority]:
 
 
 def _unordered(ranks: Joint) -> Schedule:
-    """Return the joint table. A peer's own passes stand before the lost rank's passes that it runs.
+    """Return the joint table. Each peer runs part of the lost rank's passes.
+
+    They stand after its own passes.
 
     Raises: ScheduleError for a table with other passes than F, B, W and BW, or of several steps.
     """

@@ -49,7 +49,8 @@ class Living(NamedTuple):
             two stages may need more.
         gradients: number of stages with full gradients, without the stage whose gradients are being
             reduced.
-        ahead: one of the `weights` stages is the next one, whose gather then runs early.
+        ahead: whether one of the `weights` places is for the next stage, so that its gather runs
+            early.
     """
 
     weights: int
