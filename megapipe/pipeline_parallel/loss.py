@@ -156,9 +156,8 @@ class Loss(NamedTuple):
 def _check_reported(name: str, number: Any) -> None:
     """Raise ConfigError for a reported value that is neither one number nor (sum, count).
 
-    name: its key in the dict of loss_func.
-
     Args:
+        name: its key in the dict that loss_func returned.
         number: the value.
     """
     numbers = number if isinstance(number, tuple | list) else (number,)

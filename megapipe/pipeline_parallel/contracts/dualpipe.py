@@ -263,7 +263,7 @@ class _Mapped(Transport):
     Operations name a peer by its place in the pipeline, and `post` translates it to the rank in the
     group.
 
-    Attributes:
+    Args:
         pp: the pipeline axis, as for Transport.
         of_group: for each place in the pipeline, the rank in the group.
     """

@@ -157,7 +157,8 @@ class _Rank:
 class _Merge:
     """A simulation in which each rank runs FIRST before its row, and LATER where it would wait.
 
-    FIRST and LATER are the added kinds of pass. `run` returns the merged rows.
+    FIRST and LATER are the kinds of pass to add: for the former other ranks wait, for the latter
+    they do not. `run` returns the merged rows.
 
     Args:
         schedule: the table without the added passes.

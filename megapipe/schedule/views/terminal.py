@@ -126,6 +126,7 @@ def _columns(time: Timeline, most: int) -> int:
 class _Pen:
     """A writer of the text cells in which passes are printed.
 
+    `step` returns the cell of a step, `cell` the cell of one pass, and `tint` colours a text.
     `idle` is the character for idle time.
 
     Attributes:
