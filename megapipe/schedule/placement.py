@@ -174,8 +174,8 @@ class Placement:
         """Return the stages that hold the shares of the vocabulary for one copy of the model.
 
         It is the copy with `stage`. A rank's share is an equal part of the rows of embedding and
-        head, on the rank's first stage of that copy. The stages are in ascending order. It is () if
-        the vocabulary is not shared over the ranks.
+        head, on the rank's first stage of that copy. The stages are in ascending order. The result
+        is () if the vocabulary is not shared over the ranks.
         """
         return self._shares[stage // self.chain]
 

@@ -20,7 +20,7 @@ class Reporting(OfStage):
 
     Its module has a method `between_layers(cut)`, which returns a context for a forward. In this
     context the module calls x = cut(x) with the hidden states before each layer. `saving` returns
-    it for the last forward.
+    this context for the last forward.
 
     Args:
         done: called as (layer, number of layers) when the gradients of the layer's weights and of

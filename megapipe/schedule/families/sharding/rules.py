@@ -70,9 +70,9 @@ def _excluded(schedule: Schedule, seen: Mapping[Pass, int], *, gathered: bool) -
 
 
 def _of_run(run: Run, seen: Mapping[Pass, int]) -> Iterator[tuple[Pass, str]]:
-    """Yield (gather, sentence) if no pass reads the gathered weights, or its number is wrong.
+    """Yield (gather, sentence) if no pass reads the gathered weights, or if its number is wrong.
 
-    A gather must have the number of its first reader.
+    A gather must have the number of the first pass that reads the weights.
 
     Args:
         run: the gather with the passes that read the gathered weights.
