@@ -368,9 +368,9 @@ def _of_heads(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_experts(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with defaults of experts filled in, or without experts' settings.
+    """Return the fields with the defaults of experts filled in.
 
-    They are left out for a dense model.
+    For a dense model the settings of experts are left out.
 
     Args:
         fields: fields of ModelConfig by name.

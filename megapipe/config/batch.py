@@ -78,7 +78,7 @@ class BatchSizes:
     of samples.
 
     Attributes:
-        steps: (samples consumed from which on a size holds, the size), ascending, the first at 0.
+        steps: (samples consumed so far, batch size from there on), ascending, the first at 0.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -167,7 +167,7 @@ class BatchSizes:
 
 
 def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]]:
-    """Yield (samples consumed from which on a size holds, the size) of --rampup-batch-size.
+    """Yield (samples consumed so far, batch size from there on), by --rampup-batch-size.
 
     This is the rule of Megatron-LM until 2025. The size grows from START by INCREMENT, in equal
     parts of SAMPLES, to --global-batch-size.
@@ -207,7 +207,7 @@ def _ramp(given: tuple[int, ...], final: int | None) -> Iterator[tuple[int, int]
 
 
 def _steps(text: str, seq_length: int | None) -> Iterator[tuple[int, int]]:
-    """Yield (samples consumed from which on a size holds, the size) of `TOKENS:SIZE ...`.
+    """Yield (samples consumed so far, batch size from there on), by `TOKENS:SIZE ...`.
 
     A suffix K, M, B or T counts in thousands, millions, billions or trillions.
 

@@ -51,9 +51,9 @@ def without_idle(config: Config) -> Config:
 
 
 def _given(config: Config) -> Iterator[tuple[Flag, str]]:
-    """Yield (flag, text) for each flag that is given and has no effect by a note of its field.
+    """Yield (flag, text) for each flag that is given and has no effect in the run.
 
-    A field may have several notes.
+    The text is of an `Idle` in the annotation of its field, which may have several.
     """
     for flag, where, text in IDLE:
         if config.value(flag.field) != flag.default and where(config):

@@ -214,7 +214,7 @@ def _launched() -> int:
 
 
 def _layout(config: Config) -> str:
-    """Return the line that says how many ranks each axis has, and how many samples a batch."""
+    """Return a line with the number of ranks of each axis, and of samples in a batch."""
     par = config.parallel
     context = ""
     if par.context_parallel_size > 1:

@@ -101,10 +101,9 @@ def pretrain(
 def _meeting(launch: Launch, *programs: Callable[..., Any]) -> Iterator[tuple[ProcessMesh, Plan]]:
     """Meet the other ranks, which must have equal flags and programs; close the mesh at the end.
 
-    programs: the user's functions, whose files are compared.
-
     Args:
         launch: the checked parts of the run.
+        programs: the user's functions, whose files are compared.
     Yields: (this rank's mesh, the plan). If the order of passes is searched, rank 0's plan.
     """
     config = launch.config

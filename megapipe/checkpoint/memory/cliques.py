@@ -34,8 +34,8 @@ class Clique:
 def sets_of(config: Config) -> tuple[list[tuple[int, ...]], bool]:
     """Return (disjoint sets of ranks that keep each other's states, whether they send them).
 
-    Rank n is with n + J, n + 2J and so on, F ranks at a distance of J, as in NVIDIA's resiliency
-    extension: J is --replication-jump, F --replication-factor.
+    A set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency extension. J is
+    --replication-jump, F --replication-factor.
     """
     if config.equal_states > 1:
         grids = Grids.of(config.parallel, config.world_size)

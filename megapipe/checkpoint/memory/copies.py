@@ -83,7 +83,7 @@ class Copies:
 
         Args:
             stage: its place among this rank's stages.
-            always: copy in a step without a copy too.
+            always: copy even after a step that `every` leaves out.
         """
         if self._header is None:
             content = self.content()

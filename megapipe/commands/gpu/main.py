@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> None:
 def chosen(flags: Flags) -> list[Case]:
     """Return the cases that --only names and that can run here.
 
-    Each follows its reference, the case with whose losses it is compared.
+    A case comes after its reference. Its losses are compared with the reference's.
     """
     here = [case for case in CASES if _can_run(case, flags)]
     wanted = set()

@@ -208,7 +208,7 @@ _ALL = {*ATTENTION, *MLP}
 
 @dataclass(frozen=True)
 class Biases(Meaning):
-    """A config.json key that gives some matrices a bias, with another such key or without.
+    """A config.json key that says whether some matrices have a bias, and further such keys.
 
     Attributes:
         default: the value that transformers assumes in this family for a missing key.

@@ -181,7 +181,7 @@ def stored_names(name: str, sparse: bool, latent: bool) -> list[str]:
 def fused_name(name: str, sparse: bool, latent: bool) -> str:
     """Return a parameter's name in one of Transformer Engine's layers.
 
-    There a norm is part of the linear layer that follows it, if there is just one.
+    A norm that is followed by a single linear layer is a part of this layer there.
 
     Args:
         name: megapipe's name within the layer.

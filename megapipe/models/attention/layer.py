@@ -137,12 +137,13 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _sinks(self, heads: Axis, q: Tensor) -> Tensor | None:
-        """Return the sink of each head of q [b, heads, s, d], the logarithm of its extra term.
+        """Return, for each head of q, the logarithm of an extra term of its softmax denominator.
 
         None for the plain softmax.
 
         Args:
             heads: the ranks that split the heads.
+            q: [b, heads, s, d].
         """
         if self.config.softmax_type == "vanilla":
             return None

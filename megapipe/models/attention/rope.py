@@ -57,8 +57,9 @@ class Rotary:
         rounded: the range between these pairs ends at whole pairs.
         stretch: factor by which all positions are divided.
         length: factor on the length of the rotated vectors.
-        divisors: longrope's two lists with a divisor for each pair, of sequences of at most
-            `original` tokens and of longer ones; None to leave the frequencies.
+        divisors: longrope's two lists of numbers that divide the frequencies, one for each pair.
+            The first list is for sequences of at most `original` tokens, the second for longer
+            ones. None to leave the frequencies.
     """
 
     dim: int

@@ -101,7 +101,7 @@ class GatedDeltaNet(nn.Module):
 
     @eager
     def attend(self, x: Tensor) -> Tensor:
-        """Return what the projections have between them: [s/c, b, rows/t] -> [s/c, b, values/t]."""
+        """Return the input of out_proj [s/c, b, values/t] for the output x of in_proj."""
         stream = current_stream()
         documents = stream.documents
         numbers = None
@@ -122,7 +122,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _of_heads(heads: int, tp: Axis, layout: Layout) -> nn.Parameter:
-    """Return a parameter with a number for each value head of this rank."""
+    """Return an uninitialised parameter with a number for each value head of this rank."""
     return set_layout(nn.Parameter(torch.empty(heads // tp.size)), layout)
 
 
@@ -144,7 +144,7 @@ def _core(
         x: the output of in_proj, [s, b, heads, rows of a head].
         taps: of the convolution, [heads, channels, taps].
         rates: logarithms of the rates of decay, [heads x r].
-        offsets: what is added to the inputs of decays, [heads x r].
+        offsets: added to the inputs of decays, [heads x r].
         norm: the weight of the norm of value heads, [dv].
     """
     dtype = x.dtype
@@ -180,7 +180,7 @@ def _has_kernel() -> bool:
 def _fused_rule(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, numbers: Tensor | None
 ) -> Tensor:
-    """Do as `gated_delta_rule` by the kernel of flash-linear-attention, in bfloat16.
+    """Return the result of `gated_delta_rule`, by flash-linear-attention's kernel in bfloat16.
 
     No GPU has run it yet.
     """
