@@ -48,9 +48,9 @@ def waits_to_be_filled(value: ast.expr) -> bool:
     return (isinstance(value, ast.List) and not value.elts) or (isinstance(value, ast.Dict) and not value.keys)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_reader_can_hold_each_file_and_function(path):
-    assert list(findings(path.read_text())) == []
+def test_a_reader_can_hold_each_file_and_function():
+    found = {str(path.relative_to(ROOT)): list(findings(path.read_text())) for path in SOURCES}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_the_rules_find_what_they_are_for():
