@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from random_models import FAMILIES, TOKENS, refused, saved, theirs, transformers
+from drawn_families import DRAWN
+from random_models import FAMILIES, ours, refused, save, theirs, transformers
 
 from megapipe.convert import import_checkpoint
 from megapipe.convert.huggingface.families import from_huggingface
-from megapipe.convert.tensors import SavedTensors, load_full, whole_model
-from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
 
 _GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
@@ -48,25 +48,32 @@ def complete(family: str) -> dict:
     return said | _DRAWN[family]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_that_is_left_out_means_what_the_class_of_transformers_means(family):
+def saying(family: str) -> dict:
+    """A config.json of a small model as the library writes it."""
+    return DRAWN[family](random.Random(7)).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "content_of"), [*((name, complete) for name in FAMILIES), *((name, saying) for name in DRAWN)]
+)
+def test_a_key_that_is_left_out_means_what_the_class_of_transformers_means(family, content_of):
     """deepseek_v3 without routed_scaling_factor came in with 1.0, and transformers has 2.5: logits 3.27 off of 4.5."""
-    content = complete(family)
+    content = content_of(family)
     cls = type(transformers.AutoConfig.for_model(family))
     assert from_huggingface(content).num_layers == content.get("num_hidden_layers", content.get("n_layer"))
     others = {}
     for key in content.keys() - {"model_type"}:
         rest = {name: value for name, value in content.items() if name != key}
         try:
-            ours = from_huggingface(rest)
+            mine = from_huggingface(rest)
         except CheckpointError:
             continue
         try:
-            theirs = from_huggingface(cls(**rest).to_dict())
+            its = from_huggingface(cls(**rest).to_dict())
         except Exception as error:  # what transformers refuses is no model
-            theirs = error
-        if ours != theirs:
-            others[key] = (ours, theirs)
+            its = error
+        if mine != its:
+            others[key] = (mine, its)
     assert others == {}
 
 
@@ -99,24 +106,15 @@ def test_logits_without_a_key_are_those_of_transformers(tmp_path, family, key):
         sizes |= {"head_dim": 4}
     content = draw | {name: value for name, value in sizes.items() if name in draw}
     content.pop(key)
-    config = type(transformers.AutoConfig.for_model(family))(**content)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
-    model.save_pretrained(tmp_path / "hf")
+    save(type(transformers.AutoConfig.for_model(family))(**content), tmp_path / "hf")
     path.write_text(json.dumps(content))
-    torch.testing.assert_close(ours(tmp_path), theirs(tmp_path / "hf"), atol=2e-5, rtol=1e-5)
+    compare(tmp_path)
 
 
-def ours(folder):
-    """Logits of what folder/hf is turned into."""
+def compare(folder: Path) -> None:
+    """Require the logits of folder/hf in transformers of what it is turned into."""
     done = import_checkpoint(folder / "hf", folder / "ours")
-    model = whole_model(done.config.model)
-    load_full([model], SavedTensors(done.folder).read, Axis())
-    with torch.no_grad():
-        return model.float().eval()(TOKENS)[..., : done.vocab_size]
+    torch.testing.assert_close(ours(done.folder, done.config.model), theirs(folder / "hf"), atol=2e-5, rtol=1e-5)
 
 
 def test_a_weight_of_one_expert_that_is_divided_by_itself_is_refused():
@@ -156,17 +154,13 @@ def test_rope_scaling_goes_before_rope_parameters():
 
 def test_a_mixtral_of_one_expert_says_what_transformers_says(tmp_path):
     config = FAMILIES["mixtral"](random.Random(1)).to_dict() | {"num_local_experts": 1, "num_experts_per_tok": 1}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**config))
-    model.save_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(ours(tmp_path), theirs(tmp_path / "hf"), atol=2e-5, rtol=1e-5)
+    save(transformers.MixtralConfig(**config), tmp_path / "hf")
+    compare(tmp_path)
 
 
 def test_a_qwen_whose_layers_are_all_dense_has_no_experts(tmp_path):
-    saved("qwen2_moe", 0, tmp_path / "seed")
-    config = json.loads((tmp_path / "seed" / "config.json").read_text())
+    config = FAMILIES["qwen2_moe"](random.Random("qwen2_moe0")).to_dict()
     config |= {"mlp_only_layers": list(range(config["num_hidden_layers"]))}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen2MoeConfig(**config))
-    model.save_pretrained(tmp_path / "hf")
-    torch.testing.assert_close(ours(tmp_path), theirs(tmp_path / "hf"), atol=2e-5, rtol=1e-5)
+    save(transformers.Qwen2MoeConfig(**config), tmp_path / "hf")
+    compare(tmp_path)
     assert not from_huggingface(config).has_experts

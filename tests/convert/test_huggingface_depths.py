@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import TOKENS, deepseek_v3, transformers
+from random_models import TOKENS, deepseek_v3, save, transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,15 +25,10 @@ DEPTH = f"model.layers.{LAST}."
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> Path:
     """A tiny DeepSeek-V3, and behind its layers a depth of this layout with copies of embedding and head."""
-    torch.manual_seed(5)
     config = deepseek_v3(random.Random("depths"))
     config.update({"num_hidden_layers": LAST + 1, "first_k_dense_replace": LAST - 1, "tie_word_embeddings": False})
     folder = tmp_path_factory.mktemp("published")
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
-    model.save_pretrained(folder)
+    save(config, folder, seed=5)
     tensors, hidden = load_file(folder / "model.safetensors"), config.hidden_size
     norms = "enorm", "hnorm", "shared_head.norm"
     tensors |= {f"{DEPTH}{name}.weight": 1 + 0.1 * torch.randn(hidden) for name in norms}

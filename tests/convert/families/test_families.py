@@ -5,75 +5,26 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import random_models
 import torch
 from drawn_families import DRAWN
-from random_models import TOKENS, theirs, transformers
+from random_models import ours, save, saved, theirs
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megapipe.config import Config
-from megapipe.convert import SavedTensors, compare_logits, export_checkpoint, import_checkpoint, load_full
-from megapipe.convert.huggingface.families import from_huggingface
+from megapipe.convert import compare_logits, export_checkpoint, import_checkpoint
 from megapipe.convert.huggingface.family import IGNORED
 from megapipe.convert.huggingface.tables import FAMILIES
-from megapipe.convert.tensors import whole_model
-from megapipe.distributed.axis import Axis
-from megapipe.errors import CheckpointError
 from megapipe.flags.parse import parse, to_flags
 
 NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh draws four of each family
 VARIANTS = 4 if NIGHTLY else 2
 HIDDEN = 2 if NIGHTLY else 1
 """Models of a family whose features are taken away one by one."""
-
-
-def saved(config: Any, folder: Path) -> Tensor:
-    """A model with every parameter and every bias of a router at random, saved; its logits."""
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
-        for name, buffer in model.named_buffers():
-            if buffer.is_floating_point() and "bias" in name:
-                buffer += 0.1 * torch.randn_like(buffer)
-    model.save_pretrained(folder)
-    return theirs(folder)
-
-
-def ours(folder: Path, model: Any) -> Tensor:
-    module = whole_model(model)
-    load_full([module], SavedTensors(folder).read, Axis())
-    with torch.no_grad():
-        return module.float().eval()(TOKENS)[..., :101]
-
-
-@pytest.mark.parametrize("family", DRAWN)
-def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, tmp_path):
-    for seed in range(VARIANTS):
-        folder = tmp_path / str(seed)
-        config = DRAWN[family](random.Random(f"{family}{seed}"))
-        want = saved(config, folder / "hf")
-        done = import_checkpoint(folder / "hf", folder / "ours", divisible_by=8)
-        assert parse(Config, to_flags(done.config)) == done.config
-        difference = (ours(done.folder, done.config.model) - want).abs().max()
-        assert difference <= 2e-6 * want.abs().max(), seed
-
-        export_checkpoint(done.folder, folder / "back")
-        before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-
-        # config.json by the family's own table, without the one that was imported.
-        written = FAMILIES[family].write(done.config.model) | {"model_type": family, "vocab_size": 101}
-        again, its = type(config)(**json.loads(json.dumps(written))).to_dict(), config.to_dict()
-        assert {key: again.get(key) for key in its.keys() - IGNORED} == {key: its[key] for key in its.keys() - IGNORED}
 
 
 # Without them a model of these sizes has the same tensors.
@@ -101,29 +52,49 @@ FEATURES = {
 }
 
 
+def without_features(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the model without each of its features: the feature's name and what is left."""
+    for name, plain in FEATURES.items():
+        if getattr(model, name) == plain:
+            continue
+        # longrope has a divisor for each rotated pair.
+        if name == "rotary_percent" and model.position_embedding_type == "longrope":
+            continue
+        other = replace(model, **{name: plain})
+        if name == "moe_router_num_groups":
+            other = replace(other, moe_router_group_topk=None, moe_router_group_score_topk=None)
+        yield name, other
+
+
 @pytest.mark.parametrize("family", DRAWN)
-def test_a_model_without_one_of_the_familys_features_has_other_logits(family, tmp_path):
-    """Tiny random models may hide a feature, and then equal logits prove nothing of it."""
-    for seed in range(HIDDEN):
+def test_logits_are_those_of_transformers_and_all_comes_back_as_it_was(family, tmp_path):
+    """Tiny random models may hide a feature, and then equal logits prove nothing of it: without it they differ."""
+    for seed in range(VARIANTS):
         folder = tmp_path / str(seed)
-        want = saved(DRAWN[family](random.Random(f"{family}{seed}")), folder / "hf")
+        config = DRAWN[family](random.Random(f"{family}{seed}"))
+        save(config, folder / "hf")
+        want = theirs(folder / "hf")
         done = import_checkpoint(folder / "hf", folder / "ours", divisible_by=8)
-        model = done.config.model
-        for name, plain in FEATURES.items():
-            if getattr(model, name) == plain:
-                continue
-            # longrope has a divisor for each rotated pair.
-            if name == "rotary_percent" and model.position_embedding_type == "longrope":
-                continue
-            other = replace(model, **{name: plain})
-            if name == "moe_router_num_groups":
-                other = replace(other, moe_router_group_topk=None, moe_router_group_score_topk=None)
+        assert parse(Config, to_flags(done.config)) == done.config
+        difference = (ours(done.folder, done.config.model) - want).abs().max()
+        assert difference <= 2e-6 * want.abs().max(), seed
+        for name, other in without_features(done.config.model) if seed < HIDDEN else ():
             moved = (ours(done.folder, other) - want).abs().max()
             assert moved > 2e-5 * want.abs().max(), (seed, name)
 
+        export_checkpoint(done.folder, folder / "back")
+        before, after = (load_file(folder / name / "model.safetensors") for name in ("hf", "back"))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+        # config.json by the family's own table, without the one that was imported.
+        written = FAMILIES[family].write(done.config.model) | {"model_type": family, "vocab_size": 101}
+        again, its = type(config)(**json.loads(json.dumps(written))).to_dict(), config.to_dict()
+        assert {key: again.get(key) for key in its.keys() - IGNORED} == {key: its[key] for key in its.keys() - IGNORED}
+
 
 def test_a_kimi_is_computed_as_a_deepseek(tmp_path):
-    want = saved(random_models.FAMILIES["deepseek_v3"](random.Random(1)), tmp_path / "hf")
+    want = saved("deepseek_v3", 1, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(
         json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "x"}})
@@ -133,23 +104,3 @@ def test_a_kimi_is_computed_as_a_deepseek(tmp_path):
     found = compare_logits(tmp_path / "hf", done.folder, done.config.model, 101)
     assert found is not None
     assert found[0] < 1e-5 < found[1]
-
-
-@pytest.mark.parametrize("family", DRAWN)
-def test_a_key_that_is_left_out_means_what_the_class_of_transformers_means(family):
-    content = DRAWN[family](random.Random(7)).to_dict()
-    cls = type(transformers.AutoConfig.for_model(family))
-    others = {}
-    for key in content.keys() - {"model_type"}:
-        rest = {name: value for name, value in content.items() if name != key}
-        try:
-            mine = from_huggingface(rest)
-        except CheckpointError:
-            continue
-        try:
-            its = from_huggingface(cls(**rest).to_dict())
-        except Exception as error:  # what transformers refuses is no model
-            its = error
-        if mine != its:
-            others[key] = (mine, its)
-    assert others == {}

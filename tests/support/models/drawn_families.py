@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,12 +13,16 @@ from random_models import latent, rotary, sparse, transformers
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
-def made(name: str, draw: random.Random, without: str = "", **more: Any) -> Any:
-    """The class of this model_type with a drawn size; without: keys that it does not have; more: further ones."""
+def made(name: str, draw: random.Random) -> Any:
+    """Return a configuration of this model_type: a drawn size and the family's settings.
+
+    The setting `without` names the keys that the family does not have.
+    """
+    more = SETTINGS[name](draw)
     # The library changes what it is given.
     said = deepcopy(rotary(draw) | {"pad_token_id": 0, "initializer_range": 0.1} | more)
-    sizes = {key: value for key, value in said.items() if key not in without.split()}
-    return transformers.AutoConfig.for_model(name, **sizes)
+    without = said.pop("without", "").split()
+    return transformers.AutoConfig.for_model(name, **{key: said[key] for key in said if key not in without})
 
 
 BASE = {"rope_type": "default", "rope_theta": 1e4}
@@ -120,56 +125,38 @@ def windows(draw: random.Random) -> dict[str, Any]:
     return {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 3} | where
 
 
-DRAWN: dict[str, Callable[[random.Random], Any]] = {
-    "qwen2": lambda draw: made("qwen2", draw, **windows(draw)),
-    "qwen3": lambda draw: made("qwen3", draw, **windows(draw), head_dim=draw.choice([6, 12])),
-    "qwen2_moe": lambda draw: made(
-        "qwen2_moe",
-        draw,
-        **sparse(draw) | windows(draw) | MIXED | {"max_window_layers": 0},
-        shared_expert_intermediate_size=20,
+SETTINGS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "qwen2": windows,
+    "qwen3": lambda draw: dict(**windows(draw), head_dim=draw.choice([6, 12])),
+    "qwen2_moe": lambda draw: dict(
+        **sparse(draw) | windows(draw) | MIXED | {"max_window_layers": 0}, shared_expert_intermediate_size=20
     ),
-    "smollm3": lambda draw: made(
-        "smollm3", draw, **biases(draw), num_hidden_layers=4, no_rope_layers=draw.choice([None, [0, 1, 1, 0]])
+    "smollm3": lambda draw: dict(**biases(draw), num_hidden_layers=4, no_rope_layers=draw.choice([None, [0, 1, 1, 0]])),
+    "seed_oss": lambda draw: {
+        "attention_bias": draw.random() < 0.5,
+        "head_dim": draw.choice([6, 12]),
+        "residual_dropout": draw.choice([0.0, 0.2]),
+    },
+    "internlm3": lambda draw: dict(
+        **dict.fromkeys(["attention_bias", "mlp_bias"], draw.random() < 0.5), head_dim=draw.choice([6, 12])
     ),
-    "seed_oss": lambda draw: made(
-        "seed_oss",
-        draw,
-        attention_bias=draw.random() < 0.5,
-        head_dim=draw.choice([6, 12]),
-        residual_dropout=draw.choice([0.0, 0.2]),
-    ),
-    "internlm3": lambda draw: made(
-        "internlm3",
-        draw,
-        **dict.fromkeys(["attention_bias", "mlp_bias"], draw.random() < 0.5),
-        head_dim=draw.choice([6, 12]),
-    ),
-    "iquestcoder": lambda draw: made("iquestcoder", draw, **biases(draw), head_dim=draw.choice([6, 12])),
-    "cwm": lambda draw: made(
-        "cwm",
-        draw,
+    "iquestcoder": lambda draw: dict(**biases(draw), head_dim=draw.choice([6, 12])),
+    "cwm": lambda draw: dict(
         head_dim=draw.choice([6, 12]),
         num_hidden_layers=4,
         **draw.choice([{"sliding_window": 3}, {"layer_types": ["full_attention"] * 4}, MIXED | {"sliding_window": 3}]),
         rope_parameters=draw.choice([None, {"rope_type": "default", "rope_theta": 1e4}]),
     ),
-    "ministral": lambda draw: made(
-        "ministral",
-        draw,
+    "ministral": lambda draw: dict(
         head_dim=draw.choice([6, 12]),
         sliding_window=draw.choice([3, 5]),
         **draw.choice([{}, MIXED]),
         num_hidden_layers=4,
     ),
-    "arcee": lambda draw: made(
-        "arcee", draw, **biases(draw), head_dim=draw.choice([6, 12]), rope_parameters=stretched(draw)
-    ),
-    "helium": lambda draw: made("helium", draw, **whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
-    "ernie4_5": lambda draw: made("ernie4_5", draw, use_bias=draw.random() < 0.5, head_dim=draw.choice([6, 12])),
-    "phi3": lambda draw: made(
-        "phi3",
-        draw,
+    "arcee": lambda draw: dict(**biases(draw), head_dim=draw.choice([6, 12]), rope_parameters=stretched(draw)),
+    "helium": lambda draw: dict(**whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
+    "ernie4_5": lambda draw: {"use_bias": draw.random() < 0.5, "head_dim": draw.choice([6, 12])},
+    "phi3": lambda draw: dict(
         **draw.choice([longrope(draw), longrope(draw), partial(draw, 0.75)]),
         sliding_window=draw.choice([None, 4]),
         hidden_size=32,
@@ -178,22 +165,14 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         resid_pdrop=0.2,
         embd_pdrop=0.2,
     ),
-    "glm": lambda draw: made(
-        "glm", draw, **partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])
-    ),
-    "glm4": lambda draw: made(
-        "glm4", draw, **partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])
-    ),
-    "exaone4": lambda draw: made(
-        "exaone4",
-        draw,
+    "glm": lambda draw: dict(**partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])),
+    "glm4": lambda draw: dict(**partial(draw, 0.5), attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])),
+    "exaone4": lambda draw: dict(
         num_hidden_layers=4,
         head_dim=draw.choice([6, 12]),
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
     ),
-    "gpt_oss": lambda draw: made(
-        "gpt_oss",
-        draw,
+    "gpt_oss": lambda draw: dict(
         num_hidden_layers=4,
         head_dim=draw.choice([8, 12]),
         intermediate_size=12,
@@ -203,27 +182,19 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 4}]),
         rope_parameters=NEAR_YARN | {"truncate": False},
     ),
-    "gemma": lambda draw: made("gemma", draw, head_dim=draw.choice([8, 12])),
-    "gemma2": lambda draw: made(
-        "gemma2",
-        draw,
-        **gemma(draw),
-        attn_logit_softcapping=draw.choice([None, 2.0]),
-        rope_parameters=stretched(draw),
+    "gemma": lambda draw: {"head_dim": draw.choice([8, 12])},
+    "gemma2": lambda draw: dict(
+        **gemma(draw), attn_logit_softcapping=draw.choice([None, 2.0]), rope_parameters=stretched(draw)
     ),
-    "gemma3_text": lambda draw: made(
-        "gemma3_text",
-        draw,
+    "gemma3_text": lambda draw: dict(
         **gemma(draw) | MIXED,
         rope_parameters={
             "sliding_attention": BASE | {"rope_theta": 100.0},
             "full_attention": draw.choice([BASE, BASE | {"rope_type": "linear", "factor": 8.0}]),
         },
     ),
-    "olmo2": lambda draw: made("olmo2", draw, **whole_heads(draw), rope_parameters=stretched(draw)),
-    "olmo3": lambda draw: made(
-        "olmo3",
-        draw,
+    "olmo2": lambda draw: dict(**whole_heads(draw), rope_parameters=stretched(draw)),
+    "olmo3": lambda draw: dict(
         **whole_heads(draw),
         num_hidden_layers=4,
         **draw.choice([{"sliding_window": 3}, MIXED | {"sliding_window": 5}]),
@@ -231,46 +202,36 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
             [{"sliding_attention": plain, "full_attention": full} for plain, full in [(BASE, BASE), (BASE, NEAR_YARN)]]
         ),
     ),
-    "olmoe": lambda draw: made("olmoe", draw, **whole_heads(draw), **few_experts(draw)),
-    "flex_olmo": lambda draw: made("flex_olmo", draw, **whole_heads(draw), **few_experts(draw)),
-    "ministral3": lambda draw: made(
-        "ministral3",
-        draw,
-        head_dim=draw.choice([8, 12]),
-        sliding_window=draw.choice([None, 4]),
-        rope_parameters=NEAR_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
-    ),
-    "minimax_m2": lambda draw: made(
-        "minimax_m2",
-        draw,
+    "olmoe": lambda draw: dict(**whole_heads(draw), **few_experts(draw)),
+    "flex_olmo": lambda draw: dict(**whole_heads(draw), **few_experts(draw)),
+    "ministral3": lambda draw: {
+        "head_dim": draw.choice([8, 12]),
+        "sliding_window": draw.choice([None, 4]),
+        "rope_parameters": NEAR_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    },
+    "minimax_m2": lambda draw: dict(
         head_dim=8,
         num_local_experts=8,
         num_experts_per_tok=draw.choice([2, 4]),
         rope_parameters=BASE,
         **draw.choice([{"rotary_dim": 4}, {}]),
     ),
-    "starcoder2": lambda draw: made(
-        "starcoder2",
-        draw,
-        without="rms_norm_eps",
-        norm_epsilon=draw.choice([1e-6, 1e-5]),
-        hidden_act=draw.choice(["gelu", "gelu_pytorch_tanh"]),
-        sliding_window=draw.choice([None, 4]),
-        residual_dropout=0.2,
-        embedding_dropout=0.2,
-    ),
-    "nemotron": lambda draw: made(
-        "nemotron",
-        draw,
+    "starcoder2": lambda draw: {
+        "without": "rms_norm_eps",
+        "norm_epsilon": draw.choice([1e-6, 1e-5]),
+        "hidden_act": draw.choice(["gelu", "gelu_pytorch_tanh"]),
+        "sliding_window": draw.choice([None, 4]),
+        "residual_dropout": 0.2,
+        "embedding_dropout": 0.2,
+    },
+    "nemotron": lambda draw: dict(
         **biases(draw),
         without="rms_norm_eps",
         norm_eps=draw.choice([1e-6, 1e-5]),
         **partial(draw, 0.5),
         **whole_heads(draw),
     ),
-    "stablelm": lambda draw: made(
-        "stablelm",
-        draw,
+    "stablelm": lambda draw: dict(
         without="rms_norm_eps",
         layer_norm_eps=1e-4,
         **partial(draw, 0.25),
@@ -278,12 +239,10 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         use_qkv_bias=draw.random() < 0.5,
         use_parallel_residual=draw.random() < 0.5,
     ),
-    "jais2": lambda draw: made(
-        "jais2", draw, without="rms_norm_eps", **biases(draw), layer_norm_eps=1e-4, head_dim=draw.choice([6, 12])
+    "jais2": lambda draw: dict(
+        without="rms_norm_eps", **biases(draw), layer_norm_eps=1e-4, head_dim=draw.choice([6, 12])
     ),
-    "gpt_neox": lambda draw: made(
-        "gpt_neox",
-        draw,
+    "gpt_neox": lambda draw: dict(
         **partial(draw, 0.25),
         without="rms_norm_eps num_key_value_heads",
         **whole_heads(draw),
@@ -292,16 +251,106 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         use_parallel_residual=draw.random() < 0.5,
         hidden_dropout=0.2,
     ),
-    "persimmon": lambda draw: made(
-        "persimmon",
-        draw,
+    "persimmon": lambda draw: dict(
         **partial(draw, 0.5),
         without="rms_norm_eps num_key_value_heads",
         **whole_heads(draw),
         layer_norm_eps=1e-4,
         qk_layernorm=draw.random() < 0.5,
     ),
-    "gpt_bigcode": lambda draw: transformers.GPTBigCodeConfig(
+    "granite": lambda draw: dict(**biases(draw), **factors(draw)),
+    "hyperclovax": lambda draw: dict(
+        **biases(draw),
+        **factors(draw) | {"attention_multiplier": draw.choice([None, 0.5])},
+        use_post_norm=draw.random() < 0.5,
+        head_dim=draw.choice([None, 12]),
+    ),
+    "granitemoe": lambda draw: dict(
+        **factors(draw),
+        attention_bias=draw.random() < 0.5,
+        num_local_experts=6,
+        num_experts_per_tok=draw.choice([2, 3]),
+    ),
+    "granitemoeshared": lambda draw: dict(
+        **factors(draw),
+        attention_bias=draw.random() < 0.5,
+        num_local_experts=6,
+        num_experts_per_tok=draw.choice([2, 3]),
+        shared_intermediate_size=draw.choice([0, 20]),
+    ),
+    "apertus": lambda draw: {"attention_bias": draw.random() < 0.5, "head_dim": draw.choice([8, 12])},
+    "phi": lambda draw: dict(
+        **partial(draw, 0.5),
+        without="rms_norm_eps",
+        **whole_heads(draw),
+        layer_norm_eps=1e-4,
+        hidden_act=draw.choice(["gelu_new", "gelu"]),
+        qk_layernorm=draw.random() < 0.5,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+    ),
+    "cohere": lambda draw: {
+        "without": "rms_norm_eps",
+        "layer_norm_eps": 1e-4,
+        "attention_bias": draw.random() < 0.5,
+        "logit_scale": draw.choice([0.0625, 0.7]),
+    },
+    "cohere2": lambda draw: dict(
+        without="rms_norm_eps",
+        layer_norm_eps=1e-4,
+        num_hidden_layers=4,
+        sliding_window=3,
+        **draw.choice([{}, MIXED]),
+        logit_scale=draw.choice([0.0625, 0.7]),
+    ),
+    "falcon": lambda draw: dict(
+        without="rms_norm_eps num_key_value_heads intermediate_size rope_parameters",
+        **whole_heads(draw),
+        **falcon(draw),
+        rope_parameters={"rope_type": "default", "rope_theta": draw.choice([1e4, 5e5])},
+        layer_norm_epsilon=1e-4,
+        ffn_hidden_size=draw.choice([None, 24]),
+        bias=draw.random() < 0.5,
+    ),
+    "glm4_moe": lambda draw: dict(
+        **partial(draw, 0.5),
+        **sigmoid(draw),
+        head_dim=draw.choice([8, 12]),
+        attention_bias=draw.random() < 0.5,
+        use_qk_norm=draw.random() < 0.5,
+        first_k_dense_replace=draw.choice([0, 1]),
+        num_nextn_predict_layers=0,
+    ),
+    "solar_open": lambda draw: dict(
+        without="intermediate_size", **sigmoid(draw), head_dim=draw.choice([8, 12]), attention_bias=draw.random() < 0.5
+    ),
+    "dots1": lambda draw: dict(
+        **sigmoid(draw),
+        first_k_dense_replace=draw.choice([0, 1]),
+        **draw.choice([{"sliding_window": None}, *({"sliding_window": 3, "max_window_layers": n} for n in (0, 1))]),
+    ),
+    "exaone_moe": lambda draw: dict(
+        **renamed(sigmoid(draw)),
+        num_hidden_layers=4,
+        **draw.choice([{}, {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": 0}]),
+        sliding_window=3,
+        **draw.choice([{}, MIXED]),
+    ),
+    "hy_v3": lambda draw: {
+        "head_dim": draw.choice([6, 12]),
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": draw.choice([2, 4]),
+        "num_shared_experts": draw.choice([1, 2]),
+        "moe_intermediate_size": 12,
+        "router_scaling_factor": 1.5,
+        "mlp_layer_types": draw.choice([None, ["sparse", "dense", "sparse", "sparse"]]),
+    },
+}
+
+
+def gpt_bigcode(draw: random.Random) -> Any:
+    return transformers.GPTBigCodeConfig(
         n_embd=32,
         n_head=draw.choice([2, 4]),
         n_layer=draw.choice([2, 4]),
@@ -313,132 +362,30 @@ DRAWN: dict[str, Callable[[random.Random], Any]] = {
         initializer_range=0.2,
         bos_token_id=0,
         eos_token_id=0,
-    ),
-    "granite": lambda draw: made("granite", draw, **biases(draw), **factors(draw)),
-    "hyperclovax": lambda draw: made(
-        "hyperclovax",
-        draw,
-        **biases(draw),
-        **factors(draw) | {"attention_multiplier": draw.choice([None, 0.5])},
-        use_post_norm=draw.random() < 0.5,
-        head_dim=draw.choice([None, 12]),
-    ),
-    "granitemoe": lambda draw: made(
-        "granitemoe",
-        draw,
-        **factors(draw),
-        attention_bias=draw.random() < 0.5,
-        num_local_experts=6,
-        num_experts_per_tok=draw.choice([2, 3]),
-    ),
-    "granitemoeshared": lambda draw: made(
-        "granitemoeshared",
-        draw,
-        **factors(draw),
-        attention_bias=draw.random() < 0.5,
-        num_local_experts=6,
-        num_experts_per_tok=draw.choice([2, 3]),
-        shared_intermediate_size=draw.choice([0, 20]),
-    ),
-    "apertus": lambda draw: made("apertus", draw, attention_bias=draw.random() < 0.5, head_dim=draw.choice([8, 12])),
-    "phi": lambda draw: made(
-        "phi",
-        draw,
-        **partial(draw, 0.5),
-        without="rms_norm_eps",
-        **whole_heads(draw),
-        layer_norm_eps=1e-4,
-        hidden_act=draw.choice(["gelu_new", "gelu"]),
-        qk_layernorm=draw.random() < 0.5,
-        resid_pdrop=0.2,
-        embd_pdrop=0.2,
-    ),
-    "cohere": lambda draw: made(
-        "cohere",
-        draw,
-        without="rms_norm_eps",
-        layer_norm_eps=1e-4,
-        attention_bias=draw.random() < 0.5,
-        logit_scale=draw.choice([0.0625, 0.7]),
-    ),
-    "cohere2": lambda draw: made(
-        "cohere2",
-        draw,
-        without="rms_norm_eps",
-        layer_norm_eps=1e-4,
-        num_hidden_layers=4,
-        sliding_window=3,
-        **draw.choice([{}, MIXED]),
-        logit_scale=draw.choice([0.0625, 0.7]),
-    ),
-    "falcon": lambda draw: made(
-        "falcon",
-        draw,
-        without="rms_norm_eps num_key_value_heads intermediate_size rope_parameters",
-        **whole_heads(draw),
-        **falcon(draw),
-        rope_parameters={"rope_type": "default", "rope_theta": draw.choice([1e4, 5e5])},
-        layer_norm_epsilon=1e-4,
-        ffn_hidden_size=draw.choice([None, 24]),
-        bias=draw.random() < 0.5,
-    ),
-    "glm4_moe_lite": lambda draw: transformers.Glm4MoeLiteConfig(
+    )
+
+
+def glm4_moe_lite(draw: random.Random) -> Any:
+    return transformers.Glm4MoeLiteConfig(
         **{key: value for key, value in latent(draw).items() if "dense" not in key}
         | {
-            "rms_norm_eps": draw.choice([1e-5, 1e-3]),
+            "rms_norm_eps": draw.choice([1e-5, 0.001]),
             "num_nextn_predict_layers": 0,
             "mlp_layer_types": draw.choice([None, ["sparse", "dense"] * 2]),
             "num_hidden_layers": 4,
         }
-    ),
-    "glm4_moe": lambda draw: made(
-        "glm4_moe",
-        draw,
-        **partial(draw, 0.5),
-        **sigmoid(draw),
-        head_dim=draw.choice([8, 12]),
-        attention_bias=draw.random() < 0.5,
-        use_qk_norm=draw.random() < 0.5,
-        first_k_dense_replace=draw.choice([0, 1]),
-        num_nextn_predict_layers=0,
-    ),
-    "solar_open": lambda draw: made(
-        "solar_open",
-        draw,
-        without="intermediate_size",
-        **sigmoid(draw),
-        head_dim=draw.choice([8, 12]),
-        attention_bias=draw.random() < 0.5,
-    ),
-    "dots1": lambda draw: made(
-        "dots1",
-        draw,
-        **sigmoid(draw),
-        first_k_dense_replace=draw.choice([0, 1]),
-        **draw.choice([{"sliding_window": None}, *({"sliding_window": 3, "max_window_layers": n} for n in (0, 1))]),
-    ),
-    "exaone_moe": lambda draw: made(
-        "exaone_moe",
-        draw,
-        **renamed(sigmoid(draw)),
-        num_hidden_layers=4,
-        **draw.choice([{}, {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": 0}]),
-        sliding_window=3,
-        **draw.choice([{}, MIXED]),
-    ),
-    "hy_v3": lambda draw: made(
-        "hy_v3",
-        draw,
-        head_dim=draw.choice([6, 12]),
-        num_hidden_layers=4,
-        num_experts=8,
-        num_experts_per_tok=draw.choice([2, 4]),
-        num_shared_experts=draw.choice([1, 2]),
-        moe_intermediate_size=12,
-        router_scaling_factor=1.5,
-        mlp_layer_types=draw.choice([None, ["sparse", "dense", "sparse", "sparse"]]),
-    ),
-    "youtu": lambda draw: transformers.YoutuConfig(
+    )
+
+
+def youtu(draw: random.Random) -> Any:
+    return transformers.YoutuConfig(
         **{key: value for key, value in latent(draw).items() if key not in sigmoid(draw) and "dense" not in key}
-    ),
+    )
+
+
+DRAWN: dict[str, Callable[[random.Random], Any]] = {
+    **{name: functools.partial(made, name) for name in SETTINGS},
+    "gpt_bigcode": gpt_bigcode,
+    "glm4_moe_lite": glm4_moe_lite,
+    "youtu": youtu,
 }

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config import ModelConfig
+from megapipe.convert.tensors import SavedTensors, load_full, whole_model
+from megapipe.distributed.axis import Axis
 from megapipe.errors import CheckpointError
 
 if find_spec("transformers") is None:
@@ -166,20 +169,34 @@ FAMILIES = {
 
 
 def saved(family: str, seed: int, folder: Path, **kwargs: Any) -> Tensor:
-    """A model of transformers with every parameter at random, saved; its logits [2, s, v]."""
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](random.Random(f"{family}{seed}"))).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.1 * torch.randn_like(param)
-    model.save_pretrained(folder, **kwargs)
+    """Save a drawn model of a family; return its logits [2, s, v]."""
+    save(FAMILIES[family](random.Random(f"{family}{seed}")), folder, seed, **kwargs)
     return theirs(folder)
+
+
+def save(config: Any, folder: Path, seed: int = 3, **kwargs: Any) -> None:
+    """Save a model with every parameter and every bias of a router at random."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    biases = [buffer for name, buffer in model.named_buffers() if buffer.is_floating_point() and "bias" in name]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *biases):
+            tensor += 0.1 * torch.randn_like(tensor)
+    model.save_pretrained(folder, **kwargs)
 
 
 def theirs(folder: Path) -> Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
     with torch.no_grad():
         return model(TOKENS).logits
+
+
+def ours(folder: Path, model: ModelConfig, words: int = 101) -> Tensor:
+    """Return the logits [2, s, words] of a checkpoint of ours on one rank, as this model."""
+    module = whole_model(model)
+    load_full([module], SavedTensors(folder).read, Axis())
+    with torch.no_grad():
+        return module.float().eval()(TOKENS)[..., :words]
 
 
 def refused(work) -> tuple[str, ...]:
