@@ -36,7 +36,8 @@ def case_of(schedule: str, pp: int, layers: int, **settings) -> Case:
     return replace(case, layers=(max(1, layers // chain),) * chain)
 
 
-# scripts/nightly.sh trains under every schedule; here, but for two ranks, of each placement and way to split B.
+# scripts/nightly.sh trains under every schedule, for as many steps as tests ask for below; here, but for two ranks, of
+# each placement and way to split B.
 NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))
 FEW = ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "dualpipe", "dualpipe-v", "zb-auto")
 SPREAD = tuple(SCHEDULES) if NIGHTLY else FEW
@@ -51,7 +52,7 @@ TIED_RECOMPUTE = [[(True, "none"), (False, "full")], [(True, "full"), (False, "n
 def test_every_schedule_trains_what_one_process_trains(schedule, split, pairs):
     (tp, dp), nth = split
     layouts = [((tp, dp), [pairs[nth]])]
-    if NIGHTLY or schedule not in FEW:  # which four ranks train that share nothing but the pipeline
+    if NIGHTLY or schedule not in FEW:  # the others train on four ranks that share nothing but the pipeline
         layouts.append(((1, 1), pairs if NIGHTLY else [pairs[1 - nth]]))
     for layout, chosen in layouts:
         sizes = dict(zip(("tp", "dp"), layout, strict=True))
@@ -63,13 +64,17 @@ def test_every_schedule_trains_what_one_process_trains(schedule, split, pairs):
 
 @pytest.mark.parametrize(("schedule", "style"), list(zip(SPREAD, cycle(["gpt2", "llama"]))))
 def test_four_ranks_train_what_one_process_trains(schedule, style):
-    case = case_of(schedule, 4, 4, style=style, tied=style == "gpt2", variable=style == "llama", steps=2)
+    steps = 2 if NIGHTLY else 1
+    case = case_of(schedule, 4, 4, style=style, tied=style == "gpt2", variable=style == "llama", steps=steps)
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=4, timeout_s=60)) == []
+
+
+MANY = {"zb-v": 10}
 
 
 @pytest.mark.parametrize("schedule", ONE_COPY)
 def test_float32_has_the_bits_of_one_process_for_many_steps(schedule):
-    case = case_of(schedule, 2, 4, dtype="float32", steps=20 if NIGHTLY or schedule == "zb-v" else 3)
+    case = case_of(schedule, 2, 4, dtype="float32", steps=20 if NIGHTLY else MANY.get(schedule, 2))
     assert case.same_bits
     assert differences(case, run_threads(lambda mesh: train(mesh, case), pp=2, timeout_s=60)) == []
 
@@ -81,7 +86,8 @@ def test_dualpipe_rounds_otherwise_in_float32():
 
 
 LAYOUTS = [(4, 1, 1), (2, 1, 2), (2, 2, 1)]  # pp, dp, tp
-IN_PROCESSES = [(schedule, layout) for schedule, layout in zip(SCHEDULES, cycle(LAYOUTS)) if schedule in SPREAD]
+PROCESSES = tuple(SCHEDULES) if NIGHTLY else ("1f1b", "zb-h1", "zb-v", "dualpipe")
+IN_PROCESSES = [(schedule, layout) for schedule, layout in zip(SCHEDULES, cycle(LAYOUTS)) if schedule in PROCESSES]
 
 
 @pytest.mark.parametrize(("schedule", "layout"), IN_PROCESSES)

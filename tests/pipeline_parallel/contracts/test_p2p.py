@@ -24,9 +24,12 @@ from megapipe.schedule import SCHEDULES, Program, Schedule, ScheduleError, build
 from ..relay import Done, Queues, Rendezvous, Void, Wires, relay
 
 RANKS = [2, 3, 4, 8]
-NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))  # scripts/nightly.sh: every schedule on eight ranks, all lengths
+# scripts/nightly.sh: every schedule on eight ranks, every mode on 2, 3 and 4, all lengths.
+NIGHTLY = bool(os.environ.get("MEGAPIPE_NIGHTLY"))
 OF_EIGHT = list(SCHEDULES) if NIGHTLY else ["interleaved", "zb-v", "hanayo", "dualpipe"]
 RANKS_AND_MODES = [(p, mode) for mode in P2PMode for p in RANKS if p < 8 or mode is P2PMode.PLAIN]
+if not NIGHTLY:
+    RANKS_AND_MODES = [(2, P2PMode.BATCHED), (2, P2PMode.RING), (4, P2PMode.RING), *((p, P2PMode.PLAIN) for p in RANKS)]
 
 
 @cache

@@ -1,6 +1,7 @@
 """The optimizer step without a barrier: the bits of a run with one, whatever the guess was."""
 
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -40,18 +41,21 @@ def test_it_waits_after_a_wrong_guess_until_so_many_steps_were_right():
     assert (differences, late, wrong) == ([], 11 - 7, 1)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+SKIPPED = [
+    Case("1f1b", 2, 4, dp=2, clip=100.0, distributed=True, bad=((0, INF), (1, NAN))),
+    Case("zb-h2", 2, 4, precision="fp16", clip=100.0, bad=((1, INF),)),
+]
+if os.environ.get("MEGAPIPE_NIGHTLY"):
+    SKIPPED += [
         Case("1f1b", 2, 4, dp=2, clip=0.0, bad=((1, NAN),), optimizer="sgd"),
-        Case("1f1b", 2, 4, dp=2, clip=100.0, distributed=True, bad=((0, INF), (1, NAN))),
-        Case("zb-h2", 2, 4, precision="fp16", clip=100.0, bad=((1, INF),)),
         Case("zb-v", 2, 4, dp=2, precision="bf16", clip=1.0, bad=((2, NAN),), evaluates=2),
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize("case", SKIPPED)
 def test_a_skipped_step_that_waited_leaves_no_scale_for_the_next(case):
     """1 / (replicas x loss scale) of the skipped step multiplied the next step's gradients too."""
-    differences, _, _ = run_case(replace(case, after=3, steps=8))
+    differences, _, _ = run_case(replace(case, after=3, steps=6))
     assert differences == []
 
 
@@ -90,10 +94,10 @@ def sweeping(train):
 @pytest.mark.parametrize("name", ["decayed", "sweeping"])
 def test_an_update_of_yours_that_writes_gradients_is_undone_and_done_right(name):
     """It was done again from the gradients that the first one had left."""
-    case = Case("1f1b", 2, 4, dp=2, clip=100.0, bad=((3, 1e5),), optimizer=f"{__file__}:{name}", steps=STEPS)
+    case = Case("1f1b", 2, 4, dp=2, clip=100.0, bad=((3, 1e5),), optimizer=f"{__file__}:{name}", steps=6)
     differences, late, undone = run_case(case)
     assert (differences, undone) == ([], 1)
-    assert late >= STEPS - 3
+    assert late >= 6 - 3
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
