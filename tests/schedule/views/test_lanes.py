@@ -91,7 +91,7 @@ def test_the_pictures_have_the_pieces_of_both_lanes() -> None:
     plot = float(lanes[0][1].get("width") or 0)
     for n, lane in enumerate(lanes):
         drawn = [(box[0].text, float(box.get("x") or 0)) for box in lane[2:]]
-        parts = [x for x in stretches(table, COSTS, time, n // 2) if x.lane == lane[0].text]
+        parts = [x for x in stretches(table, COSTS, time, n // 2) if x.stream == lane[0].text]
         assert [name for name, _ in drawn] == [str(x.item) for x in parts]
         assert [x for _, x in drawn] == pytest.approx([x.start * plot / time.makespan for x in parts], abs=0.051)
     assert 'class="s"' not in to_svg(table, Costs(10, 11, 8))
