@@ -14,6 +14,7 @@ from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 
 
 def spread(layers: Sequence[Mapping[str, Any]]) -> Fields:
@@ -205,6 +206,48 @@ class LayerWindow(Meaning):
         elif self.plain and any(of_layers(model, "rotates")):
             written[key] = None
         return written
+
+
+class DeltaLayers(Meaning):
+    """The meaning of layer_types with linear_attention for each layer with a gated delta net.
+
+    Without the list, every layer has one but each n-th, with n as full_attention_interval.
+    """
+
+    def keys(self, key: str) -> Fields:
+        return {key: None, "full_attention_interval": 4}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        interval = content["full_attention_interval"]
+        kinds = content[key]
+        if kinds is None:
+            kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
+        if {*kinds} - {FULL, LINEAR} or len(kinds) < layers:
+            problems.append(f"{key} is a list of {FULL} or {LINEAR} for {layers} layers")
+        which = [int(kind == LINEAR) for kind in kinds[:layers]]
+        if not any(which):
+            return {}
+        return {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": _frequency(which),
+        }
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        which = map(model.has_delta_in, range(model.layers))
+        return {key: [LINEAR if has else FULL for has in which]}
+
+
+def _frequency(which: Sequence[int]) -> str:
+    """Return the value of --linear-attention-freq for a list of 0 and 1, as a number if one fits.
+
+    Args:
+        which: 1 for each layer with a gated delta net.
+    """
+    for n in range(2, len(which) + 2):
+        if all(has == ((layer + 1) % n != 0) for layer, has in enumerate(which)):
+            return str(n)
+    return str(list(which))
 
 
 class RotatedLayers(Meaning):

@@ -5,7 +5,7 @@ Ours have Megatron's orders: QKV rows by query group, gate above up, experts in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -119,6 +119,80 @@ class Rows(Layout):
         grouped = torch.split(tensor.view(groups, -1, *tensor.shape[1:]), sizes, dim=1)
         parts = [part.flatten(0, 1) for part in grouped]
         return parts if len(self.names) == 3 else (torch.cat(parts),)
+
+
+class GatedRows(Rows):
+    """Queries with gates, keys and values: three tensors of Hugging Face's.
+
+    Its first one has a head's query, then the head's gate. Here the queries of a group precede its
+    gates.
+    """
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        groups = model.query_groups
+        each = model.heads // groups
+        first, *rest = parts
+        pairs = first.view(groups, each, 2, model.head_dim, *first.shape[1:])
+        others = [part.view(groups, -1, *part.shape[1:]) for part in rest]
+        return torch.cat((pairs.transpose(1, 2).flatten(1, 3), *others), 1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        groups = model.query_groups
+        each = model.heads // groups
+        head = model.head_dim
+        rows = tensor.view(groups, -1, *tensor.shape[1:])
+        first, *rest = torch.split(rows, [2 * each * head, head, head], 1)
+        pairs = torch.unflatten(first, 1, (2, each, head)).transpose(1, 2)
+        return pairs.flatten(0, 3), *(part.flatten(0, 1) for part in rest)
+
+
+class KeyHeads(Layout):
+    """The rows of a gated delta net's projection, by key head: several tensors of Hugging Face's.
+
+    Each of them has, for one matrix after the other, the rows of all key heads. `matrices` is
+    called with a layer's configuration, and returns the number of rows of each matrix, in a list
+    for each tensor.
+    """
+
+    def __init__(
+        self, *names: str, matrices: Callable[[ModelConfig], Sequence[Sequence[int]]]
+    ) -> None:
+        super().__init__(*names)
+        self.matrices = matrices
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        heads = model.linear_num_key_heads
+        found = []
+        for part, sizes in zip(parts, self.matrices(model), strict=True):
+            for matrix in torch.split(part, list(sizes)):
+                found.append(matrix.reshape(heads, -1, *matrix.shape[1:]))
+        return torch.cat(found, 1).flatten(0, 1)
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        heads = model.linear_num_key_heads
+        rows = tensor.view(heads, -1, *tensor.shape[1:])
+        found = []
+        begin = 0
+        for sizes in self.matrices(model):
+            matrices = []
+            for size in sizes:
+                end = begin + size // heads
+                matrices.append(rows[:, begin:end].flatten(0, 1))
+                begin = end
+            found.append(torch.cat(matrices))
+        return found
+
+
+class Taps(KeyHeads):
+    """The taps of a gated delta net's convolution: [channels, 1, taps] -> [heads, ., taps]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        taps = super().join([parts[0][:, 0]], model)
+        return taps.view(model.linear_num_key_heads, -1, taps.shape[-1])
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        (taps,) = super().split(tensor.flatten(0, 1), model)
+        return (taps[:, None],)
 
 
 def _rows(model: ModelConfig) -> list[int]:

@@ -14,6 +14,8 @@ _KINDS: dict[Any, str] = {
         num_local_experts num_experts num_experts_per_tok moe_intermediate_size
         shared_expert_intermediate_size decoder_sparse_step n_routed_experts kv_lora_rank
         qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace shared_intermediate_size
+        full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+        linear_num_key_heads linear_num_value_heads
         no_rope_layer_interval query_pre_attn_scalar num_nextn_predict_layers
     """,
     int | None: """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from random_models import latent, rotary, sparse, transformers
+from random_models import delta, latent, rotary, sparse, transformers
 
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -130,6 +130,15 @@ SETTINGS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "qwen3": lambda draw: dict(**windows(draw), head_dim=draw.choice([6, 12])),
     "qwen2_moe": lambda draw: dict(
         **sparse(draw) | windows(draw) | MIXED | {"max_window_layers": 0}, shared_expert_intermediate_size=20
+    ),
+    "qwen3_next": lambda draw: dict(
+        without="use_sliding_window", **sparse(draw) | delta(draw), shared_expert_intermediate_size=20
+    ),
+    "qwen3_5_text": delta,
+    "qwen3_5_moe_text": lambda draw: dict(
+        without="intermediate_size norm_topk_prob mlp_only_layers use_sliding_window",
+        **sparse(draw) | delta(draw),
+        shared_expert_intermediate_size=20,
     ),
     "smollm3": lambda draw: dict(**biases(draw), num_hidden_layers=4, no_rope_layers=draw.choice([None, [0, 1, 1, 0]])),
     "seed_oss": lambda draw: {

@@ -108,6 +108,28 @@ def sparse(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def delta(draw: random.Random) -> dict[str, Any]:
+    """What Qwen3-Next and Qwen3.5 say of gated delta nets, with one value head for a key head or two.
+
+    The norm of a few small values makes rounding larger: with an epsilon of 1e-6 transformers' own float32 logits are
+    up to 2e-5 of the largest away from float64's.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": draw.choice([0.25, 0.5])}
+    return {
+        "rms_norm_eps": draw.choice([1e-2, 3e-2]),
+        "num_hidden_layers": 4,
+        "head_dim": draw.choice([8, 16]),
+        "attention_bias": draw.random() < 0.5,
+        "rope_parameters": rope,
+        "layer_types": draw.choice([None, ["full_attention", "linear_attention"] * 2]),
+        "linear_conv_kernel_dim": draw.choice([2, 4]),
+        "linear_key_head_dim": draw.choice([4, 6]),
+        "linear_value_head_dim": draw.choice([6, 8]),
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": draw.choice([2, 4]),
+    }
+
+
 def qwen2_moe(draw: random.Random) -> Any:
     return transformers.Qwen2MoeConfig(**rotary(draw), **sparse(draw), shared_expert_intermediate_size=20)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megapipe.convert.huggingface.family import Family
 from megapipe.convert.huggingface.tables import (
     deepseek,
+    delta,
     dense,
     gemma,
     gpt,
@@ -30,6 +31,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": qwen.QWEN3_MOE,
     "deepseek_v2": deepseek.V2,
     "deepseek_v3": deepseek.V3,
+    "qwen3_next": delta.QWEN3_NEXT,
+    "qwen3_5_text": delta.QWEN3_5,
+    "qwen3_5_moe_text": delta.QWEN3_5_MOE,
     "smollm3": dense.SMOLLM3,
     "seed_oss": dense.SEED_OSS,
     "internlm3": dense.INTERNLM3,
