@@ -21,7 +21,7 @@ from megapipe.convert.tensors import our_shapes
 from megapipe.errors import CheckpointError
 
 LINES_OF_A_FAMILY = 30
-_FULL, _SLIDING = ["full_attention"], ["sliding_attention"]
+_FULL, _SLIDING, _LINEAR = ["full_attention"], ["sliding_attention"], ["linear_attention"]
 _DRAWN = {
     "num_hidden_layers n_layer num_attention_heads n_head": [4],
     "hidden_size n_embd": [32],
@@ -53,6 +53,8 @@ _DRAWN = {
     "no_rope_layer_interval": [2, 3],
     "sliding_window_pattern": [2, 4],
     "rotary_dim": [2, 4],
+    "linear_num_key_heads full_attention_interval": [2, 4],
+    "linear_num_value_heads": [4, 8],
     "query_pre_attn_scalar": [4, 9, 256],
     "attn_logit_softcapping final_logit_softcapping": [None, 2.0],
     "rope_local_base_freq": [1e4, 100.0],
@@ -91,6 +93,8 @@ def drawn(name: str, draw: random.Random) -> dict[str, object]:
             content |= meaning.write_last(key, content)
         if type(meaning).__name__ == "Renormalised":
             content[key] = True
+        if type(meaning).__name__ == "DeltaLayers":
+            content["layer_types"] = draw.choice([None, (_FULL + _LINEAR) * 2, _LINEAR * 4, _FULL * 4])
         if getattr(meaning, "stated", False):
             content["layer_types"] = VALUES["layer_types"][1]
     return content

@@ -89,6 +89,9 @@ def drawn(draw: random.Random, families: Mapping[str, Callable[[random.Random], 
         value = draw.choice(_MORE[key])
         return Case(family, f"{key} is {value}", content | {key: value})
     own = sorted(key for key in content if key not in IGNORED)
+    # Without its large epsilon, rounding alone moves the logits of a gated delta net by more.
+    if "linear_num_key_heads" in own:
+        own.remove("rms_norm_eps")
     key = draw.choice(own)
     where, name = content, key
     # Half of the time a key within rope_parameters.
