@@ -223,9 +223,9 @@ class DeltaLayers(Meaning):
         kinds = content[key]
         if kinds is None:
             kinds = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
-        if {*kinds} - {FULL, LINEAR} or len(kinds) < layers:
+        if {*kinds} - {FULL, LINEAR} or len(kinds) != layers:
             problems.append(f"{key} is a list of {FULL} or {LINEAR} for {layers} layers")
-        which = [int(kind == LINEAR) for kind in kinds[:layers]]
+        which = [int(kind == LINEAR) for kind in kinds]
         if not any(which):
             return {}
         return {
