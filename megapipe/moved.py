@@ -67,6 +67,8 @@ class Moved:
     """A finder and loader of former modules, for `sys.meta_path`.
 
     A former module has the names of its new place, and none of its own.
+
+    Python calls `find_spec`, `create_module` and `exec_module` when it imports a module.
     """
 
     @staticmethod

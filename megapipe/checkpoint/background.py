@@ -50,6 +50,8 @@ class Background:
     to save one. `poll` and `news` return how a save has ended, and `finish` waits for it on all
     ranks. `close` ends the writer.
 
+    `under_way` is the iteration that is being saved.
+
     Attributes:
         keep: which checkpoints the first rank's writer keeps after a save, see `retention.Keep`.
     """

@@ -46,6 +46,8 @@ from megapipe.optim.optimizer import Optimizer
 class ShardWriter(HuggingFaceStorageWriter):
     """A writer of safetensors files for torch's distributed checkpoint; it remembers their names.
 
+    torch calls `write_data` on every rank, and `finish` on the first one.
+
     Attributes:
         mine: names of the files that this rank has written.
         everyones: on the first rank, names of the files of all ranks; elsewhere none.

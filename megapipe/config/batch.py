@@ -77,6 +77,8 @@ class BatchSizes:
     `at` returns the size of a step. `after` and `iterations` convert between numbers of steps and
     of samples.
 
+    `last` is the final size, `distinct` lists every size once.
+
     Attributes:
         steps: (samples consumed so far, batch size from there on), ascending, the first at 0.
     """

@@ -90,6 +90,8 @@ class Required:
 class Range:
     """An annotation that says which numbers a flag accepts; infinity is never one of them.
 
+    `problem` returns the rule if a number breaks it.
+
     Attributes:
         words: the rule, for errors.
         holds: returns whether a number fits.

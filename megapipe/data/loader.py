@@ -187,8 +187,10 @@ class SampleOrder:
     With kind "single", samples are read in order: of each b x dp samples, rank r reads the r-th b.
     The samples of a global batch thus depend neither on b nor on dp.
 
-    With kind "cyclic", each epoch has its own random permutation, seeded with the epoch's number.
-    A remainder smaller than b x dp is dropped.
+    With kind "cyclic", each epoch has its own random permutation, seeded with the epoch's number. A
+    remainder smaller than b x dp is dropped.
+
+    `microbatch` returns the sample ids of the next microbatch. `width` is b x dp.
 
     Attributes:
         num_samples: length of the dataset.

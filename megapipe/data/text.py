@@ -17,6 +17,8 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 class RawDocument(NamedTuple):
     """The undecoded bytes of a document.
 
+    `where` names its place in messages.
+
     Attributes:
         path: the file it stands in.
         line: its line number in a JSON Lines file, from 1; None for a whole file.

@@ -18,6 +18,9 @@ class Flag:
 
     `count_problem` and `value_problem` check values as typed, and `read` converts them.
 
+    `count` and `value_type` describe its values, `allowed` does so in words, and `spell` writes
+    them for a command line.
+
     Attributes:
         name: the flag, such as --num-layers.
         owner: the dataclass that has the field.

@@ -17,6 +17,8 @@ class Norm(nn.Module):
     The weight starts at 1 and LayerNorm's bias at 0. With --apply-layernorm-1p the parameter holds
     the weight minus 1.
 
+    `add_and_norm` adds a tensor before it normalises.
+
     Args:
         sum_over_tp: set if this rank normalises only some of the vectors, its heads or its tokens.
             The gradients of weight and bias must then be summed over tensor parallelism.

@@ -30,6 +30,9 @@ class Multiply(Protocol):
 class Pieces(NamedTuple):
     """Products at the edges of a tensor-parallel region, computed in pieces.
 
+    `gathered` multiplies rows that an all-gather brings, `summed` returns a product that is summed
+    over the ranks.
+
     Attributes:
         tp: the ranks that compute the product together.
         shares: True under sequence parallelism, when a rank has only its tokens at the edge.

@@ -123,6 +123,9 @@ class Products:
     They are the output, the input's gradient and the weight's gradient. Subclasses in
     tensor_parallel.fp8 quantise the operands.
 
+    `forward` computes the output, `input_grad` and `weight_grad` the gradients. `add_weight_grad`
+    adds the last one to a main_grad.
+
     Attributes:
         by_rows: True if each row of `forward` and `input_grad` depends on one row of their first
             operand, so that they may be computed in pieces.

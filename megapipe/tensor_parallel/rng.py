@@ -43,6 +43,8 @@ class Stream:
     A random stream is a generator for one place in one layer. Layers find this object by
     `current_stream`.
 
+    `active` is a context in which layers find it, `activate` does the same without an end.
+
     Attributes:
         seed, sample: the run's seed, and the number of the microbatch's first sample in the whole
             training. They name its random streams.

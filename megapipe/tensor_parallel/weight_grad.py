@@ -59,6 +59,8 @@ class WeightGrads:
 
     `capturing` is a context for forwards, `deferring` one for a B pass, and `run` is the W pass. In
     backward, layers give each product to `submit`.
+
+    `capture` is `capturing` without an end. `owed` lists microbatches that wait for W.
     """
 
     def __init__(self) -> None:

@@ -49,6 +49,8 @@ class Callback:
 class Hooks:
     """Changes that the user's program makes to a run, besides model, data and loss.
 
+    `call` calls a method of all callbacks. `reading_stages` applies `reads_on` to all stages.
+
     Attributes:
         groups: selects parameters with a learning rate or weight decay of their own.
         lr: (samples that the run has advanced by) -> learning rate; None for --lr and its curve.

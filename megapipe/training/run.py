@@ -28,6 +28,8 @@ class Run:
     `say` prints a line. `rate` and `rates` return the learning rates of the next step.
     `schedule_of` returns the table for another batch size.
 
+    `mirrored` says whether each stage exists on two ranks, as under DualPipe.
+
     Attributes:
         config: the run's configuration.
         mesh: this rank's mesh.

@@ -36,6 +36,8 @@ class Copies:
     `take` send a state to a rank that lost it. `load` copies this rank's state back into the run.
     `close` removes all states.
 
+    `forget` drops all states. `reached` is the step that this rank has trained to.
+
     Args:
         folder: this rank's folder in shared memory.
         clique: who keeps this rank's state.

@@ -44,6 +44,8 @@ class Slot:
     `seal` writes the header, which makes the slot valid, and `drop` makes it invalid. `header`
     returns the header, `sound` also compares the checksum of the bytes.
 
+    `reached` is the number of steps that the rank has trained. It may be set.
+
     Args:
         path: the file, which is made if it does not exist.
         size: bytes of the state. A file of another size is made anew.

@@ -47,6 +47,9 @@ class Launched:
 
     `hit` and `signal_all` send signals, and `end` kills all. `sees`, `trains` and `wait` wait.
 
+    `poll` returns the exit status, `pids` and `ranks` the processes that live, `orphans` the
+    processes that outlive the command.
+
     Attributes:
         log: the file that its output is written to.
         iterations: (iteration, time at which it was printed) of each iteration line.

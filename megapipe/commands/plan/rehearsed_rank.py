@@ -350,7 +350,7 @@ def delivered(ops: list[Op]) -> Sequence[_There]:
 
 
 class _There:
-    """A handle of a message that has arrived, like the handles of torch.distributed."""
+    """A handle of a message that has arrived, with the methods of torch.distributed's."""
 
     def wait(self) -> None:
         """Return at once."""

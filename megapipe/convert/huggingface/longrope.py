@@ -14,7 +14,7 @@ from megapipe.models.attention.rope import YARN_ORIGINAL
 
 @dataclass(frozen=True)
 class LongRope(Rotation):
-    """The meaning of rope_parameters in Phi-3: plain, or longrope's lists of divisors."""
+    """The config.json key rope_parameters of Phi-3: plain, or longrope's lists of divisors."""
 
     def keys(self, key: str) -> Fields:
         # The class's own length wins over the one in rope_parameters.

@@ -66,6 +66,8 @@ class DistributedTensors:
     `shapes` and `read` take megapipe's names, and `box` takes keys. `row` returns the optimizer's
     state of a model chunk where it is stored as flat vectors.
 
+    `common` is the data other than tensors. `pieces` is 1: no tensor is one rank's slice.
+
     Attributes:
         folder: the folder.
         sizes: key -> the stored shape of the tensor.

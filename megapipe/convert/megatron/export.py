@@ -32,6 +32,8 @@ class Export:
     `common`, `groups` and `scheduler` return the data that Megatron-LM saves besides tensors.
     `notes` returns a line for the user.
 
+    `iteration` is the iteration of the checkpoint.
+
     Attributes:
         config: the configuration of the run that saved it.
         saved: its tensors.

@@ -44,6 +44,8 @@ class LegacyTensors:
     distributed optimizer, which is stored as flat vectors. A rank is a tuple of its tensor-,
     pipeline- and expert-parallel ranks.
 
+    `pieces` returns over how many ranks a tensor is split.
+
     Attributes:
         folder: the folder of the ranks' folders.
         paths: rank -> its file.

@@ -23,6 +23,8 @@ class Named:
 
     The type of each stand-in is a subclass with the name of the class, or function, in the pickle.
 
+    `fields` is the state by attribute's name.
+
     Attributes:
         args: the arguments of the class or function.
         state: the argument of __setstate__, None without one.

@@ -39,6 +39,9 @@ _LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
 class Sizes:
     """Parallel sizes and kind of layers of the Megatron-LM run that loads an export.
 
+    `args` returns Megatron-LM's arguments for them, `problems` the sizes that do not divide a
+    model.
+
     Attributes:
         tp: tensor-parallel ranks, which split experts too.
         pp: pipeline ranks.
@@ -152,6 +155,8 @@ def export_ranks(
 
 class _RankFile:
     """The file of one rank; `content` returns the object that is saved in it.
+
+    `tensors` returns this rank's slices of one kind.
 
     Args:
         export: the checkpoint of megapipe, opened.

@@ -27,6 +27,9 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 class BPETokenizer:
     """A tokenizer of the library `tokenizers`.
 
+    `encode` returns the ids of a text, `decode` the text of ids, `library` the library's own
+    object.
+
     Args:
         library: the library's tokenizer.
         eod: end-of-document id.

@@ -28,6 +28,8 @@ class TikTokenizer:
 
     The first num_special ids are special tokens. The byte strings of the file follow by rank.
 
+    `encode` returns the ids of a text, `decode` the text of ids.
+
     Args:
         path: the JSON file.
         pattern: a key of _PATTERNS.

@@ -44,6 +44,8 @@ class SentencePieceTokenizer:
 
     Its end-of-document piece is </s>, or else a piece named <eod> or <|endoftext|>.
 
+    `encode` returns the ids of a text, `decode` the text of ids, `proto` the bytes of the model.
+
     Args:
         path: the .model file.
 
@@ -83,6 +85,8 @@ class SentencePieceTokenizer:
 
 class NullTokenizer:
     """A tokenizer for text that consists of ids, written as decimal numbers.
+
+    `encode` returns the ids in such a text, `decode` the text of ids.
 
     Args:
         vocab_size: number of ids.

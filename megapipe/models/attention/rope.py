@@ -45,6 +45,9 @@ def growth(factor: float, weight: float) -> float:
 class Rotary:
     """The parameters of a rotary embedding.
 
+    `of` and `of_latents` make it from flags. `frequencies` returns the angle of each pair for one
+    position.
+
     Attributes:
         dim: number of channels of a head that are rotated, from the first.
         base: the base of the frequencies base^(-2i/dim).

@@ -114,6 +114,9 @@ class Dispatcher(Protocol):
 
     The gradient of `dispatch` is a `combine`, and the gradient of `combine` a `dispatch`.
 
+    `dispatch` and `combine` move vectors, `dispatch_weights` and `combine_weights` one number for
+    each choice.
+
     Attributes:
         experts: [R], which of this rank's experts a row is for, counted from 0.
         ends: [e], one past the last row of each of this rank's experts.

@@ -26,6 +26,8 @@ _STEP = 16
 class Recipe(NamedTuple):
     """A way to quantise operands. The values have Megatron-LM's names.
 
+    `dtype` and `block` return an operand's FP8 type and the shape of its blocks.
+
     Attributes:
         format: e4m3 for all operands, or hybrid: e5m2 for gradients.
         kind: tensorwise: one factor by the tensor's largest value. delayed: one factor by the
@@ -76,6 +78,9 @@ class Scaled(Products, nn.Module):
 
     A weight is identified by its offset in its storage. The offset stays the same when sharded
     weights are freed and gathered again.
+
+    `keeping` turns on that each weight is quantised once. `quantised` quantises an operand by the
+    value that `expected` returns; `seeing` records its own.
 
     Attributes:
         weights: quantised weights, by (offset, whether transposed), while `keeping` is on. None
@@ -211,6 +216,8 @@ class Delayed(Scaled):
     Factors do not change during a step. So every microbatch has the same factors, in any schedule
     and in recomputations. All ranks with this layer share them, so every layout has the same, too.
     Before the first step has ended, an operand is scaled by its own largest value.
+
+    `keeping(True)` starts a step, and `after` returns the history at its end.
 
     Attributes:
         amax_history: [3, steps], largest values of input, weight and gradient, latest step first.

@@ -28,6 +28,8 @@ _NAN = float("nan")
 class Quantised(NamedTuple):
     """A quantised matrix [r, k], equal to values times factors.
 
+    `transposed` returns the transposed matrix, `plain` the product of values and factors.
+
     Attributes:
         values: [r', k'] in FP8; r and k padded with zeros to multiples of the block's sizes.
         factors: float32, [] for one factor, or [r' / rows, k' / columns] for blocks.

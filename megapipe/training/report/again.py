@@ -32,6 +32,8 @@ _WAITS = 1e-4
 class Again:
     """A prediction of a step from measured passes.
 
+    `step` is the time of a whole step, `of_table` the prediction for another table.
+
     Attributes:
         costs: the medians of the measured passes, and the mean time of a message, in seconds.
         schedule: the table of the measured steps.

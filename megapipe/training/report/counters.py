@@ -53,6 +53,8 @@ class Counters:
 
     A sample is a replica's measured costs of stages and links, taken every SAMPLE steps.
 
+    `predict_again` predicts the step from measured passes.
+
     Args:
         config: the run's configuration.
         mesh: this rank's mesh.

@@ -19,6 +19,8 @@ class Window:
 
     `add` counts a step. `printed` begins a new window after a line, `restart` leaves out a pause.
 
+    `elapsed` is the time since the last step. `losses` are the means over the window.
+
     Attributes:
         first: whether no line was printed yet.
         seconds: total time of the steps.
@@ -118,6 +120,8 @@ class Window:
 @dataclass(frozen=True)
 class Moment:
     """The state of a run at one report, from which the reported values are computed.
+
+    Its properties are the reported values: times, speeds, and the comparison with the plan (`now`).
 
     Attributes:
         config: the run's configuration.

@@ -44,6 +44,8 @@ class Reporter:
     Every rank calls `measure` and `iteration` after each step, `validation` after an evaluation,
     `pause` after work between steps, and `close` at the end. `reading` times waits for samples.
 
+    `say` prints a line on the rank that writes.
+
     Args:
         config: the run's configuration.
         mesh: this rank's mesh.

@@ -57,6 +57,8 @@ class StepReading:
 
     `wait` waits for the data of a pass. `batches` returns the iterator that a stage gets.
 
+    `borders` returns the documents at whose ends slices are cut.
+
     Attributes:
         config: the run's configuration, with the batch size of this step.
         table: the schedule of this step.

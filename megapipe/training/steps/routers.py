@@ -19,6 +19,8 @@ from megapipe.models.moe.router import Router
 class Routed:
     """The report of all routers on one step, equal on every rank.
 
+    `busiest` finds the expert with most tokens.
+
     Attributes:
         losses: each loss by Megatron-LM's name, its mean over the layers, without its coefficient.
         per_layer: the same losses for each layer of the model, then for each prediction depth. A

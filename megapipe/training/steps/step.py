@@ -34,6 +34,8 @@ Refuses = Callable[[Mapping[str, float]], bool]
 class StepResult:
     """The outcome of a step, equal on every rank.
 
+    `shown` joins the losses of loss_func and of the routers.
+
     Attributes:
         losses: the values that loss_func reported, by name: sum over count for the global batch, or
             the mean of single numbers. A name whose count is 0 is left out. Only reports depend on

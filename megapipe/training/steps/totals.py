@@ -33,6 +33,8 @@ positions of successive steps are multiples of the batch size and must have diff
 class Totals:
     """The sums of one step or one evaluation, equal on every rank.
 
+    `means` divides sums by counts.
+
     Attributes:
         sums: name -> (sum, count) of reported values. A single number of a microbatch counts as 1.
         tokens: the sum of the token numbers that loss_func returned; 0 if it returns none.

@@ -32,6 +32,9 @@ class Asked:
 
     An axis is a property that the search chooses, such as tp, pp or schedule.
 
+    `allows` and `allows_schedule` say whether a plan is within them. `numbers` returns the values
+    that an axis may have.
+
     Attributes:
         among: the values of an axis that are allowed; an axis that is missing has any.
         without: schedules and parts that are left out, such as "recompute".

@@ -19,6 +19,8 @@ from megapipe.schedule import SCHEDULES
 class Least(NamedTuple):
     """A lower bound of the time of a cell: a layout with its recomputation.
 
+    `work` returns the bound under a schedule.
+
     Attributes:
         step: seconds of the passes of all microbatches on a rank, and of its gradient sums.
         paired: the same where passes run in pairs, which may hide all communication.
@@ -49,6 +51,8 @@ class Counted:
     """Counts the FLOPs and bytes of a model's layers, once for all cells that share them.
 
     A cell is a layout with its recomputation.
+
+    `pieces` returns the work of a cell's layers, `least` a lower bound of its time.
 
     Attributes:
         known: the counts so far, by the settings on which they depend.

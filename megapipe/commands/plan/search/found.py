@@ -50,6 +50,9 @@ class Search:
     Plans have three keys: layout; kind, which says whether weights are sharded and whether there is
     a pipeline; and whether single activations are offloaded or recomputed.
 
+    `note` stores the result of a candidate, `keep` a plan that fits, `take` a finished plan.
+    `fastest` is the best step so far, and `limits` are the steps that would still be of interest.
+
     Attributes:
         sketches: the plan of the best step by its key. Steps are extrapolated from short batches.
         best: the plans of the report by their keys, as a run makes them.

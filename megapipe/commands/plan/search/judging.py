@@ -38,6 +38,8 @@ class Learned:
     on the schedule, the pipeline ranks and the number of microbatches, and little on how layers are
     split. So a plan is expected to have the smallest ratio seen among plans with the same three.
 
+    `note` remembers the ratio of a plan. `expected` returns the step of a plan with the same `key`.
+
     Attributes:
         cells: the layouts with their recomputation, to which candidates refer by number.
         ratios: the smallest ratio of step to work, by `key`.
@@ -76,6 +78,8 @@ class Learned:
 @dataclass
 class Judging:
     """Judges candidates in several processes, and reports how far the search is.
+
+    `judge` judges a list of candidates.
 
     Attributes:
         found: gets the results.

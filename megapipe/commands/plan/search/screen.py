@@ -101,6 +101,8 @@ def kind_of(config: Config) -> Kind:
 class Screen:
     """Judges candidates one at a time. Each process of a search has a Screen of its own.
 
+    `judge` returns a plan that fits, or why a candidate is out.
+
     Attributes:
         cells: layouts with their recomputation.
         memory: bytes of a device.
