@@ -9,7 +9,6 @@ from shutil import which
 from typing import TypeVar
 
 from megapipe.config import Config
-from megapipe.config.notes import either
 from megapipe.data.blend import split_ranges
 from megapipe.data.files import file_problems, folder_problems
 from megapipe.data.indexed import glance
@@ -92,14 +91,13 @@ def _replica_problems(config: Config) -> Iterator[str]:
         return
     factor = flags.replication_factor
     jump = flags.replication_jump or world // factor
-    if not jump or world % (jump * factor):
-        jumps = [n for n in range(1, world) if world % (n * factor) == 0]
-        remedy = "Use another --replication-factor."
-        if jumps:
-            remedy = f"Use --replication-jump {either(jumps)}."
+    if not jump or jump * factor > world:
+        remedy = f"Use at most --replication-factor {world}."
+        if factor <= world:
+            remedy = f"Use at most --replication-jump {world // factor}."
         yield (
-            f"--replication-jump {jump} x --replication-factor {factor} does not divide the "
-            f"{world} ranks: some would have nobody that keeps their state. {remedy}"
+            f"--replication-jump {jump} x --replication-factor {factor} is more than the {world} "
+            f"ranks: some would have nobody that keeps their state. {remedy}"
         )
 
 

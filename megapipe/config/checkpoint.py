@@ -136,3 +136,6 @@ class CheckpointConfig:
     Default: the ranks divided by --replication-factor."""
     replication_factor: Annotated[int, at_least(2), REPLICATES] = 2
     """Number of ranks that have a state, its owner included."""
+    elastic: Annotated[bool, IN_MEMORY] = False
+    """Go on from states in memory with fewer or more data-parallel ranks: the same samples in the
+    same order, and the same global batch. Not in Megatron-LM."""

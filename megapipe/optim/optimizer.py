@@ -241,11 +241,16 @@ class Optimizer:
         Args:
             chunk: position of the stage on this rank.
         """
+        return [flat for _, flat in self.placed_flats(chunk)]
+
+    def placed_flats(self, chunk: int) -> list[tuple[FlatBuffers, Tensor]]:
+        """Return `flats`, each with the buffers that know the places of its parameters."""
         own = self.chunks[chunk]
         found = []
         for n, b in enumerate(self.owned):
             if any(b is one for one in own):
-                found += [b.main, *(flats[n] for flats in self.moments.values())]
+                flats = (b.main, *(flats[n] for flats in self.moments.values()))
+                found += [(b, flat) for flat in flats]
         return found
 
     def _kinds(self) -> dict[str, list[Tensor]]:

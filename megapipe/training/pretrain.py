@@ -293,7 +293,11 @@ class Training:
                 self.saving.save(last=True)
             self.saving.finish(last=True)
         if self.copies is not None:
-            self.copies.close()
+            # A launcher that stops its ranks to start fewer or more of them needs the states.
+            if n < last:
+                self.copies.now()
+            else:
+                self.copies.close()
         # A run that was stopped evaluates when it is resumed and complete.
         if n >= last:
             self.evaluation.finish()

@@ -1,16 +1,22 @@
 """Find the newest generation of states that all ranks can go back to, and restore lost states.
 
-A generation is the copies of all ranks' states in memory after one step.
+A generation is the copies of all ranks' states in memory after one step. Ranks may have other
+numbers than the ones that they made their copies with, and there may be fewer or more of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megapipe.checkpoint.memory.copies import Copies
+from megapipe.checkpoint.memory.copies import Copies, Name
+from megapipe.checkpoint.memory.relayout import Piece
 from megapipe.distributed.axis import Axis
+from megapipe.errors import CheckpointError
+
+Pieces = Callable[[int], list[Piece]]
+"""Number of ranks of an earlier world -> pieces of this rank's state in states of that world."""
 
 
 @dataclass(frozen=True)
@@ -25,107 +31,229 @@ class Back:
         lost: rank that lost its own memory -> the rank that had a copy of its state. If no
             generation is complete: rank whose state nobody has -> None.
         reached: the most steps that any rank had trained before the ranks went back.
+        world: the number of ranks when the generation was copied.
     """
 
     generation: int | None
-    content: dict[str, Any]
-    lost: dict[int, int | None]
-    reached: int
+    content: Mapping[str, Any] = field(default_factory=dict)
+    lost: Mapping[int, int | None] = field(default_factory=dict)
+    reached: int = 0
+    world: int = 0
 
 
-def go_back(copies: Copies, world: Axis) -> Back | None:
+class Move(NamedTuple):
+    """Bytes of a state that one process sends to another one, or copies.
+
+    Attributes:
+        source: the rank that has them.
+        target: the rank that needs them.
+        name: of the state at the source.
+        into: of the state at the target.
+        piece: which bytes; its owner is the one in `name`.
+    """
+
+    source: int
+    target: int
+    name: Name
+    into: Name
+    piece: Piece
+
+
+def go_back(
+    copies: Copies, world: Axis, group: Callable[[], Any], pieces: Pieces | None = None
+) -> Back | None:
     """Load the newest generation with the state of every rank. Collective over the world.
 
     A generation is the states of all ranks after the same step. A state whose checksum does not
     agree with its bytes is not used.
 
     Args:
-        copies: the states that this rank has in memory.
-        world: the axis of all ranks.
+        copies: this rank's states in memory.
+        world: all ranks.
+        group: makes a group of all ranks for memory of the host, if anything has to be sent.
+        pieces: finds this rank's state in states of another number of ranks; None to take none.
     Returns: None if no rank has any state in memory, as at the start of a run.
     """
-    everyone = world.gather_json([copies.reached, copies.listed()])
-    reached = max(step for step, _ in everyone)
+    everyone = world.gather_json([copies.reached, copies.name, copies.listed()])
+    reached = max(step for step, *_ in everyone)
+    names = [Name(*name) for _, name, _ in everyone]
+    held = [{(Name(*name), n): slot for name, n, slot in listed} for *_, listed in everyone]
     # Ranks make all copies together, so a generation is in the same slot everywhere.
-    places = {n: slot for _, held in everyone for _, n, slot in held}
+    places = {(n, name.world): slot for one in held for (name, n), slot in one.items()}
     if not places:
         return None
+    now = copies.name.world
     lost: dict[int, int | None] = {}
-    for generation in sorted(places, reverse=True):
-        slot = places[generation]
-        held = [{r for r, n, _ in of_rank if n == generation} for _, of_rank in everyone]
-        found = _sources(copies, world, generation, slot)
-        if None in found.values():
-            # A newer generation may be incomplete only. The oldest one shows which states are lost.
-            lost = {rank: None for rank, source in found.items() if source is None}
+    before = 0
+    # Of one generation in two worlds the newer one is this one's, not yet complete everywhere.
+    for n, before in sorted(places, key=lambda x: (x[0], x[1] == now), reverse=True):
+        if before != now and pieces is None:
             continue
-        _bring(copies, generation, slot, found, held)
-        return Back(generation, copies.load(generation, slot), found, reached)
+        slot = places[n, before]
+        own = [Piece(copies.name.owner, 0, 0, copies.sizes[copies.name])]
+        if before != now:
+            assert pieces is not None
+            own = pieces(before)
+        needs = [[Piece(*x) for x in xs] for xs in world.gather_json(own)]
+        has = [{name for name, generation in one if generation == n} for one in held]
+        headers = _sound(copies, world, (n, before, slot), needs, has)
+        sources = {
+            (rank, x.owner): _source(Name(before, x.owner), rank, headers)
+            for rank, xs in enumerate(needs)
+            for x in xs
+        }
+        if None in sources.values():
+            # A newer generation may be incomplete only. The oldest one shows which states are lost.
+            lost = {owner: None for (_, owner), source in sources.items() if source is None}
+            continue
+        header = next(of[name] for of in headers for name in of)
+        moves = []
+        for rank, xs in enumerate(needs):
+            for x in xs:
+                source = sources[rank, x.owner]
+                assert source is not None
+                if before != now or source != rank:
+                    moves.append(Move(source, rank, Name(before, x.owner), names[rank], x))
+        _bring(copies, world, group, slot, moves, header)
+        _keep_again(copies, world, group, slot, names, has, moves, header)
+        gone: dict[int, int | None] = {}
+        if before == now:
+            gone = {x.target: x.source for x in moves}
+        # A rank that is done removes what others may need until they are done.
+        world.gather_json(None)
+        return Back(n, copies.load(n, slot), gone, reached, before)
     copies.forget()
-    return Back(None, {}, lost, reached)
+    return Back(None, lost=lost, reached=reached, world=before)
 
 
-def _sources(copies: Copies, world: Axis, generation: int, slot: int) -> dict[int, int | None]:
-    """Return the ranks without their own state, and for each the first rank that has it.
+def _sound(
+    copies: Copies,
+    world: Axis,
+    which: tuple[int, int, int],
+    needs: Sequence[Sequence[Piece]],
+    has: Sequence[set[Name]],
+) -> list[dict[Name, dict[str, Any]]]:
+    """Return, for each rank, the headers of the needed states that it has undamaged.
 
-    None stands for no rank. Collective over the world.
+    A rank looks at the states that it needs itself. At the others' it looks only if they lack them.
 
     Args:
-        copies: the states that this rank has in memory.
-        world: the axis of all ranks.
-        generation: the number of steps before the states.
-        slot: 0 or 1, the copy of each rank that has them.
+        copies: this rank's states.
+        world: all ranks.
+        which: the generation, its number of ranks, and its slot.
+        needs: for each rank, the pieces that it needs.
+        has: for each rank, the states of the generation that it has by the headers.
     """
-    clique = copies.clique
-    own = copies.sound(copies.rank, generation, slot)
-    lacking = [rank for rank, has in enumerate(world.gather_json(own)) if not has]
-    mine = []
-    for rank in lacking:
-        if rank in clique.others:
-            is_here = copies.sound(rank, generation, slot) if clique.sends else own
-            if is_here:
-                mine.append(rank)
-    everyone = world.gather_json(mine)
-    return {
-        rank: next((holder for holder, has in enumerate(everyone) if rank in has), None)
-        for rank in lacking
-    }
+    n, before, slot = which
+    rank = world.rank
+    found: list[dict[Name, dict[str, Any]]] = [{} for _ in needs]
+    wanted = {Name(before, x.owner) for x in needs[rank]}
+    for _ in range(2):
+        own = {}
+        for name in wanted & has[rank]:
+            one = copies.slot(name, slot)
+            if one.sound(n):
+                own[name.owner] = one.header()
+        for r, headers in enumerate(world.gather_json(list(own.items()))):
+            found[r] |= {Name(before, owner): header for owner, header in headers}
+        tried = wanted
+        wanted = set()
+        for r, xs in enumerate(needs):
+            wanted |= {Name(before, x.owner) for x in xs} - found[r].keys() - tried
+    return found
+
+
+def _source(name: Name, rank: int, headers: Sequence[Mapping[Name, object]]) -> int | None:
+    """Return which rank a rank takes a state from: itself, or the first one; None for no rank."""
+    if name in headers[rank]:
+        return rank
+    return next((n for n, of_rank in enumerate(headers) if name in of_rank), None)
 
 
 def _bring(
     copies: Copies,
-    generation: int,
+    world: Axis,
+    group: Callable[[], Any],
     slot: int,
-    sources: dict[int, int | None],
-    held: Sequence[set[int]],
+    moves: Sequence[Move],
+    header: Mapping[str, Any],
 ) -> None:
-    """Send states to the ranks that lost them, and to the ranks that keep copies for others.
+    """Send bytes of states, compare their checksums, and seal the states that they make.
 
     Args:
-        copies: this rank's states in memory.
-        generation: the number of steps before the states to load.
-        slot: the slot with that generation, the same on every rank.
-        sources: for each rank without its own state, a rank that has it.
-        held: for each rank, the ranks whose states its slots have, as their headers say.
+        copies: this rank's states.
+        world: all ranks.
+        group: makes a group of all ranks, if several are in a move.
+        slot: the slot of the generation.
+        moves: what goes where, the same on all ranks.
+        header: of a state of the generation.
+    Raises: CheckpointError on the rank that received other bytes than were sent.
     """
-    clique = copies.clique
-    for rank, source in sources.items():
-        if source is None or rank not in clique.axis.ranks:
-            continue
-        if source == copies.rank:
-            copies.give(rank if clique.sends else source, slot, rank)
-        elif rank == copies.rank:
-            copies.take(rank, slot, generation, source)
-    if not clique.sends:
+    if not moves:
         return
-    # A newcomer keeps the others' states again before it may be needed.
-    for owner in clique.axis.ranks:
-        for holder in clique.axis.ranks:
+    rank = world.rank
+    channel: Any = None
+    if any(x.source != x.target for x in moves):
+        channel = group()
+    sums: dict[int, int] = {}
+    works = []
+    for into in {x.into for x in moves if x.target == rank}:
+        copies.slot(into, slot).drop()
+    for n, (source, target, name, into, piece) in enumerate(moves):
+        if source == rank:
+            given = copies.slot(name, slot)
+            sums[n] = given.checksum(piece.at, piece.size)
+            data = given.data[piece.at : piece.at + piece.size]
+            if target != rank:
+                works.append(channel.send([data], target, n))
+        if target == rank:
+            goal = copies.slot(into, slot).data[piece.to : piece.to + piece.size]
+            if source == rank:
+                goal.copy_(data)
+            else:
+                works.append(channel.recv([goal], source, n))
+    for work in works:
+        work.wait()
+    sent = dict(pair for one in world.gather_json(list(sums.items())) for pair in one)
+    for n, (source, target, _, into, piece) in enumerate(moves):
+        got = sent[n]
+        if target == rank:
+            got = copies.slot(into, slot).checksum(piece.to, piece.size)
+        if got != sent[n]:
+            raise CheckpointError(f"a state has changed on its way from rank {source} to {rank}")
+    # Last: of a rank that is killed before this the state is invalid.
+    for into in {x.into for x in moves if x.target == rank}:
+        made = copies.slot(into, slot)
+        made.seal({**header, "checksum": made.checksum()})
+
+
+def _keep_again(
+    copies: Copies,
+    world: Axis,
+    group: Callable[[], Any],
+    slot: int,
+    names: Sequence[Name],
+    has: Sequence[set[Name]],
+    moved: Sequence[Move],
+    header: Mapping[str, Any],
+) -> None:
+    """Let each rank keep the states of its clique again, before it may be needed.
+
+    Args:
+        copies, world, group, slot, header: as for `_bring`.
+        names: for each rank, its state's name.
+        has: for each rank, the states that it had by the headers.
+        moved: how states were brought back.
+    """
+    renewed = {x.into for x in moved}
+    moves = []
+    for holder, kept in enumerate(world.gather_json(list(copies.sizes.items()))):
+        for name, size in kept:
+            state = Name(*name)
+            owner = names.index(state)
             # The source of a rank's state has it, and others may have a damaged one.
-            has = owner in held[holder] and owner not in sources
-            if holder in (owner, sources.get(owner)) or has:
-                continue
-            if owner == copies.rank:
-                copies.give(owner, slot, holder)
-            elif holder == copies.rank:
-                copies.take(owner, slot, generation, owner)
+            is_source = any(x.into == state == x.name and x.source == holder for x in moved)
+            there = state in has[holder] and state not in renewed
+            if holder != owner and names[holder] != state and not (is_source or there):
+                moves.append(Move(owner, holder, state, state, Piece(state.owner, 0, 0, size)))
+    _bring(copies, world, group, slot, moves, header)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megapipe.config import Config
 from megapipe.distributed.axis import Axis
 from megapipe.distributed.grid import Grids
 from megapipe.distributed.groups import host_group_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.errors import CheckpointError
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+Sets = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,34 +36,72 @@ class Clique:
         own = self.axis.ranks[self.axis.rank]
         return tuple(rank for rank in self.axis.ranks if rank != own)
 
+    @property
+    def owner(self) -> int:
+        """The rank by whose number this rank's state goes: the first one with an equal state."""
+        return self.axis.ranks[self.axis.rank] if self.sends else self.axis.ranks[0]
 
-def sets_of(config: Config) -> tuple[list[tuple[int, ...]], bool]:
+
+def equal_sets(config: Config) -> Sets:
+    """Return the sets of ranks whose weights data parallelism keeps equal, those of experts too."""
+    names = ("edp",) if config.model.has_experts else ("cp", "dp")
+    return Grids.of(config.parallel, config.world_size).sets(*names)
+
+
+def sets_of(config: Config) -> tuple[Sets, bool]:
     """Return (disjoint sets of ranks that keep each other's states, whether they send them).
 
     A set has F ranks: n, n + J, n + 2J and so on, as in NVIDIA's resiliency extension. J is
-    --replication-jump, F --replication-factor.
+    --replication-jump, F --replication-factor. There F x J divides the ranks. Here the last sets
+    are larger if it does not, so that any number of machines can keep states.
     """
+    world = config.world_size
     if config.equal_states > 1:
-        grids = Grids.of(config.parallel, config.world_size)
-        names = ("edp",) if config.model.has_experts else ("cp", "dp")
-        return grids.sets(*names), False
+        return equal_sets(config), False
     flags = config.checkpoint
     if not flags.replication:
-        return [(rank,) for rank in range(config.world_size)], False
+        return [(rank,) for rank in range(world)], False
     factor = flags.replication_factor
-    jump = flags.replication_jump or config.world_size // factor
+    # A single rank has nobody else.
+    jump = flags.replication_jump or max(world // factor, 1)
+    count = max(world // (jump * factor), 1)
     found = []
-    for first in range(config.world_size):
-        if first // jump % factor == 0:
-            found.append(tuple(first + k * jump for k in range(factor)))
+    for n in range(count):
+        end = world if n == count - 1 else (n + 1) * jump * factor
+        for first in range(n * jump * factor, (n * factor + 1) * jump):
+            found.append(tuple(range(first, end, jump)))
     return found, True
 
 
 def clique_of(config: Config, mesh: ProcessMesh) -> Clique:
-    """Return this rank's clique, with a new group. Collective over the world."""
+    """Return this rank's clique, with a new group. Collective over the world.
+
+    Raises: CheckpointError if some rank's state would be lost with its machine, of several.
+    """
     sets, sends = sets_of(config)
+    if problems := list(lost_with_a_host(sets, mesh.world.gather_json(_BOOT.read_text().strip()))):
+        raise CheckpointError(problems[0])
     rank = mesh.world.rank
     own = next(ranks for ranks in sets if rank in ranks)
     several = [ranks for ranks in sets if len(ranks) > 1]
     group = host_group_of(several, rank, config.parallel.distributed_timeout_minutes)
     return Clique(Axis(own.index(rank), len(own), own, group), sends)
+
+
+def lost_with_a_host(sets: Sets, hosts: Sequence[str]) -> Iterator[str]:
+    """Yield a text for each set of several ranks that are all on one of several machines.
+
+    Args:
+        sets: the sets of ranks that have each other's states.
+        hosts: for each rank, what names its machine.
+    """
+    if len(set(hosts)) == 1:
+        return
+    for ranks in sets:
+        if len(ranks) > 1 and len({hosts[rank] for rank in ranks}) == 1:
+            most = max(map(hosts.count, hosts))
+            yield (
+                f"--non-persistent-ckpt-type local: ranks {', '.join(map(str, ranks))} keep each "
+                "other's state, and they are on one machine, with which all of them would be lost. "
+                f"Use --replication with --replication-jump {most}, the ranks of a machine."
+            )

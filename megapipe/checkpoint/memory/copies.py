@@ -11,30 +11,33 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapipe.checkpoint.memory import slots
 from megapipe.checkpoint.memory.cliques import Clique
-from megapipe.checkpoint.memory.slots import Slot
+from megapipe.checkpoint.memory.relayout import State, rows, size_of
+from megapipe.checkpoint.memory.slots import HEADER, Slot
 from megapipe.errors import CheckpointError
 
-State = Sequence[Sequence[Tensor]]
-"""The tensors of a rank's state, stage by stage."""
-_ALIGN = 64
+
+class Name(NamedTuple):
+    """Which rank's state it is: `owner` in a world of `world` ranks."""
+
+    world: int
+    owner: int
 
 
 class Copies:
     """The states that a rank keeps in shared memory: its own, and the states of its clique.
 
     `begin` copies one stage. After the rank's last stage it sends the whole state to the clique.
-    `now` copies all stages at once. `listed` and `sound` say which states are in memory. `give` and
-    `take` send a state to a rank that lost it. `load` copies this rank's state back into the run.
-    `close` removes all states.
+    `now` copies all stages at once. `listed` says which states are in memory, also of a world of
+    another size. `slot` returns the memory of one. `load` copies this rank's state back into the
+    run. `close` removes all states.
 
     `forget` drops all states. `reached` is the step that this rank has trained to.
 
@@ -44,9 +47,13 @@ class Copies:
         sizes: bytes of the state of each rank of the clique, in its order.
         state: this rank's tensors.
         every: steps from one copy to the next.
+        world: number of ranks.
+        layout: a text that is equal for runs which may take each other's states.
 
     Attributes:
         rank: the rank of this process in the world.
+        name: of this rank's own state.
+        sizes: bytes of the states that it keeps, by name.
         content: returns the rest of the state now, as a checkpoint's state.json has it.
         done: the generation that was copied last: the number of steps before it. None before.
     """
@@ -58,25 +65,37 @@ class Copies:
         sizes: Sequence[int],
         state: State,
         every: int,
+        world: int,
+        layout: str = "",
     ) -> None:
         self.clique = clique
         self.rank = clique.axis.ranks[clique.axis.rank]
+        self.name = Name(world, clique.owner)
         self._folder = folder
         self._state = state
         self.content: Callable[[], Mapping[str, Any]] = dict
         self._every = every
-        # Of another layout, a state of the same size must not be loaded.
-        shapes = [[(str(x.dtype), x.numel()) for x in stage] for stage in state]
-        self._layout = sha256(repr(shapes).encode()).hexdigest()[:16]
-        self._slots: dict[int, list[Slot]] = {}
-        for rank, size in zip(clique.axis.ranks, sizes, strict=True):
-            if rank == self.rank or clique.sends:
-                paths = [folder / f"{rank}.{n}" for n in range(2)]
-                self._slots[rank] = [Slot(path, size) for path in paths]
+        self._layout = layout
+        if clique.sends:
+            names = [Name(world, rank) for rank in clique.axis.ranks]
+            self.sizes = dict(zip(names, sizes, strict=True))
+        else:
+            self.sizes = {self.name: sizes[clique.axis.rank]}
+        self._slots: dict[Name, list[Slot]] = {}
+        for path in sorted(folder.glob("*-*.0")):
+            found = Name(*map(int, path.stem.split("-")))
+            # What an earlier process kept: of another rank, or when there were fewer or more.
+            if found not in self.sizes:
+                self._open(found, path.stat().st_size - HEADER)
+        for name, size in self.sizes.items():
+            self._open(name, size)
         self.done: int | None = None
         self._slot = 1
         self._header: dict[str, Any] | None = None
         self._left = 0
+
+    def _open(self, name: Name, size: int) -> None:
+        self._slots[name] = [Slot(self._path(name, n), size) for n in range(2)]
 
     def begin(self, stage: int, *, always: bool = False) -> Callable[[], None]:
         """Begin to copy a stage, and return a function that waits for the end.
@@ -90,7 +109,7 @@ class Copies:
         if self._header is None:
             content = self.content()
             n = content["iteration"]
-            self._slots[self.rank][0].reached = n
+            self._slots[self.name][0].reached = n
             # The first step copies in any case, as nothing is in memory before.
             due = always or self.done is None or n % self._every == 0
             if n == self.done or not due:
@@ -98,7 +117,7 @@ class Copies:
             self._slot = 1 - self._slot
             self._header = {"generation": n, "layout": self._layout, "content": content}
             self._left = len(self._state)
-            self._slots[self.rank][self._slot].drop()
+            self._slots[self.name][self._slot].drop()
         for part, tensor in self._places(stage):
             part.copy_(tensor.reshape(-1).view(torch.uint8))
         self._left -= 1
@@ -126,7 +145,7 @@ class Copies:
             ended: gets the end, or the error.
         """
         try:
-            own = self._slots[self.rank][self._slot]
+            own = self._slots[self.name][self._slot]
             header["checksum"] = own.checksum()
             if self.clique.sends:
                 self._exchange(header, own)
@@ -148,7 +167,8 @@ class Copies:
         axis = self.clique.axis
         others = [i for i in range(axis.size) if i != axis.rank]
         mine = torch.tensor([header["checksum"]])
-        theirs = {i: self._slots[axis.ranks[i]][self._slot] for i in others}
+        names = {i: Name(self.name.world, axis.ranks[i]) for i in others}
+        theirs = {i: self._slots[names[i]][self._slot] for i in others}
         for slot in theirs.values():
             slot.drop()
         group = axis.group
@@ -173,87 +193,46 @@ class Copies:
                 raise CheckpointError(f"rank {rank}'s state has changed on its way to {self.rank}")
             if returned[i] != mine:
                 raise CheckpointError(f"rank {self.rank}'s state has changed on its way to {rank}")
-            # Layouts differ between stages, so a replica has none; its content is everyone's.
-            slot.seal(header | {"layout": None, "checksum": int(found[i])})
+            # The rest of the header is everyone's.
+            slot.seal(header | {"checksum": int(found[i])})
 
     # The states that are found in memory when ranks have started again.
 
-    def listed(self) -> list[tuple[int, int, int]]:
-        """Return (rank, generation, slot) of each state in memory here, by its readable header.
+    def listed(self) -> list[tuple[Name, int, int]]:
+        """Return (name, generation, slot) of each state in memory here, by its readable header.
 
         The generation is the number of steps before the state. The slot is 0 or 1, one of two
         copies.
         """
         found = []
-        for rank, pair in self._slots.items():
+        for name, pair in self._slots.items():
             for n, slot in enumerate(pair):
                 header = slot.header()
-                fits = header is not None and header["layout"] in (None, self._layout)
-                if header is not None and fits:
-                    found.append((rank, header["generation"], n))
+                if header is not None and header["layout"] == self._layout:
+                    found.append((name, header["generation"], n))
         return found
+
+    def slot(self, name: Name, number: int) -> Slot:
+        """Return the memory of a state that `listed` names, or that this rank keeps."""
+        return self._slots[name][number]
 
     @property
     def reached(self) -> int:
         """The step that this rank had reached; 0 if its memory was lost."""
-        return self._slots[self.rank][0].reached
-
-    def sound(self, rank: int, generation: int, slot: int) -> bool:
-        """Return whether a rank's state is in memory here, undamaged by its checksum.
-
-        Args:
-            rank: the rank of the world.
-            generation: the number of steps before the state.
-            slot: 0 or 1, the rank's copy to look at.
-        """
-        return self._slots[rank][slot].sound(generation)
-
-    def give(self, rank: int, slot: int, to: int) -> None:
-        """Send a rank's state to another rank of the clique, which receives it by `take`.
-
-        Args:
-            rank: the rank whose state it is.
-            slot: 0 or 1, the copy that is sent.
-            to: the rank that receives.
-        """
-        source = self._slots[rank][slot]
-        self._message("send", source.data, to)
-        self._message("send", source.head, to)
-
-    def take(self, rank: int, slot: int, generation: int, source: int) -> None:
-        """Receive a rank's state, which another rank sends by `give`.
-
-        Args:
-            rank: the rank whose state it is.
-            slot: 0 or 1, the copy that is written here.
-            generation: the number of steps before the state.
-            source: the rank of the clique that sends.
-        Raises: CheckpointError if the state has changed on its way.
-        """
-        target = self._slots[rank][slot]
-        target.drop()
-        self._message("recv", target.data, source)
-        # The header comes last: a rank that is killed before has an invalid slot.
-        head = torch.empty_like(target.head)
-        self._message("recv", head, source)
-        target.head.copy_(head)
-        if not target.sound(generation):
-            target.drop()
-            raise CheckpointError(f"rank {rank}'s state has changed on its way from {source}")
-
-    def _message(self, way: str, x: Tensor, other: int) -> None:
-        axis = self.clique.axis
-        getattr(axis.group, way)([x], axis.ranks.index(other), 3).wait()
+        return max(pair[0].reached for pair in self._slots.values())
 
     def load(self, generation: int, slot: int) -> dict[str, Any]:
         """Copy this rank's tensors from memory back into the run, and return its other state.
 
-        States of other steps are dropped. They may be newer, of a run that does not go on.
+        States of other steps are dropped. They may be newer, of a run that does not go on. States
+        that this rank need not keep any more are removed.
 
         Args:
             generation: the number of steps before the state.
             slot: 0 or 1, the copy that has this state.
         """
+        self._slots[self.name][0].reached = generation
+        self._remove_others()
         for pair in self._slots.values():
             for one in pair:
                 header = one.header()
@@ -264,16 +243,26 @@ class Copies:
         for stage in range(len(self._state)):
             for part, tensor in self._places(stage):
                 tensor.reshape(-1).view(torch.uint8).copy_(part)
-        header = self._slots[self.rank][slot].header()
+        header = self._slots[self.name][slot].header()
         assert header is not None
         content: dict[str, Any] = header["content"]
         return content
 
     def forget(self) -> None:
         """Drop all states, of a run that does not go on from them."""
+        self._remove_others()
         for pair in self._slots.values():
             for one in pair:
                 one.drop()
+
+    def _remove_others(self) -> None:
+        for name in [name for name in self._slots if name not in self.sizes]:
+            del self._slots[name]
+            for n in range(2):
+                self._path(name, n).unlink(missing_ok=True)
+
+    def _path(self, name: Name, number: int) -> Path:
+        return self._folder / f"{name.world}-{name.owner}.{number}"
 
     def close(self) -> None:
         """Remove all states, at the end of the run."""
@@ -281,17 +270,10 @@ class Copies:
 
     def _places(self, stage: int) -> list[tuple[Tensor, Tensor]]:
         """Return (bytes in the present slot, tensor) of each tensor of a stage."""
-        data = self._slots[self.rank][self._slot].data
-        at = sum(size_of([tensors]) for tensors in self._state[:stage])
+        data = self._slots[self.name][self._slot].data
+        at = size_of(self._state[:stage])
         found = []
-        for tensor in self._state[stage]:
-            size = tensor.numel() * tensor.element_size()
-            found.append((data[at : at + size], tensor))
-            at += -(-size // _ALIGN) * _ALIGN
+        for x in self._state[stage]:
+            found.append((data[at : at + x.size], x.tensor))
+            at += rows(x.size)
         return found
-
-
-def size_of(state: State) -> int:
-    """Return the bytes of a state in a slot: each tensor's, up to a multiple of 64."""
-    sizes = [x.numel() * x.element_size() for stage in state for x in stage]
-    return sum(-(-size // _ALIGN) * _ALIGN for size in sizes)

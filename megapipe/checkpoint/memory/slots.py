@@ -93,10 +93,16 @@ class Slot:
         found: dict[str, Any] = json.loads(text)
         return found
 
-    def checksum(self) -> int:
-        """Return the checksum of the bytes of the state, as they are now."""
+    def checksum(self, at: int = 0, size: int | None = None) -> int:
+        """Return the checksum of the bytes of the state, as they are now, or of a part of them.
+
+        Args:
+            at: the first byte of the part.
+            size: its length; None for all that follows.
+        """
+        end = None if size is None else HEADER + at + size
         with memoryview(self._memory) as memory:
-            return zlib.crc32(memory[HEADER:])
+            return zlib.crc32(memory[HEADER + at : end])
 
     def sound(self, generation: int) -> bool:
         """Return whether the slot has this generation, and the bytes that were written.

@@ -34,7 +34,8 @@ def lose(run: Launched, draw: random.Random, *, pair: bool = False, flip: bool =
     first = draw.choice(sorted(folders.keys() & alive.keys()))
     gone = [first]
     # On one machine the local rank is the rank.
-    others = sorted({path.name.split(".")[0] for path in folders[first].iterdir()} - {first})
+    kept = {path.stem.partition("-")[2] for path in folders[first].iterdir()}
+    others = sorted(kept & folders.keys() - {first})
     changed = 0
     if pair:
         gone += others
@@ -44,7 +45,7 @@ def lose(run: Launched, draw: random.Random, *, pair: bool = False, flip: bool =
             os.kill(alive[local], signal.SIGKILL)
     if flip:
         for other in others:
-            for path in folders[other].glob(f"{first}.*"):
+            for path in folders[other].glob(f"*-{first}.*"):
                 changed += _flip(path, draw)
     for local in gone:
         shutil.rmtree(folders[local], ignore_errors=True)

@@ -26,6 +26,7 @@ class Replicas(OfPlan):
     config: Config
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
+<<<<<<< HEAD
         """Return the costs with the time of a copy added.
 
         Ranks whose states are equal anyway send nothing.
@@ -35,13 +36,18 @@ class Replicas(OfPlan):
             counted: the costs by FLOPs, without --pipeline-costs.
         """
         if costs.p or self.config.equal_states > 1:
+=======
+        """Return the costs with the time of a copy; nothing is sent where states are equal."""
+        sends = self.config.checkpoint.replication and self.config.equal_states == 1
+        if costs.p or not sends:
+>>>>>>> 45e0d5f6 (States in memory are found whatever number their ranks have now, and with fewer or more replicas by --elastic (dp 4 -> 3 -> 4: the same samples, losses within 1e-8); cliques on one machine of several are refused; a rank of the proof that ends by itself leaves its trace)
             return costs
         # As sharding counts it: FLOPs of a device while it receives a byte.
         unit = self.config.parallel.data_parallel_flops_per_byte * plan.tp
         if isinstance(costs.f, tuple) and isinstance(counted.f, tuple) and any(counted.f):
             unit *= sum(costs.f) / sum(counted.f)
-        sends = self.config.checkpoint.replication_factor - 1
-        return replace(costs, p=tuple(unit * sends * x for x in stage_bytes(plan, self.config)))
+        others = most_in_a_set(self.config) - 1
+        return replace(costs, p=tuple(unit * others * x for x in stage_bytes(plan, self.config)))
 
     def summary(self, plan: Plan) -> str:
         """Return a line on the copies that ranks keep, what they protect from, and their cost."""
@@ -66,14 +72,23 @@ class Replicas(OfPlan):
             return f"{text}, which is lost with its machine"
         world = config.world_size
         factor = flags.replication_factor
+        ranks = most_in_a_set(config)
         jump = flags.replication_jump or world // factor
         survived = f"any machine of up to {jump} rank(s)"
-        if factor == 2 and world > 2:
+        if factor == ranks == 2 and world > 2:
             survived += f", and {1 - 1 / (world - 1):.1%} of all pairs of ranks"
         return (
-            f"{text}, which {factor - 1} other(s) at a distance of {jump} keep too: they survive "
+            f"{text}, which {ranks - 1} other(s) at a distance of {jump} keep too: they survive "
             f"the loss of {survived}; it makes a step {_shown(plan):.1%} longer"
         )
+
+
+def most_in_a_set(config: Config) -> int:
+    """Return the most ranks that keep each other's states: the last set has what is left over."""
+    world = config.world_size
+    factor = config.checkpoint.replication_factor
+    jump = config.checkpoint.replication_jump or world // factor
+    return -(-(world - (world // (jump * factor) - 1) * jump * factor) // jump)
 
 
 def stage_bytes(plan: Plan, config: Config) -> list[float]:

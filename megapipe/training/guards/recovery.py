@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -13,10 +14,13 @@ from megapipe.checkpoint import commit
 from megapipe.checkpoint.memory import slots
 from megapipe.checkpoint.memory.back import Back, go_back
 from megapipe.checkpoint.memory.cliques import Clique, clique_of
-from megapipe.checkpoint.memory.copies import Copies, size_of
+from megapipe.checkpoint.memory.copies import Copies
+from megapipe.checkpoint.memory.relayout import Kept, State, pieces, size_of
 from megapipe.checkpoint.save_load import LoadedState, content_of, curve_of
+from megapipe.distributed.groups import host_group_of
 from megapipe.distributed.layout import untrained
 from megapipe.distributed.meeting.together import on_first, together
+from megapipe.optim.buffers import ALIGN
 from megapipe.training.progress import Progress
 from megapipe.training.run import Run
 
@@ -25,7 +29,8 @@ def kept_by(run: Run) -> Copies | None:
     """Return the states in memory of a run whose flags ask for them. Collective over the world.
 
     Returns: None without the flags, or if no launcher would start a lost rank again.
-    Raises: CheckpointError on all ranks if a machine's shared memory has no room.
+    Raises: CheckpointError on all ranks if a machine's shared memory has no room, or if ranks of
+        one machine alone would keep a state.
     """
     config = run.config
     if not config.copies_state:
@@ -36,18 +41,37 @@ def kept_by(run: Run) -> Copies | None:
             "starts a lost rank again; start with torchrun --max-restarts 10"
         )
         return None
-    state = []
-    for n, module in enumerate(run.modules):
-        state.append([*run.optimizer.flats(n), *untrained(module)])
+    state = state_of(run)
     clique = clique_of(config, run.mesh)
     sizes = run.mesh.world.gather_json(size_of(state))
     every = config.checkpoint.non_persistent_save_interval
     assert every is not None
-    own = [sizes[rank] for rank in clique.axis.ranks]
-    make = partial(Copies, clique=clique, sizes=own, state=state, every=every)
+    same = (config.model, config.parallel, config.optimizer, config.precision)
+    make = partial(
+        Copies,
+        clique=clique,
+        sizes=[sizes[rank] for rank in clique.axis.ranks],
+        state=state,
+        every=every,
+        world=config.world_size,
+        layout=sha256(repr(same).encode()).hexdigest()[:16],
+    )
     copies = together(run.mesh, lambda: make(slots.own_folder()), slots.SHARED)
     run.say(kept_line(sizes, clique, every))
     return copies
+
+
+def state_of(run: Run) -> State:
+    """Return the tensors of this rank's state, stage by stage."""
+    mesh = run.mesh
+    found = []
+    for n, module in enumerate(run.modules):
+        stage = [Kept(x) for x in untrained(module)]
+        for b, flat in run.optimizer.placed_flats(n):
+            filled = max((b.rows(name).stop * ALIGN for name in b.own), default=0)
+            stage.append(Kept(flat, filled, b.replicas is mesh.edp is not mesh.dp_cp))
+        found.append(stage)
+    return found
 
 
 def kept_line(sizes: Sequence[int], clique: Clique, every: int) -> str:
@@ -94,11 +118,16 @@ def returned(run: Run, copies: Copies) -> Run | None:
     Returns: None if there is none: the run starts from a checkpoint, or from the beginning.
     """
     began = monotonic()
-    back = go_back(copies, run.mesh.world)
+    config = run.config
+    world = run.mesh.world
+    minutes = config.parallel.distributed_timeout_minutes
+    group = partial(host_group_of, [world.ranks], world.rank, minutes)
+    find = partial(pieces, state_of(run), world.rank, config)
+    back = go_back(copies, world, group, find if config.checkpoint.elastic else None)
     if back is None:
         return None
     if back.generation is None:
-        run.say(f"in memory: {_nothing(back)}; going on from the last checkpoint on disk")
+        run.say(f"in memory: {_nothing(back, copies)}; going on from the last checkpoint on disk")
         return None
     run.optimizer.steps = back.content["optimizer_steps"]
     run.optimizer.spread()
@@ -108,20 +137,27 @@ def returned(run: Run, copies: Copies) -> Run | None:
     )
     progress = Progress.after(loaded, run.config.precision)
     took = monotonic() - began
-    run.say(f"in memory: {_found(back)}, in {took:.2f} s; no checkpoint was read")
+    run.say(f"in memory: {_found(back, copies)}, in {took:.2f} s; no checkpoint was read")
     return dataclasses.replace(run, progress=progress, curve=curve_of(back.content))
 
 
-def _found(back: Back) -> str:
+def _found(back: Back, copies: Copies) -> str:
     steps = back.reached - (back.generation or 0)
     text = f"all ranks are back at iteration {back.generation}, {steps} step(s) are lost"
+    if back.world != copies.name.world:
+        text += f"; there were {back.world} ranks, and there are {copies.name.world}"
     if back.lost:
         pairs = [f"{rank}'s from rank {source}" for rank, source in back.lost.items()]
         text += f"; states of lost ranks: {', '.join(pairs)}"
     return text
 
 
-def _nothing(back: Back) -> str:
+def _nothing(back: Back, copies: Copies) -> str:
+    if not back.lost:
+        return (
+            f"the states are of another number of ranks than {copies.name.world}, which --elastic "
+            "would take"
+        )
     ranks = ", ".join(map(str, back.lost))
     return f"nobody has the state of rank(s) {ranks} any more"
 

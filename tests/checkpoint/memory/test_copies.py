@@ -14,7 +14,8 @@ import torch
 from megapipe.checkpoint.memory import slots
 from megapipe.checkpoint.memory.back import go_back
 from megapipe.checkpoint.memory.cliques import Clique, sets_of
-from megapipe.checkpoint.memory.copies import Copies, size_of
+from megapipe.checkpoint.memory.copies import Copies
+from megapipe.checkpoint.memory.relayout import Kept, size_of
 from megapipe.checkpoint.memory.slots import HEADER, Slot
 from megapipe.config import Config
 from megapipe.pipeline_parallel.threads import run_threads
@@ -29,6 +30,10 @@ def state_of(rank):
     return [first, [torch.randn(9, generator=draw).double(), torch.zeros(0)]]
 
 
+def kept(state):
+    return [[Kept(x) for x in stage] for stage in state]
+
+
 class Rank:
     """A rank of a clique, with a folder of its own in place of a machine's memory."""
 
@@ -39,8 +44,8 @@ class Rank:
         self.state = state_of(0 if equal else self.number)
         self.folder = folder / str(self.number)
         self.folder.mkdir(exist_ok=True)
-        sizes = mesh.world.gather_json(size_of(self.state))
-        self.copies = Copies(self.folder, Clique(mesh.world, sends), sizes, self.state, 1)
+        sizes = mesh.world.gather_json(size_of(kept(self.state)))
+        self.copies = Copies(self.folder, Clique(mesh.world, sends), sizes, kept(self.state), 1, mesh.world.size)
         self.copies.content = lambda: {"iteration": self.step}
 
     def train(self, steps):
@@ -73,7 +78,7 @@ def came_back(folder, *, ranks=2, **how):
 
     def body(mesh):
         rank = Rank(mesh, folder, **how)
-        back = go_back(rank.copies, rank.world)
+        back = go_back(rank.copies, rank.world, lambda: mesh.world.group)
         step = None if back is None else back.generation
         return back, step is not None and rank.holds(step), sorted(rank.copies.listed())
 
@@ -97,6 +102,7 @@ def test_a_lost_rank_gets_its_state_from_the_clique_and_keeps_the_others_again(t
     trained(tmp_path, ranks=ranks)
     shutil.rmtree(tmp_path / str(lost))
     for back, good, held in came_back(tmp_path, ranks=ranks):
+        held = [(name.owner, n, slot) for name, n, slot in held]
         assert back.generation == 2
         assert back.lost == {lost: 1 if lost == 0 else 0}
         assert good
@@ -117,11 +123,11 @@ def test_of_four_in_two_pairs_one_of_each_may_go_and_not_both_of_one(tmp_path):
     def body(mesh, lose):
         pair = mesh.dp
         rank = Rank(mesh, tmp_path)
-        sizes = pair.gather_json(size_of(rank.state))
+        sizes = pair.gather_json(size_of(kept(rank.state)))
         # Ranks n and n + 2, as with --replication-jump 2.
-        rank.copies = Copies(rank.folder, Clique(pair, True), sizes, rank.state, 1)
+        rank.copies = Copies(rank.folder, Clique(pair, True), sizes, kept(rank.state), 1, 4)
         rank.copies.content = lambda: {"iteration": rank.step}
-        back = go_back(rank.copies, mesh.world)
+        back = go_back(rank.copies, mesh.world, lambda: mesh.world.group)
         if back is None or back.generation is None:
             rank.train(2)
         if rank.number in lose:
@@ -143,24 +149,27 @@ def test_of_four_in_two_pairs_one_of_each_may_go_and_not_both_of_one(tmp_path):
 def test_a_kill_within_a_copy_leaves_the_generation_before(tmp_path, monkeypatch):
     trained(tmp_path, 2)
     seal = Slot.seal
+    own = []
+    # Each rank ends before its own header, when its buddy has all of it.
+    monkeypatch.setattr(Slot, "seal", lambda slot, header: slot in own or seal(slot, header))
 
-    def sealed(slot, header):
-        # Rank 1 ends before its own header, when its buddy may have all of it or not.
-        if header["generation"] == 1 or header["layout"] is None:
-            seal(slot, header)
+    def body(mesh):
+        rank = Rank(mesh, tmp_path, step=2)
+        own.extend(rank.copies.slot(rank.copies.name, n) for n in range(2))
+        mesh.world.barrier()
+        rank.train(1)
 
-    monkeypatch.setattr(Slot, "seal", sealed)
-    run_threads(lambda mesh: Rank(mesh, tmp_path, step=2).train(1), pp=2)
-    monkeypatch.setattr(Slot, "seal", lambda *_: None)
+    run_threads(body, pp=2)
+    monkeypatch.setattr(Slot, "seal", seal)
     shutil.rmtree(tmp_path / "0")
-    # What rank 1 has of itself is not sealed, and who had it is lost.
-    for back, _, _ in came_back(tmp_path):
-        assert back.generation != 2
+    # Of generation 2, rank 1 has its buddy's state, and the buddy that had rank 1's is lost.
+    for back, good, _ in came_back(tmp_path):
+        assert (back.generation, back.lost, good) == (1, {0: 1}, True)
 
 
 def test_a_changed_byte_in_a_replica_is_refused_a_hundred_times_of_a_hundred(tmp_path):
     draw = random.Random(49)
-    state = state_of(1)
+    state = kept(state_of(1))
     slot = Slot(tmp_path / "slot", size_of(state))
     slot.data.copy_(torch.arange(slot.data.numel()) % 251)
     slot.seal({"generation": 7, "checksum": slot.checksum(), "layout": None})
@@ -182,7 +191,7 @@ def test_a_changed_byte_in_a_replica_is_refused_a_hundred_times_of_a_hundred(tmp
 def test_a_damaged_replica_sends_all_ranks_to_the_generation_before(tmp_path):
     trained(tmp_path)
     shutil.rmtree(tmp_path / "1")
-    for path in (tmp_path / "0").glob("1.*"):
+    for path in (tmp_path / "0").glob("*-1.*"):
         slot = Slot(path, path.stat().st_size - HEADER)
         if slot.header()["generation"] == 2:
             slot.data[5] ^= 1
@@ -192,7 +201,7 @@ def test_a_damaged_replica_sends_all_ranks_to_the_generation_before(tmp_path):
 
 def test_where_data_parallelism_keeps_states_equal_nothing_is_sent_and_a_peer_has_it(tmp_path):
     trained(tmp_path, sends=False, equal=True)
-    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == ["1.0", "1.1"]
+    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == ["2-0.0", "2-0.1"]
     shutil.rmtree(tmp_path / "1")
     backs = came_back(tmp_path, sends=False, equal=True)
     assert [(back.generation, back.lost) for back, _, _ in backs] == [(2, {1: 0})] * 2

@@ -11,7 +11,7 @@ from short_run import config, run_of
 from tiny import STYLES
 
 from megapipe.checkpoint.memory import slots
-from megapipe.checkpoint.memory.copies import size_of
+from megapipe.checkpoint.memory.relayout import size_of
 from megapipe.distributed.mesh import ProcessMesh
 from megapipe.plan import make_plan
 from megapipe.plan.families.replicas import stage_bytes

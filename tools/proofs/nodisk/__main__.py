@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,13 @@ LAYOUTS = {
     "pp2": "--pipeline-model-parallel-size 2 --num-layers 2",
     "tp2": "--pipeline-model-parallel-size 4 --num-layers 8 --tensor-model-parallel-size 2",
     "bf16": "--pipeline-model-parallel-size 4 --num-layers 8 --use-distributed-optimizer --bf16",
+    # For four ranks.
+    "pp2zero": "--pipeline-model-parallel-size 2 --num-layers 4 --use-distributed-optimizer",
+    "pp2tp2": "--pipeline-model-parallel-size 2 --num-layers 4 --tensor-model-parallel-size 2",
+    "pp2ep2": "--pipeline-model-parallel-size 2 --num-layers 4 --num-experts 4 "
+    "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-router-load-balancing-type none",
+    "pp2bf16": "--pipeline-model-parallel-size 2 --num-layers 4 --use-distributed-optimizer --bf16",
 }
 MEMORY = "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication"
 _HANGS_S = 500.0
@@ -76,6 +84,10 @@ class Options:
     """How often the memory of its buddy is lost too."""
     places: str = ",".join(PLACES[:3])
     """Where a rank is killed, separated by commas."""
+    shuffle: float = 0.0
+    """How often ranks get other numbers when they start again."""
+    results: str = ""
+    """File that each line of the proof is added to. Lines that it has are not proved again."""
     flags: str = ""
     """More flags."""
 
@@ -89,18 +101,26 @@ class Launcher:
 
     def __init__(self, flags: Sequence[str], folder: Path, world: int) -> None:
         self.flags = flags
-        self.world = world
+        self.places = range(world)
         self.folder = folder
         self.attempts = 0
 
-    def attempt(self, death: Death | None) -> bool:
-        """Start all ranks, and wait for their end; return whether all have ended well."""
+    def attempt(self, death: Death | None, places: Sequence[int] | None = None) -> bool:
+        """Start all ranks, and wait for their end; return whether all have ended well.
+
+        Args:
+            death: which rank is killed, and when.
+            places: for each rank, the number of the memory that it has; by default its own.
+        Raises: SystemExit if a rank has ended that nobody has killed, and if the run hangs.
+        """
+        places = self.places if places is None else places
+        world = len(places)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         env = {
-            "WORLD_SIZE": str(self.world),
-            "LOCAL_WORLD_SIZE": str(self.world),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_MAX_RESTARTS": "1000",
@@ -109,8 +129,8 @@ class Launcher:
         log = self.folder / f"log-{self.attempts:03d}"
         self.attempts += 1
         ranks = {}
-        for rank in range(self.world):
-            own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank, place in enumerate(places):
+            own = env | {"RANK": str(rank), "LOCAL_RANK": str(place)}
             pid = os.fork()
             if not pid:
                 # Whatever happens, a rank must not go on as a launcher.
@@ -126,11 +146,16 @@ class Launcher:
         while ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in ranks:
-                del ranks[pid]
+                rank = ranks.pop(pid)
                 if status and good:
                     good = False
+                    # Others may end by the loss of the killed one, and be seen first.
+                    died = death is not None and (rank == death.rank or _died(ranks, death.rank))
                     for other in ranks:
                         os.kill(other, signal.SIGKILL)
+                    if not died:
+                        text = log.read_text()[-2000:]
+                        raise SystemExit(f"rank {rank} has ended by itself: {log}\n{text}")
             elif time.monotonic() > until:
                 for other in ranks:
                     os.kill(other, signal.SIGKILL)
@@ -139,10 +164,10 @@ class Launcher:
                 time.sleep(0.01)
         return good
 
-    def forget(self, rank: int) -> None:
-        """Lose the memory of a rank, as with its machine."""
+    def forget(self, place: int) -> None:
+        """Lose a memory, as with its machine."""
         for base in SHARED.glob(f"megapipe-{os.getuid()}-{os.getpid()}-*"):
-            shutil.rmtree(base / str(rank), ignore_errors=True)
+            shutil.rmtree(base / str(place), ignore_errors=True)
 
     def said(self) -> list[str]:
         """Return the lines on states in memory of all attempts."""
@@ -151,10 +176,44 @@ class Launcher:
             found += [x for x in path.read_text().splitlines() if x.startswith("in memory: ")]
         return found
 
-    def rows(self) -> list[dict[str, object]]:
+    def rows(self) -> list[dict[str, Any]]:
         """Return the rows of all attempts: numbers of steps, and files that were read."""
         path = self.folder / "numbers"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def samples(self) -> dict[int, set[tuple[int, ...]]]:
+        """Return, by samples before a step, the checksums of its samples in order.
+
+        A step that was trained again has one such tuple too, unless it had other samples.
+        """
+        parts: dict[tuple[int, int], dict[int, list[int]]] = {}
+        found: dict[int, set[tuple[int, ...]]] = {}
+        for row in self.rows():
+            if "samples" not in row:
+                continue
+            of = parts.setdefault((row["before"], row["dp"]), {})
+            of[row["replica"]] = row["samples"]
+            # Microbatch n of replica r is number n x dp + r.
+            if len(of) == row["dp"]:
+                ordered = zip(*(of[replica] for replica in sorted(of)), strict=True)
+                found.setdefault(row["before"], set()).add(tuple(x for xs in ordered for x in xs))
+        return found
+
+
+def _died(ranks: dict[int, int], rank: int) -> bool:
+    """Return whether a rank ends within a second, and reap it.
+
+    Args:
+        ranks: process ids -> living ranks. The rank is taken out.
+    """
+    pid = next((pid for pid, one in ranks.items() if one == rank), None)
+    until = time.monotonic() + 1
+    while pid is not None and time.monotonic() < until:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            del ranks[pid]
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def proved(options: Options, layout: str, schedule: str, data: Path, root: Path) -> str:
@@ -179,23 +238,26 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
     if not plain.attempt(None):
         raise SystemExit(f"the undisturbed run failed, see {plain.folder}")
     kills = gone = 0
+    places = list(range(options.world))
     began = time.monotonic()
     for _ in range(options.kills):
         place = draw.choice(options.places.split(","))
         count = draw.randrange({"pass": 30, "copy": 2, "seal": 2}.get(place, 1))
         death = Death(draw.randrange(options.world), place, draw.randrange(4), count)
-        if broken.attempt(death):
+        if broken.attempt(death, places):
             text = "the run ended before"
             print(f"{layout:7} {schedule:8} {text} {death}", flush=True)
             break
         kills += 1
         if draw.random() < options.nodes:
-            broken.forget(death.rank)
+            broken.forget(places[death.rank])
             gone += 1
             if draw.random() < options.pairs:
-                broken.forget((death.rank + options.world // 2) % options.world)
+                broken.forget(places[(death.rank + options.world // 2) % options.world])
+        if draw.random() < options.shuffle:
+            draw.shuffle(places)
     else:
-        if not broken.attempt(None):
+        if not broken.attempt(None, places):
             raise SystemExit(f"the disturbed run failed, see {broken.folder}")
     took = (time.monotonic() - began) / max(kills, 1)
     left = list(SHARED.glob(f"megapipe-{os.getuid()}-{os.getpid()}-*"))
@@ -227,6 +289,9 @@ def proved(options: Options, layout: str, schedule: str, data: Path, root: Path)
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 if nothing differs by a bit."""
     options = parse(Options, sys.argv[1:] if argv is None else argv)
+    done = set()
+    if options.results and Path(options.results).exists():
+        done = {json.loads(line)[0] for line in Path(options.results).read_text().splitlines()}
     with TemporaryDirectory() as name:
         root = Path(name)
         data = root / "data"
@@ -235,7 +300,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for layout in options.layouts.split(","):
                 for schedule in options.schedules.split(","):
-                    print(proved(options, layout, schedule, data, root), flush=True)
+                    key = f"{layout} {schedule} {sorted(vars(options).items())}"
+                    if key in done:
+                        continue
+                    line = proved(options, layout, schedule, data, root)
+                    print(line, flush=True)
+                    if options.results:
+                        with Path(options.results).open("a") as file:
+                            file.write(json.dumps([key, line]) + "\n")
         except SystemExit:
             shutil.copytree(root, Path("runs", "nodisk-failed"), dirs_exist_ok=True)
             raise

@@ -9,14 +9,17 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from megapipe.checkpoint import commit, shards
 from megapipe.checkpoint.memory import back, copies, slots
 from megapipe.config import Config
+from megapipe.data.loader import tokens_of
 from megapipe.errors import UserError
 from megapipe.flags.parse import parse
 from megapipe.flags.stop import stop
@@ -77,6 +80,10 @@ def run(
             stop(error)
         except SystemExit as ended:
             return int(ended.code or 1)
+    except BaseException:
+        # Nothing else prints it: a fork ends by os._exit.
+        traceback.print_exc()
+        return 70
     return 0
 
 
@@ -95,6 +102,17 @@ def _note_numbers(path: Path, *, writes: bool) -> None:
         ended(self, result)
 
     driver.Driver.ended = after  # type: ignore[method-assign]
+    batches = driver.Driver._batches
+
+    def read(self: driver.Driver, consumed: int) -> Any:
+        step = batches(self, consumed)
+        mesh = self.run.mesh
+        if mesh.pp.rank == mesh.tp.rank == 0:
+            sums = [crc32(tokens_of(x).numpy().tobytes()) for x in step]
+            note(samples=sums, before=consumed, dp=mesh.dp.size, replica=mesh.dp.rank)
+        return step
+
+    driver.Driver._batches = read  # type: ignore[method-assign]
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         # Files of checkpoints that are read: every file of a folder iter_0000010.

@@ -1,0 +1,137 @@
+"""Find a rank's state in the states of a world with another number of data-parallel ranks.
+
+A checkpoint has whole tensors, which any layout reads. States in memory have shares of flat
+tensors: each rank along an axis has an equal part of one, whose end is padded. The parts of another
+number of ranks are other pieces of the same flat tensor.
+
+    three ranks   [ 0 0 0 0 | 1 1 1 1 | 2 2 . . ]        two ranks   [ 0 0 0 0 0 | 1 1 1 1 1 ]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megapipe.checkpoint.memory.cliques import equal_sets, sets_of
+from megapipe.config import Config
+from megapipe.distributed.grid import Grids
+from megapipe.optim.buffers import ALIGN
+
+ROW = 64
+"""Each tensor of a state begins at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of a rank's state.
+
+    Attributes:
+        tensor: this rank's part.
+        filled: elements of all parts together, without the padding at their end; None if the
+            tensor is the same on all ranks with equal weights.
+        of_experts: whether it has weights of experts, which fewer ranks share.
+    """
+
+    tensor: Tensor
+    filled: int | None = None
+    of_experts: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+State = Sequence[Sequence[Kept]]
+"""The tensors of a rank's state, stage by stage."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a state that become bytes of another one.
+
+    Attributes:
+        owner: the rank whose state has them.
+        at: the first of them in that state.
+        to: the first of them in the other state.
+        size: their number.
+    """
+
+    owner: int
+    at: int
+    to: int
+    size: int
+
+
+def rows(size: int) -> int:
+    """Return the bytes that a tensor of `size` bytes takes in a state."""
+    return -(-size // ROW) * ROW
+
+
+def size_of(state: State) -> int:
+    """Return the bytes of a state in memory."""
+    return sum(rows(x.size) for stage in state for x in stage)
+
+
+def pieces(state: State, rank: int, config: Config, before: int) -> list[Piece]:
+    """Return the pieces of a rank's state in the states of a world of another size.
+
+    Args:
+        state: the rank's tensors in this world.
+        rank: its number in this world.
+        config: the configuration of this world.
+        before: the number of ranks of the other world. All sizes but data parallelism's are equal.
+    """
+    earlier = dataclasses.replace(config, world_size=before)
+    sets, sends = sets_of(earlier)
+    owner = dict(zip(range(before), range(before), strict=True))
+    if not sends:
+        # States that are equal go by the first rank's number.
+        owner = {member: ranks[0] for ranks in sets for member in ranks}
+    found = []
+    at = to = 0
+    for x in (x for stage in state for x in stage):
+        now, then = _along(config, rank, x), _along(earlier, rank, x, config)
+        size = x.tensor.element_size()
+        if x.filled is None:
+            found.append(Piece(owner[then[0]], at, to, x.size))
+            at += rows(x.size)
+            to += rows(x.size)
+            continue
+        sharded = config.parallel.splits_optimizer
+        shares = len(then) if sharded else 1
+        length = -(-x.filled // (ALIGN * shares)) * ALIGN
+        first = now.index(rank) * x.tensor.numel() if sharded else 0
+        end = min(first + x.tensor.numel(), x.filled)
+        for n in range(shares):
+            low, high = max(first, n * length), min(end, (n + 1) * length)
+            if low < high:
+                places = (at + (low - n * length) * size, to + (low - first) * size)
+                found.append(Piece(owner[then[n]], *places, (high - low) * size))
+        at += rows(length * size)
+        to += rows(x.size)
+    return found
+
+
+def _along(config: Config, rank: int, x: Kept, of: Config | None = None) -> tuple[int, ...]:
+    """Return the ranks that share a tensor with a rank, or have it too.
+
+    Args:
+        config: the configuration of the world whose ranks are returned.
+        rank: a rank of the world of `of`.
+        x: the tensor.
+        of: the configuration of the rank's world; None for `config`.
+    """
+
+    def sets(config: Config) -> list[tuple[int, ...]]:
+        if x.filled is None:
+            return equal_sets(config)
+        names = ("edp",) if x.of_experts else ("cp", "dp")
+        return Grids.of(config.parallel, config.world_size).sets(*names)
+
+    # Sets are in the order of all other axes, whose sizes are equal in both worlds.
+    place = next(n for n, ranks in enumerate(sets(of or config)) if rank in ranks)
+    return sets(config)[place]
