@@ -26,7 +26,6 @@ class Replicas(OfPlan):
     config: Config
 
     def priced(self, plan: Plan, costs: Costs, counted: Costs) -> Costs:
-<<<<<<< HEAD
         """Return the costs with the time of a copy added.
 
         Ranks whose states are equal anyway send nothing.
@@ -35,12 +34,8 @@ class Replicas(OfPlan):
             costs: the costs of the plan's stages so far.
             counted: the costs by FLOPs, without --pipeline-costs.
         """
-        if costs.p or self.config.equal_states > 1:
-=======
-        """Return the costs with the time of a copy; nothing is sent where states are equal."""
         sends = self.config.checkpoint.replication and self.config.equal_states == 1
         if costs.p or not sends:
->>>>>>> 45e0d5f6 (States in memory are found whatever number their ranks have now, and with fewer or more replicas by --elastic (dp 4 -> 3 -> 4: the same samples, losses within 1e-8); cliques on one machine of several are refused; a rank of the proof that ends by itself leaves its trace)
             return costs
         # As sharding counts it: FLOPs of a device while it receives a byte.
         unit = self.config.parallel.data_parallel_flops_per_byte * plan.tp

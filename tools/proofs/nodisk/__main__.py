@@ -57,7 +57,7 @@ LAYOUTS = {
     "pp2bf16": "--pipeline-model-parallel-size 2 --num-layers 4 --use-distributed-optimizer --bf16",
 }
 MEMORY = "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication"
-_HANGS_S = 500.0
+_HANGS_S = 3000.0
 
 
 @dataclass(frozen=True)
