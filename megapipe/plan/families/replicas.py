@@ -79,7 +79,10 @@ class Replicas(OfPlan):
 
 
 def most_in_a_set(config: Config) -> int:
-    """Return the most ranks that keep each other's states: the last set has what is left over."""
+    """Return the largest number of ranks that keep each other's states.
+
+    The last set of ranks is larger than the others if they do not divide the world.
+    """
     world = config.world_size
     factor = config.checkpoint.replication_factor
     jump = config.checkpoint.replication_jump or world // factor
