@@ -12,10 +12,13 @@ from tiny import STYLES
 
 from megapipe.checkpoint.memory import slots
 from megapipe.checkpoint.memory.relayout import size_of
+from megapipe.distributed.layout import layout_of
 from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import make_plan
 from megapipe.plan.families.replicas import stage_bytes
 from megapipe.training.guards.process import Stopping
+from megapipe.training.guards.recovery import state_of
 
 ROOT = Path(__file__).parents[3]
 IN_MEMORY = {"non_persistent_ckpt_type": "local", "non_persistent_save_interval": 1}
@@ -107,3 +110,63 @@ def test_ranks_that_are_killed_with_their_memory_come_back_from_their_buddies():
     # --replication is in its flags; SystemExit would name a difference.
     assert ", 0 differ; " in done.stdout
     assert " 3 kills,   3 with their memory" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "pp": 2, "use_distributed_optimizer": True},
+        {"tp": 2, "pp": 2},
+        {"dp": 2, "use_distributed_optimizer": True, "bf16": True},
+        {"dp": 2, "pp": 2, "num_experts": 4, "expert_model_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_on_several_ranks_too_its_bytes_are_those_of_the_formula(layout):
+    """12 bytes for each parameter, of which a shard is counted in shares that begin at multiples of 64."""
+    trained = config(STYLES["gpt2"], **layout)
+    flags = trained.with_fields(replication=True, **IN_MEMORY)
+    sizes = {axis: layout.get(axis, 1) for axis in ("tp", "dp", "pp")}
+    experts = {"ep": layout["expert_model_parallel_size"]} if "num_experts" in layout else {}
+
+    mesh_tp = sizes["tp"]
+
+    def body(mesh):
+        run = run_of(mesh, trained).run
+        counts = {False: [0, 0], True: [0, 0]}
+        for module in run.modules:
+            for name, p in module.named_parameters():
+                if name.startswith("output_layer") and mesh.pp.size == 1:
+                    continue
+                found = counts[layout_of(p).experts]
+                found[0] += p.numel()
+                found[1] += -(-p.numel() // 64) * 64
+        shares = mesh.dp.size if "use_distributed_optimizer" in layout else 1
+        held = sum(12 * -(-padded // (64 * shares)) * 64 for _, padded in counts.values())
+        plain = sum(12 * n / shares for n, _ in counts.values())
+        return size_of(state_of(run)), held, mesh.pp.rank, plain
+
+    plan = stage_bytes(make_plan(flags), flags)
+    for kept, held, stage, plain in run_threads(body, **sizes, **experts):
+        assert kept == held
+        # The plan takes norms and biases for split over tensor parallelism, too.
+        assert plan[stage] == plain if mesh_tp == 1 else plan[stage] == pytest.approx(plain, rel=0.03)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_states_of_another_number_of_ranks_are_taken_by_elastic_alone(elastic, memory, capsys):
+    flags = config(STYLES["gpt2"], **IN_MEMORY, elastic=elastic)
+    steps(run_of(ProcessMesh.single(), flags), 3)
+    (folder,) = memory.glob("*/0")
+    # As if there had been two replicas, whose states are equal.
+    for n in range(2):
+        (folder / f"1-0.{n}").rename(folder / f"2-0.{n}")
+    again = run_of(ProcessMesh.single(), flags)
+    text = capsys.readouterr().out
+    if elastic:
+        assert again.run.progress.iteration == 2
+        assert "all ranks are back at iteration 2, 0 step(s) are lost; there were 2 ranks, and there are 1" in text
+    else:
+        assert again.run.progress.iteration == 0
+        assert "the states are of another number of ranks than 1, which --elastic would take" in text
+    assert sorted(path.name for path in folder.iterdir()) == ["1-0.0", "1-0.1"]
