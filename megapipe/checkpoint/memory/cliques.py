@@ -43,7 +43,7 @@ class Clique:
 
 
 def equal_sets(config: Config) -> Sets:
-    """Return the sets of ranks whose weights data parallelism keeps equal, weights of experts too."""
+    """Return the sets of ranks whose weights, also of experts, data parallelism keeps equal."""
     names = ("edp",) if config.model.has_experts else ("cp", "dp")
     return Grids.of(config.parallel, config.world_size).sets(*names)
 
