@@ -338,7 +338,6 @@ def _fits(x: Tensor, into: Tensor) -> bool:
 def _combine(parts: Sequence[Tensor], out: Tensor, of_two: Callable[..., Tensor]) -> None:
     """Combine tensors in order into `out`, so that all ranks get bitwise equal results.
 
-
     Args:
         parts: each rank's tensor, in rank order.
         of_two: takes (a, b, out=) and combines two tensors, such as torch.add.

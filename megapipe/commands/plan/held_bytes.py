@@ -78,8 +78,6 @@ def held_in_step(training: Training, wide: int = 0) -> Held:
 class Held:
     """Counts the bytes that autograd graphs hold, by saved_tensors_hooks.
 
-
-
     `pack` and `unpack` are the two hooks, `add` counts a use of a storage.
 
     Attributes:

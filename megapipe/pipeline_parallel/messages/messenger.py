@@ -183,7 +183,6 @@ class Messenger:
     def _track(self, messages: Sequence[Message], ops: list[Op]) -> dict[Pass, InFlight]:
         """Post operations, remember the sends, and return {pass: received tensor}.
 
-
         Args:
             messages: the messages.
             ops: the operation of each message.

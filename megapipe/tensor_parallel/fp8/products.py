@@ -79,8 +79,8 @@ class Scaled(Products, nn.Module):
     A weight is identified by its offset in its storage. The offset stays the same when sharded
     weights are freed and gathered again.
 
-    `keeping` turns on that each weight is quantised once. `quantised` quantises an operand by the
-    value that `expected` returns; `seeing` records its own.
+    `keeping` turns on that each weight is quantised once. `quantised` quantises an operand.
+    `seeing` records its largest value, and `expected` returns the value that decides its factor.
 
     Attributes:
         weights: quantised weights, by (offset, whether transposed), while `keeping` is on. None
