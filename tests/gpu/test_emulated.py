@@ -135,3 +135,47 @@ def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else() -> None:
         "a number of the host: nothing",
         "new memory: nothing",
     ]
+
+
+LOCKS = """
+import tools.proofs.gpu.emulated
+import faulthandler
+import sys
+import threading
+import torch
+from tools.proofs.gpu.emulated.streams import running
+
+faulthandler.dump_traceback_later(60, exit=True)
+sys.setswitchinterval(1e-5)
+over = threading.Event()
+
+def copies():
+    torch.cuda.set_device(0)
+    side, x = torch.cuda.Stream(0), torch.ones(1 << 20, device="cuda:0")
+    for _ in range(30):
+        host = torch.ones(1 << 20, pin_memory=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.copy_(host, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+    over.set()
+
+def looks(device):
+    torch.cuda.set_device(device)
+    x = torch.ones(4, device=f"cuda:{device}")
+    while not over.is_set():
+        x[0]
+        storage = torch.ones(4, device=x.device).untyped_storage()
+        del storage
+
+with running() as lib:
+    threads = [threading.Thread(target=copies), *(threading.Thread(target=looks, args=(n,)) for n in (1, 2))]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    print(lib.faults() or "nothing")
+"""
+
+
+def test_ranks_do_not_wait_for_each_other_with_locks_of_python_and_of_the_devices() -> None:
+    """A late copy lets go of a tensor of Python, while another rank, which has Python's lock, asks for a device."""
+    assert run("-c", LOCKS) == "nothing\n"

@@ -25,7 +25,6 @@
 
 namespace {
 using at::Tensor, c10::Device, c10::DeviceIndex, c10::DeviceType, c10::IValue, c10::Storage, c10::Stream;
-using Lock = std::lock_guard<std::recursive_mutex>;
 using Clock = std::vector<uint64_t>;
 constexpr int kDevices = 8;
 constexpr int kPoison = 0xff;  // a NaN in every floating type
@@ -35,11 +34,33 @@ Device gpu(int index) { return Device(DeviceType::CUDA, static_cast<DeviceIndex>
 
 bool judging = false, late = true;
 std::recursive_mutex mutex;
+thread_local int locks = 0;
+thread_local std::vector<std::shared_ptr<void>> ended;
+
+// Holds the mutex. Whoever lets go of a tensor may have to wait for Python's lock, whose owner may wait for the mutex: what
+// is let go of meanwhile goes to `ended`, and from there once the mutex is free.
+struct Lock {
+  Lock() {
+    mutex.lock();
+    ++locks;
+  }
+  ~Lock() {
+    decltype(ended) gone;
+    if (--locks == 0) gone.swap(ended);
+    mutex.unlock();
+  }
+};
+
+template <typename T>
+void drop_later(T&& value) {
+  ended.push_back(std::make_shared<std::decay_t<T>>(std::forward<T>(value)));
+}
+
 std::vector<std::string> faults;
 void (*tell)(const char*) = nullptr;  // who hears of operations for which the host waits
 
 void fault(const std::string& text) {
-  Lock lock(mutex);
+  Lock lock;
   if (faults.size() < 200) faults.push_back(text);
 }
 
@@ -112,11 +133,12 @@ void touch(int device) {
 
 // Runs the copies of a stream up to one.
 void catch_up(int lane, uint64_t until) {
-  Lock lock(mutex);
+  Lock lock;
   while (!lanes[lane].jobs.empty() && lanes[lane].jobs.front().number <= until) {
     auto job = std::move(lanes[lane].jobs.front());
     lanes[lane].jobs.pop_front();
     job.run();
+    drop_later(std::move(job));
   }
 }
 
@@ -132,7 +154,7 @@ double now_ms() {
 }
 
 Event recorded(int lane) {
-  Lock lock(mutex);
+  Lock lock;
   auto& own = lanes[lane];
   Event event{lane, own.asked, own.clock, now_ms()};
   ++own.clock[lane];
@@ -140,7 +162,7 @@ Event recorded(int lane) {
 }
 
 void wait_for(int lane, const Event& event) {
-  Lock lock(mutex);
+  Lock lock;
   if (event.lane < 0) return;  // never recorded: CUDA does not wait either
   if (event.lane != lane) catch_up(event.lane, event.jobs);
   merge(lanes[lane].clock, event.clock);
@@ -148,7 +170,7 @@ void wait_for(int lane, const Event& event) {
 
 // The host waits for an event: whatever it asks for from here on comes later.
 void host_waits(const Event& event) {
-  Lock lock(mutex);
+  Lock lock;
   if (event.lane < 0) return;
   catch_up(event.lane, event.jobs);
   const int device = lanes[event.lane].device;
@@ -156,11 +178,12 @@ void host_waits(const Event& event) {
   for (auto& lane : lanes) if (lane.device == device) merge(lane.clock, event.clock);
   auto& readings = lanes[event.lane].readings;
   for (const auto& reading : readings) check(reading);
+  drop_later(std::move(readings));
   readings.clear();
 }
 
 void synchronize(int device) {
-  Lock lock(mutex);
+  Lock lock;
   start();
   for (size_t i = 0; i < lanes.size(); ++i)
     if (lanes[i].device == device) host_waits(recorded(static_cast<int>(i)));
@@ -177,13 +200,13 @@ struct FakeGuard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void uncheckedSetDevice(Device device) const noexcept override { device_now = device.index(); }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
   Stream getStream(Device device) const noexcept override {
-    Lock lock(mutex);
+    Lock lock;
     start();
     return stream_of(lane_now(device.has_index() ? device.index() : device_now));
   }
   Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream getNewStream(Device device, int) const override {
-    Lock lock(mutex);
+    Lock lock;
     start();
     return stream_of(new_lane(device.index()));
   }
@@ -240,8 +263,9 @@ bool before(const Access& access, const Clock& clock) {
 void forget(void* kept) {
   auto* block = static_cast<Block*>(kept);
   {
-    Lock lock(mutex);
-    lending.erase(block->bytes.unsafeGetStorageImpl());
+    Lock lock;
+    const auto it = lending.find(block->bytes.unsafeGetStorageImpl());
+    if (it != lending.end() && it->second.expired()) lending.erase(it);
     if (noting) allocations.push_back({block->device, block->lane, -static_cast<int64_t>(block->bytes.nbytes()),
                                        block->bytes.data()});
     if (judging && block->lane >= 0) {
@@ -263,13 +287,22 @@ Block* block_of(const Storage& storage) {
   return storage.data_ptr().get_deleter() == &forget ? static_cast<Block*>(storage.data_ptr().get_context()) : nullptr;
 }
 
+// The device's storage that was lent these bytes, if it is still there.
+Storage lent_before(const Storage& from) {
+  c10::weak_intrusive_ptr<c10::StorageImpl> there(c10::intrusive_ptr<c10::StorageImpl>{});
+  {
+    Lock lock;
+    start();
+    if (auto it = lending.find(from.unsafeGetStorageImpl()); it != lending.end()) there = it->second;
+  }
+  return Storage(there.lock());  // may wait for Python's lock
+}
+
 // The same bytes as a device's. Views share one storage.
 Storage lent(const Storage& from, int device) {
-  Lock lock(mutex);
-  start();
+  if (auto there = lent_before(from)) return there;
+  Lock lock;
   auto* impl = from.unsafeGetStorageImpl();
-  if (auto it = lending.find(impl); it != lending.end())
-    if (auto there = it->second.lock()) return Storage(there);
   auto* block = new Block{from, device, judging ? lane_now(device) : -1, {}, {}};
   if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(from.nbytes()), from.data()});
   c10::DataPtr bytes(const_cast<void*>(from.data()), block, &forget, gpu(device));
@@ -313,14 +346,14 @@ void use(const Tensor& x, bool writes, int lane, const std::string& name) {
   if (!judging) return;
   auto* block = block_of(x.storage());
   if (!x.is_cuda()) {
-    Lock lock(mutex);
+    Lock lock;
     const auto it = locked.find(x.storage().data());
     block = it == locked.end() ? nullptr : &it->second;
   }
   if (!block) return;
   const auto [begin, end] = reach(x);
   if (begin == end) return;
-  Lock lock(mutex);
+  Lock lock;
   const auto& clock = lanes[lane].clock;
   std::vector<Access> left;
   for (auto& other : block->accesses) {
@@ -342,10 +375,10 @@ struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto made = c10::GetCPUAllocator()->allocate(bytes);
     void* at = made.get();
-    Lock lock(mutex);
+    Lock lock;
     if (at) locked[at] = {{}, 0, 0, {}, {}};
     return {at, made.release_context(), [](void* p) {
-              Lock lock(mutex);
+              Lock lock;
               locked.erase(p);
               c10::GetCPUAllocator()->raw_deleter()(p);
             }, kHost};
@@ -355,7 +388,7 @@ struct Pinned final : c10::Allocator {
 };
 
 bool is_locked(const void* at) {
-  Lock lock(mutex);
+  Lock lock;
   return locked.count(at) > 0;
 }
 
@@ -421,7 +454,7 @@ Reading read_by(const Tensor& from) {
 
 // A copy of which the host does not wait for the end runs when somebody waits for it.
 void put_off(const Tensor& to, const Tensor& from, const Tensor& pinned, int lane) {
-  Lock lock(mutex);
+  Lock lock;
   auto& own = lanes[lane];
   std::optional<Reading> reading;
   if (pinned.defined() && pinned.is_same(from)) reading = read_by(from);
@@ -449,7 +482,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (name == "aten::record_stream") {
     const auto& x = (*stack)[first].toTensor();
     if (auto* block = block_of(x.storage())) {
-      Lock lock(mutex);
+      Lock lock;
       block->recorded.insert(lane_of((*stack)[first + 1].toStream()));
     }
     torch::jit::drop(*stack, 2);
@@ -503,7 +536,7 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       // Pageable memory is read at the call, and written before it returns.
       if (late && (crosses ? pinned.defined() : lane != device)) {
         if (lane == device && given[0].own.is_cuda()) {  // the device computes with it at once
-          Lock lock(mutex);
+          Lock lock;
           lanes[lane].readings.push_back(read_by(given[1].host));
         } else {
           put_off(given[0].host, given[1].host, pinned, lane);
@@ -541,7 +574,7 @@ void tell_of_waits(void (*to)(const char*)) { tell = to; }
 
 // From here on faults are noted. late: copies that do not block run when somebody waits for them, or at once.
 void judge(int on, int be_late) {
-  Lock lock(mutex);
+  Lock lock;
   start();
   judging = on;
   late = be_late;
@@ -559,7 +592,7 @@ void set_device(int device) {
 }
 int exchange_device(int device) { return std::exchange(device_now, device); }
 int get_stream(int device) {
-  Lock lock(mutex);
+  Lock lock;
   start();
   return lane_now(device < 0 ? device_now : device);
 }
@@ -569,7 +602,7 @@ void set_stream(int lane) {
   stream_now[device] = lane;
 }
 int new_stream(int device) {
-  Lock lock(mutex);
+  Lock lock;
   start();
   touch(device);
   return new_lane(device);
@@ -582,7 +615,7 @@ void wait_event(int lane, void* event) { wait_for(lane, *static_cast<Event*>(eve
 void host_waits_event(void* event) { host_waits(*static_cast<Event*>(event)); }
 int over(void* event) {  // nobody has waited for it: the host is ahead
   const auto& own = *static_cast<Event*>(event);
-  Lock lock(mutex);
+  Lock lock;
   return own.lane < 0 || (known[lanes[own.lane].device].size() > static_cast<size_t>(own.lane) &&
                           known[lanes[own.lane].device][own.lane] >= own.clock[own.lane]);
 }
@@ -591,14 +624,14 @@ void resize_storage(void* storage, size_t bytes) {
   auto* own = static_cast<c10::StorageImpl*>(storage);
   auto there = Storage(Storage::use_byte_size_t(), bytes, c10::GetCPUAllocator(), true);
   if (bytes) std::memset(there.mutable_data(), kPoison, bytes);
-  Lock lock(mutex);
+  Lock lock;
   start();
   const int device = own->device().index();
   std::memcpy(there.mutable_data(), own->data(), std::min(bytes, own->nbytes()));
   auto* block = new Block{there, device, judging ? lane_now(device) : -1, {}, {}};
   if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(bytes), there.data()});
   // What was there goes, with the checks of memory that is freed.
-  own->set_data_ptr_noswap({there.mutable_data(), block, &forget, gpu(device)});
+  drop_later(own->set_data_ptr({there.mutable_data(), block, &forget, gpu(device)}));
   own->set_nbytes(bytes);
   lending.insert_or_assign(there.unsafeGetStorageImpl(),
                            c10::weak_intrusive_ptr<c10::StorageImpl>(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(own)));
@@ -607,7 +640,7 @@ double event_ms(void* event) { return static_cast<Event*>(event)->at; }
 void synchronize_device(int device) { synchronize(device); }
 
 void note_allocations(int on) {
-  Lock lock(mutex);
+  Lock lock;
   noting = on;
   allocations.clear();
 }
