@@ -14,6 +14,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
@@ -28,6 +29,29 @@ GRACE_S = 3.0
 """Seconds that the end of the process waits for ranks that still run after another one's error."""
 
 
+class OnHost:
+    """Where ranks run: on the CPU, over gloo. Devices of another kind override these methods.
+
+    Attributes:
+        num_links: number of communicators for the messages of a pipeline, see `build_mesh`.
+    """
+
+    num_links = 0
+
+    def begin(self, rank: int) -> torch.device:
+        """Return the device of a rank, which the calling thread is from here on."""
+        return CPU
+
+    def group(
+        self, gloo: dist.ProcessGroup, name: str, rank: int, device: torch.device
+    ) -> dist.ProcessGroup:
+        """Return the group that a rank uses. name: of the group with its ranks. rank: there."""
+        return gloo
+
+    def end(self) -> None:
+        """Wait for the device of the calling thread, whose rank has returned."""
+
+
 def run_threads(
     body: Callable[[ProcessMesh], T],
     *,
@@ -39,6 +63,7 @@ def run_threads(
     etp: int | None = None,
     shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
+    where: OnHost | None = None,
 ) -> list[T]:
     """Call `body(mesh)` in a thread for each rank of a mesh, and return the results.
 
@@ -48,6 +73,7 @@ def run_threads(
         ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
         shares: {name of a shared weight: the pipeline ranks that have it}, see `Plan.shares`.
         timeout_s: timeout of each collective, in seconds.
+        where: the devices and groups of the ranks, a CPU and gloo's by default.
     Returns: the results in the order of ranks.
     Raises: the first error of any rank, at once. Ranks that wait for the failed rank run into their
         timeouts.
@@ -55,11 +81,14 @@ def run_threads(
     # Experts lie over the same ranks: their sizes do not multiply.
     world = tp * cp * dp * pp
     grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
+    where = where or OnHost()
     store = HashStore()
     results: list[T | None] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def rank_main(rank: int) -> None:
+        device = CPU
+
         def make_group(name: str, sets: Sets) -> dist.ProcessGroup | None:
             ranks = next((ranks for ranks in sets if rank in ranks), None)
             if ranks is None:
@@ -71,12 +100,15 @@ def run_threads(
             group = dist.ProcessGroup(prefix, position, size)
             gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
             group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-            return group
+            return where.group(group, f"{name} {list(ranks)}", position, device)
 
         # Any error, also of a test's assertion: the thread would only print it.
         try:
-            mesh = build_mesh(grids, rank, CPU, make_group, shares=shares)
+            device = where.begin(rank)
+            links = where.num_links
+            mesh = build_mesh(grids, rank, device, make_group, shares=shares, num_links=links)
             results[rank] = body(mesh.activate())
+            where.end()
             done.put(None)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {world}")

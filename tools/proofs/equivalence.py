@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         losses: of each step, and of validation after the last; then of each depth of multi-token
-            prediction.
+            prediction, and the metric "first".
         gradients: of the first step, reduced, scaled and clipped.
         routers: their losses in each step; tokens: of each expert.
     """
@@ -162,7 +162,7 @@ def train(
         loss
         for result in results
         for name, loss in sorted(result.losses.items())
-        if name.startswith("mtp_")
+        if name.startswith(("mtp_", "first"))
     ]
     norms = [
         result.grad_norm if math.isfinite(result.grad_norm) else math.inf for result in results

@@ -108,6 +108,7 @@ class Case:
         slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to
             ends of documents.
         depths: the rank of each depth of multi-token prediction.
+        metrics: of METRICS, or "first" for a view of the output.
         moved: seed by which initial weights are moved by at most an ulp; 0 leaves them.
     """
 
@@ -281,6 +282,8 @@ class Case:
 
             def more(output: Tensor) -> tuple[Any, ...]:
                 *training, reported = loss_func(output)
+                if self.metrics == "first":
+                    return *training, reported | {"first": output.view(-1)[0]}
                 return *training, reported | METRICS[self.metrics](model.training)
 
             return output, more

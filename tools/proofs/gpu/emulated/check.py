@@ -10,6 +10,7 @@ two streams touch the same bytes without an order, or if somebody reads what is 
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from time import process_time
 from typing import Any
 from unittest import mock
@@ -112,21 +114,39 @@ class Flags:
     """Run this one case, as printed."""
     early: bool = False
     """Copies run at once, and not as late as events allow."""
+    results: Path | None = None
+    """A file with a line for each case that has run; those are not run again."""
+    part: tuple[int, int] = (0, 1)
+    """I,N: every Nth case from case I on, for several processes."""
+
+
+def known(results: Path | None) -> dict[int, list[str]]:
+    """The differences of the cases that have run, by number."""
+    if results is None or not results.exists():
+        return {}
+    return {row["number"]: row["found"] for row in map(json.loads, results.open())}
 
 
 def main(argv: list[str]) -> None:
     options = parse(Flags, argv)
     torch.set_num_threads(1)
     cases = [read(options.case)] if options.case else drawn(options.seed, options.cases)
-    failed = 0
-    for n, case in enumerate(cases):
-        found = run(case, late=not options.early)
+    first, step = options.part
+    before, failed = known(options.results), 0
+    for n in range(first, len(cases), step):
+        case = cases[n]
+        found = before[n] if n in before else run(case, late=not options.early)
         failed += bool(found)
         if found:
             print(f"case {n}:", *found[:6], command(case), sep="\n", flush=True)
+        if options.results is not None and n not in before:
+            row = {"number": n, "found": found[:6], "case": command(case)}
+            with options.results.open("a") as out:
+                print(json.dumps(row), file=out)
         if n % 20 == 19:
             print(f"{n + 1} cases, {failed} fail; {process_time():.0f} s of CPU", flush=True)
-    print(f"{len(cases)} cases, seed {options.seed}: {failed} fail", flush=True)
+    ran = len(range(first, len(cases), step))
+    print(f"{ran} cases, seed {options.seed}: {failed} fail", flush=True)
     sys.stdout.flush()
     os._exit(failed > 0)
 

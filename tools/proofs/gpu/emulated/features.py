@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from time import process_time
 
 import torch
 import torch._dynamo  # a capture imports it, and it cannot be imported where torch.cuda is emulated
@@ -24,6 +25,7 @@ from megapipe.flags.parse import parse
 from megapipe.pipeline_parallel.graphs.graphed import Graphs
 from tools.proofs.equivalence import Training
 from tools.proofs.equivalence_case import Case
+from tools.proofs.gpu.emulated.ahead import loads_ahead
 from tools.proofs.gpu.emulated.check import judged, on_devices
 
 PLAIN = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "steps": 2}
@@ -46,6 +48,8 @@ FEATURES: dict[str, Case] = {
     "sums and gathers beside passes": _case(
         "1f1b", 2, 2, dp=2, overlap=True, distributed=True, buckets=2
     ),
+    "loads ahead": _case(f"{loads_ahead.__module__}:loads_ahead", 2, 4),
+    "sums of several layers": _case("1f1b", 1, 2, layers=(4,), dp=2, overlap=True, buckets=2),
     "sums in full": _case("1f1b", 1, 2, layers=(2,), dp=2, overlap=True, buckets=2),
     "shards of weights": _case("1f1b", 2, 2, dp=2, sharding="weights", distributed=True),
     "shards of gradients": _case("1f1b", 2, 2, dp=2, sharding="grads", distributed=True),
@@ -61,8 +65,9 @@ FEATURES: dict[str, Case] = {
     "slices": _case("1f1b", 2, 2, slices=(4, 4), memory="out"),
     "graphs": _case("zb-h1", 2, 4),
     "graphs of one stage": _case("1f1b", 1, 2, layers=(1,), steps=3),
+    "graphs whose output is kept": _case("1f1b", 1, 3, layers=(1,), metrics="first"),
 }
-GRAPHS = {"graphs", "graphs of one stage"}
+GRAPHS = {name for name in FEATURES if name.startswith("graphs")}
 SUITE = (
     "messages",
     "copies",
@@ -105,9 +110,11 @@ def main(argv: Sequence[str]) -> None:
     failed = 0
     names = SUITE if options.suite else options.only
     for name in names:
+        begun = process_time()
         found = run(name, late=not options.early)
         failed += bool(found)
-        print(f"{name}: {found[0] if found else 'the same'}", flush=True)
+        seconds = process_time() - begun
+        print(f"{name}: {found[0] if found else 'the same'} [{seconds:.1f} s of CPU]", flush=True)
         for text in found[1:4]:
             print("   ", text)
     print(f"{len(names)} trainings, {failed} fail", flush=True)

@@ -108,7 +108,7 @@ class Communicator:
         self.inner, self.name, self.shared = inner, name, shared
         self.device, self._rank = device, rank
         self._stream: Stream | None = None
-        self._asked = queue.SimpleQueue[Work]()
+        self._asked = queue.SimpleQueue[Work | None]()
         self._thread: threading.Thread | None = None
         self._numbers: dict[object, int] = {}
         self._lock = threading.RLock()
@@ -127,8 +127,12 @@ class Communicator:
 
     def _run(self) -> None:
         """Operations of a communicator begin in the order of asking, each after the one before."""
-        while True:
-            self._asked.get().run()
+        while (work := self._asked.get()) is not None:
+            work.run()
+
+    def close(self) -> None:
+        """Let its thread end after what was asked for: it keeps the group's own threads."""
+        self._asked.put(None)
 
     def _soon(self, work: Work) -> Work:
         with self._lock:

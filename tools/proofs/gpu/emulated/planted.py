@@ -140,7 +140,7 @@ DEFECTS = {
         "        return None\n",
     ),
     "what is sent is written again": Planted(
-        _SLOT, "slot.grad_x.clone()", "slot.grad_x"
+        _SLOT, "slot.grad_x.clone()", "slot.grad_x.detach()"
     ),
     "graphs read an old input": Planted(
         _SLOT,

@@ -1,26 +1,19 @@
-"""Ranks as threads with an emulated device each, as megapipe.pipeline_parallel.threads runs them
-on a CPU.
-"""
+"""Ranks that are threads of one process, with an emulated device each."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
-from megapipe.distributed.grid import Grids
-from megapipe.distributed.groups import Sets, num_links
-from megapipe.distributed.mesh import SHARES, ProcessMesh, build_mesh
+from megapipe.distributed.groups import num_links
+from megapipe.distributed.mesh import ProcessMesh
+from megapipe.pipeline_parallel.threads import OnHost, run_threads
 from megapipe.tensor_parallel import rng
 from tools.proofs.gpu.emulated import nccl
 from tools.proofs.gpu.emulated.streams import Library, running
@@ -46,66 +39,47 @@ def devices(
         yield lib
 
 
+class OnDevices(OnHost):
+    """A device for each rank, that of its number, and communicators with NCCL's rules.
+
+    Args:
+        num_links: see `groups.num_links`.
+    """
+
+    def __init__(self, num_links: int = 0) -> None:
+        self.num_links = num_links
+        self._shared, self._made = nccl.Shared(), list[nccl.Communicator]()
+
+    def begin(self, rank: int) -> torch.device:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        return device
+
+    # A communicator has what the package asks of a group.
+    def group(self, gloo: dist.ProcessGroup, name: str, rank: int, device: torch.device) -> Any:
+        made = nccl.Communicator(gloo, name, rank, self._shared, device)
+        self._made.append(made)
+        return made
+
+    def end(self) -> None:
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Let the threads of all communicators end."""
+        for made in self._made:
+            made.close()
+
+
 def run_ranks(
-    body: Callable[[ProcessMesh], T],
-    *,
-    tp: int = 1,
-    cp: int = 1,
-    dp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    shares: Mapping[str, Sequence[int]] = SHARES,
-    extra_links: int = 0,
-    timeout_s: float = 30.0,
+    body: Callable[[ProcessMesh], T], *, pp: int = 1, extra_links: int = 0, **given: Any
 ) -> list[T]:
-    """Call `body(mesh)` once for each rank, whose device is that of its number. See run_threads.
+    """Call `body(mesh)` once for each rank, as `run_threads`, on devices.
 
     extra_links: communicators beside those of neighbours, see groups.links_of.
     """
-    world = tp * cp * dp * pp
-    grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
-    store, known = HashStore(), nccl.Shared()
-    results: list[Any] = [None] * world
-    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def rank_main(rank: int) -> None:
-        device = torch.device("cuda", rank)
-
-        def make_group(name: str, sets: Sets) -> Any:
-            ranks = next((ranks for ranks in sets if rank in ranks), None)
-            if ranks is None:
-                return None
-            prefix = PrefixStore(f"{name}{ranks}", store)
-            position, size = ranks.index(rank), len(ranks)
-            group = dist.ProcessGroup(prefix, position, size)
-            gloo = ProcessGroupGloo(prefix, position, size, timedelta(seconds=timeout_s))
-            group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-            title = f"{name} {list(ranks)}"
-            return nccl.Communicator(group, title, position, known, device)
-
-        try:
-            torch.cuda.set_device(device)
-            links = num_links(pp) + (extra_links if pp > 2 else 0)
-            mesh = build_mesh(
-                grids, rank, device, make_group, shares=shares, num_links=links if pp > 1 else 0
-            )
-            results[rank] = body(mesh.activate())
-            torch.cuda.synchronize()
-            done.put(None)
-        except BaseException as error:
-            error.add_note(f"on rank {rank} of {world}")
-            done.put(error)
-
-    threads = [
-        threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in range(world):
-        error = done.get()
-        if error is not None:
-            raise error
-    for thread in threads:
-        thread.join()
-    return results
+    links = num_links(pp) + (extra_links if pp > 2 else 0)
+    where = OnDevices(links if pp > 1 else 0)
+    try:
+        return run_threads(body, pp=pp, where=where, **given)
+    finally:
+        where.close()
