@@ -165,6 +165,7 @@ class Case:
     @property
     def whole(self) -> Case:
         """The same training on one process, in the same slices."""
+        reported = "first" if self.metrics == "first" else "none"
         return replace(
             self,
             schedule="naive",
@@ -191,7 +192,7 @@ class Case:
             ep=1,
             etp=None,
             depths=(0,) * len(self.depths),
-            **_PLAIN,
+            **_PLAIN | {"metrics": reported},
         )
 
     @property

@@ -14,6 +14,8 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include "allocator.h"
+
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -242,19 +244,26 @@ struct Access {
 struct Block {
   Storage bytes;
   int device, lane;
+  int64_t at;  // of the allocator
   std::vector<Access> accesses;
   std::unordered_set<int> recorded;
 };
 
 std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> lending;  // by the host's, the device's
 
-struct Allocation {
-  int device, lane;
-  int64_t bytes;  // less than 0 where it is freed
-  const void* at;
-};
-std::vector<Allocation> allocations;
-bool noting = false;
+std::vector<Allocator> memories(kDevices);
+
+// Returns the block of some bytes on the stream that is current. Raises what torch raises where there is no room.
+int64_t allocated(int device, size_t bytes) {
+  auto& memory = memories[device];
+  const int64_t at = memory.allocate(lane_now(device), static_cast<int64_t>(bytes));
+  if (at < 0)
+    C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory. Tried to allocate " + std::to_string(bytes) + " bytes. GPU " +
+                                          std::to_string(device) + " has a total capacity of " +
+                                          std::to_string(memory.limit) + " bytes of which " +
+                                          std::to_string(memory.limit - memory.reserved) + " bytes are free.");
+  return at;
+}
 
 bool before(const Access& access, const Clock& clock) {
   return clock.size() > static_cast<size_t>(access.lane) && clock[access.lane] >= access.at;
@@ -266,8 +275,7 @@ void forget(void* kept) {
     Lock lock;
     const auto it = lending.find(block->bytes.unsafeGetStorageImpl());
     if (it != lending.end() && it->second.expired()) lending.erase(it);
-    if (noting) allocations.push_back({block->device, block->lane, -static_cast<int64_t>(block->bytes.nbytes()),
-                                       block->bytes.data()});
+    memories[block->device].free(block->at);
     if (judging && block->lane >= 0) {
       const auto& clock = lanes[block->lane].clock;
       for (const auto& access : block->accesses)
@@ -303,8 +311,7 @@ Storage lent(const Storage& from, int device) {
   if (auto there = lent_before(from)) return there;
   Lock lock;
   auto* impl = from.unsafeGetStorageImpl();
-  auto* block = new Block{from, device, judging ? lane_now(device) : -1, {}, {}};
-  if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(from.nbytes()), from.data()});
+  auto* block = new Block{from, device, judging ? lane_now(device) : -1, allocated(device, from.nbytes()), {}, {}};
   c10::DataPtr bytes(const_cast<void*>(from.data()), block, &forget, gpu(device));
   Storage made(Storage::use_byte_size_t(), from.nbytes(), std::move(bytes), c10::GetCPUAllocator(), true);
   lending.insert_or_assign(impl, c10::weak_intrusive_ptr<c10::StorageImpl>(
@@ -376,7 +383,7 @@ struct Pinned final : c10::Allocator {
     auto made = c10::GetCPUAllocator()->allocate(bytes);
     void* at = made.get();
     Lock lock;
-    if (at) locked[at] = {{}, 0, 0, {}, {}};
+    if (at) locked[at] = {{}, 0, 0, 0, {}, {}};
     return {at, made.release_context(), [](void* p) {
               Lock lock;
               locked.erase(p);
@@ -628,8 +635,7 @@ void resize_storage(void* storage, size_t bytes) {
   start();
   const int device = own->device().index();
   std::memcpy(there.mutable_data(), own->data(), std::min(bytes, own->nbytes()));
-  auto* block = new Block{there, device, judging ? lane_now(device) : -1, {}, {}};
-  if (noting) allocations.push_back({device, lane_now(device), static_cast<int64_t>(bytes), there.data()});
+  auto* block = new Block{there, device, judging ? lane_now(device) : -1, allocated(device, bytes), {}, {}};
   // What was there goes, with the checks of memory that is freed.
   drop_later(own->set_data_ptr({there.mutable_data(), block, &forget, gpu(device)}));
   own->set_nbytes(bytes);
@@ -639,17 +645,26 @@ void resize_storage(void* storage, size_t bytes) {
 double event_ms(void* event) { return static_cast<Event*>(event)->at; }
 void synchronize_device(int device) { synchronize(device); }
 
-void note_allocations(int on) {
+// What torch.cuda.memory_stats says: bytes allocated and their peak, reserved and their peak; number of blocks.
+int64_t memory_of(int device, int what) {
   Lock lock;
-  noting = on;
-  allocations.clear();
+  const auto& memory = memories[device];
+  const int64_t all[] = {memory.allocated, memory.allocated_peak, memory.reserved, memory.reserved_peak, memory.blocks()};
+  return all[what];
 }
-int number_of_allocations() { return static_cast<int>(allocations.size()); }
-int64_t allocation_at(int i, int* device, int* lane, const void** at) {
-  *device = allocations[i].device;
-  *lane = allocations[i].lane;
-  *at = allocations[i].at;
-  return allocations[i].bytes;
+void reset_peak(int device) {
+  Lock lock;
+  memories[device].allocated_peak = memories[device].allocated;
+  memories[device].reserved_peak = memories[device].reserved;
+}
+void empty_cache(int device) {
+  Lock lock;
+  memories[device].release();
+}
+// Bytes of each device; 0 for no limit.
+void limit_memory(int64_t bytes) {
+  Lock lock;
+  for (auto& memory : memories) memory.limit = bytes;
 }
 }
 

@@ -39,7 +39,8 @@ def _loaded() -> tuple[ctypes.CDLL, Any]:
     """The library, and the operations that a CPU has not, which last as long as this."""
     spec = find_spec("torch")
     folder = Path((spec and spec.origin) or "torch is not installed").parent
-    key = hashlib.sha256(SOURCE.read_bytes() + str(folder).encode()).hexdigest()[:16]
+    text = SOURCE.read_bytes() + SOURCE.with_name("allocator.h").read_bytes()
+    key = hashlib.sha256(text + str(folder).encode()).hexdigest()[:16]
     path = Path(tempfile.gettempdir()) / f"megapipe-fake-cuda-{os.getuid()}-{key}.so"
     if not path.exists():
         made = path.with_suffix(f".{os.getpid()}")
@@ -193,4 +194,9 @@ def running(host_waits: Callable[[str], None]) -> Iterator[None]:
 
 
 _MOMENTS = ("reserved_bytes.all.current", "allocated_bytes.all.current")
-_STATS = (*_MOMENTS, "allocated_bytes.all.peak", "allocation.all.current")
+_STATS = (
+    *_MOMENTS,
+    "allocated_bytes.all.peak",
+    "reserved_bytes.all.peak",
+    "allocation.all.current",
+)

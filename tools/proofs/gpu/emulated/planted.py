@@ -1,6 +1,6 @@
 """Defects that only a GPU would feel, planted one at a time: do the emulated devices find them?
 
-    python -m tools.proofs.gpu.emulated.planted [--only NAME,NAME]
+    python -m tools.proofs.gpu.emulated.planted [--only NAME,NAME] [--by TRAINING,TRAINING]
 
 Each is one changed place of the package, in a copy of the repository. The trainings of features.py
 run there, those of the suite first, until one of them notices. Ends with the number of those that
@@ -209,8 +209,13 @@ DEFECTS = {
 }
 
 
-def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
-    """Plant a defect in a copy. Returns: the first training that notices, and what it says."""
+def _search(
+    defect: Planted, copy: Path, timeout_s: float, trainings: Sequence[str]
+) -> dict[str, str]:
+    """Plant a defect in a copy. trainings: those that run there; () for all.
+
+    Returns: the first training that notices, and what it says.
+    """
     from tools.proofs.mutants import ROOT, copy_repository
 
     copy.mkdir(parents=True)
@@ -235,7 +240,7 @@ def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
     torch.set_num_threads(1)
     # Those of the suite first: where one of them notices, the others need not run.
     names = [*SUITE, *(name for name in FEATURES if name not in SUITE)]
-    for name in names:
+    for name in trainings or names:
         if said := run(name, timeout_s=timeout_s):
             lines = [x for x in said[0].splitlines() if x and not x.startswith("on rank")]
             error = next((x for x in reversed(lines) if x[:1] not in " " and ": " in x), lines[-1])
@@ -244,9 +249,13 @@ def _search(defect: Planted, copy: Path, timeout_s: float) -> dict[str, str]:
     return {}
 
 
+def _listed(argv: Sequence[str], flag: str) -> list[str]:
+    return argv[argv.index(flag) + 1].split(",") if flag in argv else []
+
+
 def main(argv: Sequence[str]) -> int:
     """The status to end with: whether a defect was not found."""
-    names = argv[argv.index("--only") + 1].split(",") if "--only" in argv else [*DEFECTS]
+    names, trainings = _listed(argv, "--only") or [*DEFECTS], _listed(argv, "--by")
     missed, by_suite = list[str](), 0
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         for n, name in enumerate(names):
@@ -254,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
             child = os.fork()
             if not child:
                 try:
-                    found = _search(DEFECTS[name], Path(folder) / str(n), 20.0)
+                    found = _search(DEFECTS[name], Path(folder) / str(n), 60.0, trainings)
                     answer.write_text(json.dumps(found))
                 except BaseException:
                     traceback.print_exc()

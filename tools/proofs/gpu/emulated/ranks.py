@@ -23,16 +23,16 @@ T = TypeVar("T")
 
 @contextmanager
 def devices(
-    *, late: bool = True, waits: Callable[[str], None] = lambda why: None
+    *, late: bool = True, waits: Callable[[str], None] = lambda why: None, memory: int = 0
 ) -> Iterator[Library]:
-    """Inside, ranks can train on devices. Random numbers are a CPU's."""
+    """Inside, ranks can train on devices, see `running`. Random numbers are a CPU's."""
     draw = rng.generator
 
     def drawn(device: torch.device, *name: object) -> torch.Generator:
         return draw(CPU, *name)
 
     with ExitStack() as stack:
-        lib = stack.enter_context(running(waits, late=late))
+        lib = stack.enter_context(running(waits, late=late, memory=memory))
         stack.enter_context(mock.patch.object(rng, "generator", drawn))
         stack.enter_context(mock.patch.object(dist, "P2POp", nccl.Call))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", nccl.batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +27,8 @@ class Library:
         self.c.new_event.restype = ctypes.c_void_p
         self.c.fault_at.restype = ctypes.c_char_p
         self.c.event_ms.restype = ctypes.c_double
+        self.c.memory_of.restype = ctypes.c_int64
+        self.c.limit_memory.argtypes = [ctypes.c_int64]
 
     def faults(self) -> list[str]:
         """Return what a GPU would refuse, or compute wrongly without a word, since `judging`."""
@@ -162,6 +165,24 @@ def _fakes(lib: Library, host_waits: Callable[[str], None]) -> dict[str, Any]:
     }
 
 
+def _index(lib: Library, device: Any) -> int:
+    index = None if device is None else torch.device(device).index
+    return int(lib.c.get_device() if index is None else index)
+
+
+def _memory(lib: Library, device: Any = None) -> dict[str, int]:
+    """What torch.cuda.memory_stats says of a device."""
+    names = (
+        "allocated_bytes.all.current",
+        "allocated_bytes.all.peak",
+        "reserved_bytes.all.current",
+        "reserved_bytes.all.peak",
+        "allocation.all.current",
+    )
+    index = _index(lib, device)
+    return {name: int(lib.c.memory_of(index, n)) for n, name in enumerate(names)}
+
+
 def _current_stream(device: Any = None) -> Stream:
     index = -1 if device is None else torch.device(device).index
     return Stream(lane=Stream.lib.c.get_stream(-1 if index is None else index))
@@ -169,13 +190,14 @@ def _current_stream(device: Any = None) -> Stream:
 
 @contextmanager
 def running(
-    host_waits: Callable[[str], None] = lambda why: None, *, late: bool = True
+    host_waits: Callable[[str], None] = lambda why: None, *, late: bool = True, memory: int = 0
 ) -> Iterator[Library]:
     """Inside, there are devices, streams and events, and faults are noted.
 
     Args:
         host_waits: called with the name of each operation for which the host of a GPU would wait.
         late: copies that do not block run when somebody waits for them; else at once.
+        memory: bytes of a device; 0 for no limit.
     """
     lib = Library()
     Event.lib = Stream.lib = lib
@@ -189,9 +211,11 @@ def running(
         "graph_pool_handle": object,
         "_exchange_device": lib.c.exchange_device,
         "_maybe_exchange_device": lib.c.exchange_device,
-        "memory_stats": lambda device=None: dict.fromkeys(fake_cuda._STATS, 0),
+        "memory_stats": partial(_memory, lib),
+        "reset_peak_memory_stats": lambda device=None: lib.c.reset_peak(_index(lib, device)),
+        "empty_cache": lambda: lib.c.empty_cache(lib.c.get_device()),
         "get_device_properties": lambda device=None: SimpleNamespace(
-            total_memory=80 << 30, uuid=str(device)
+            total_memory=memory or 80 << 30, uuid=str(device)
         ),
         "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
         "get_device_capability": lambda device=None: (9, 0),
@@ -206,6 +230,8 @@ def running(
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=(2, 27, 3)))
         lib.c.tell_of_waits(heard)
         stack.callback(lib.c.tell_of_waits, None)
+        lib.c.limit_memory(memory)
+        stack.callback(lib.c.limit_memory, 0)
         lib.c.judge(1, int(late))
         stack.callback(lib.c.judge, 0, 1)
         yield lib
