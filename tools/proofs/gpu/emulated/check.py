@@ -117,7 +117,7 @@ class Flags:
     results: Path | None = None
     """A file with a line for each case that has run; those are not run again."""
     part: tuple[int, int] = (0, 1)
-    """I,N: every Nth case from case I on, for several processes."""
+    """I N: every Nth case from case I on, for several processes."""
 
 
 def known(results: Path | None) -> dict[int, list[str]]:

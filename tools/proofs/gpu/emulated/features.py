@@ -64,18 +64,12 @@ FEATURES: dict[str, Case] = {
     "depths": _case("1f1b", 2, 2, depths=(1,)),
     "slices": _case("1f1b", 2, 2, slices=(4, 4), memory="out"),
     "graphs": _case("zb-h1", 2, 4),
+    "graphs beside messages": _case("1f1b", 2, 4),
     "graphs of one stage": _case("1f1b", 1, 2, layers=(1,), steps=3),
     "graphs whose output is kept": _case("1f1b", 1, 3, layers=(1,), metrics="first"),
 }
 GRAPHS = {name for name in FEATURES if name.startswith("graphs")}
-SUITE = (
-    "messages",
-    "copies",
-    "sums and gathers beside passes",
-    "experts in pairs",
-    "a ring of keys",
-    "graphs of one stage",
-)
+SUITE = ("copies", "sums and gathers beside passes", "graphs beside messages")
 """What the suite runs."""
 
 

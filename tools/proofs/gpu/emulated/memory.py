@@ -1,0 +1,115 @@
+"""Train drawn models on emulated devices, and compare the allocator's peak with the plan's.
+
+    python -m tools.proofs.gpu.emulated.memory --models 30 --seed 0 [--results FILE]
+
+A device allocates by the rules of torch's caching allocator (allocator.h). Its operations are a
+CPU's: what a kernel of CUDA takes within itself, as cuBLAS's workspace, is in neither number.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from megapipe.flags import stop
+from megapipe.flags.parse import parse
+from tools.proofs.gpu.emulated.launch import start
+
+MIB = 2**20
+ALWAYS = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-3 --log-interval 1 --train-iters 3 "
+    "--split 1,0,99 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+)
+STYLES = (
+    "",
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear ",
+)
+RECOMPUTE = (
+    "",
+    "",
+    "--recompute-granularity selective ",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 ",
+)
+UPDATES = ("", "--bf16 ", "--bf16 --cross-entropy-loss-fusion ")
+
+
+def draw(dice: Random) -> tuple[int, str]:
+    """Ranks, and the flags of a small model whose tensors are larger than the allocator's steps."""
+    pp = dice.choice((1, 1, 2))
+    layers, heads = dice.choice((2, 4)) * pp, dice.choice((2, 4))
+    hidden, length = 32 * heads * dice.choice((1, 2)), dice.choice((64, 128, 256))
+    sizes = {
+        "num-layers": layers,
+        "hidden-size": hidden,
+        "num-attention-heads": heads,
+        "seq-length": length,
+        "max-position-embeddings": length,
+        "vocab-size": dice.choice((511, 2047)),
+        "make-vocab-size-divisible-by": 64,
+        "micro-batch-size": dice.choice((1, 2)),
+        "global-batch-size": 4 * pp,
+        "pipeline-model-parallel-size": pp,
+    }
+    numbers = " ".join(f"--{name} {size}" for name, size in sizes.items()) + " "
+    schedule = dice.choice(("1f1b", "zb-h1")) if pp > 1 else "1f1b"
+    drawn = dice.choice(STYLES) + dice.choice(RECOMPUTE) + dice.choice(UPDATES)
+    return pp, f"{ALWAYS}{numbers}--pipeline-schedule {schedule} {drawn}"
+
+
+def peaks(ranks: int, flags: str) -> list[tuple[float, float]]:
+    """Train. Returns: of each rank the allocator's peak and the plan's, in bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="memory-"))
+    try:
+        start(ranks, f"{flags} --metrics-file {folder / 'steps'}".split(), folder)
+        step = json.loads((folder / "steps").read_text().splitlines()[-1])
+    finally:
+        shutil.rmtree(folder)
+    pairs = zip(step["peak_gib"], step["predicted_peak_gib"], strict=True)
+    return [(peak * 2**30, planned * 2**30) for peak, planned in pairs]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Compare the peak memory of emulated devices with the plan's."""
+
+    models: int = 30
+    """How many."""
+    seed: int = 0
+    """Of the draws."""
+    only: tuple[int, ...] = ()
+    """Their numbers; all by default."""
+    results: Path | None = None
+    """A file with a line for each model that has run; those are not run again."""
+
+
+def _known(results: Path | None) -> dict[int, list[tuple[float, float]]]:
+    if results is None or not results.exists():
+        return {}
+    return {row["number"]: row["peaks"] for row in map(json.loads, results.open())}
+
+
+def main(argv: Sequence[str]) -> None:
+    flags = parse(Flags, argv)
+    dice = Random(flags.seed)
+    drawn = [draw(dice) for _ in range(flags.models)]
+    known, worst, count = _known(flags.results), 0.0, 0
+    for n in flags.only or range(flags.models):
+        ranks, given = drawn[n]
+        found: Sequence[tuple[float, float]] = known.get(n) or peaks(ranks, given)
+        if flags.results is not None and n not in known:
+            with flags.results.open("a") as out:
+                print(json.dumps({"number": n, "peaks": found, "flags": given}), file=out)
+        off = max((peak / planned - 1 for peak, planned in found), key=abs)
+        worst, count = max(worst, abs(off)), count + (abs(off) <= 0.03)
+        sizes = ", ".join(f"{peak / MIB:.2f} of {planned / MIB:.2f} MiB" for peak, planned in found)
+        print(f"{n}: {off:+.1%} ({sizes}) {given.removeprefix(ALWAYS)}", flush=True)
+    print(f"{len(flags.only) or flags.models} models, {count} within 3%, worst {worst:.1%}")
+
+
+if __name__ == "__main__":
+    stop.run(main)
