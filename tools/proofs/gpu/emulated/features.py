@@ -73,7 +73,8 @@ SUITE = ("copies", "sums and gathers beside passes", "graphs beside messages")
 """What the suite runs."""
 
 
-def _capture(training: Training) -> None:
+def capture(training: Training) -> None:
+    """Run the passes of a training as graphs, after its first step."""
     pool = partial(graph_pool, training.mesh.device)
     training.pipeline.engine.wrap = Graphs(pool, 1, lambda text: None)
 
@@ -81,7 +82,7 @@ def _capture(training: Training) -> None:
 def run(name: str, *, late: bool = True, timeout_s: float = 60.0) -> list[str]:
     """The differences and faults of a training; one that fails has its error."""
     case = FEATURES[name]
-    change: Callable[[Training], None] | None = _capture if name in GRAPHS else None
+    change: Callable[[Training], None] | None = capture if name in GRAPHS else None
     ranks, found = on_devices(case, late=late, change=change, timeout_s=timeout_s)
     return found + judged(case, ranks) if ranks else found
 
