@@ -63,7 +63,6 @@ def run_threads(
     etp: int | None = None,
     shares: Mapping[str, Sequence[int]] = SHARES,
     timeout_s: float = 60,
-    where: OnHost | None = None,
 ) -> list[T]:
     """Call `body(mesh)` in a thread for each rank of a mesh, and return the results.
 
@@ -73,15 +72,33 @@ def run_threads(
         ep, etp: sizes of the experts' mesh over the same ranks; etp is tp by default.
         shares: {name of a shared weight: the pipeline ranks that have it}, see `Plan.shares`.
         timeout_s: timeout of each collective, in seconds.
-        where: the devices and groups of the ranks, a CPU and gloo's by default.
     Returns: the results in the order of ranks.
     Raises: the first error of any rank, at once. Ranks that wait for the failed rank run into their
         timeouts.
     """
+    sizes = ParallelConfig(tp, pp, cp, ep, etp)
+    return run_on(OnHost(), body, sizes, dp=dp, shares=shares, timeout_s=timeout_s)
+
+
+def run_on(
+    where: OnHost,
+    body: Callable[[ProcessMesh], T],
+    sizes: ParallelConfig,
+    *,
+    dp: int = 1,
+    shares: Mapping[str, Sequence[int]] = SHARES,
+    timeout_s: float = 60,
+) -> list[T]:
+    """Call `body(mesh)` once for each rank, on devices of any kind; see `run_threads`.
+
+    Args:
+        where: the devices and groups of the ranks.
+        sizes: numbers of ranks of each kind but data parallel ones.
+    """
     # Experts lie over the same ranks: their sizes do not multiply.
-    world = tp * cp * dp * pp
-    grids = Grids.of(ParallelConfig(tp, pp, cp, ep, etp), world)
-    where = where or OnHost()
+    stages = sizes.pipeline_model_parallel_size
+    world = sizes.tensor_model_parallel_size * sizes.context_parallel_size * stages * dp
+    grids = Grids.of(sizes, world)
     store = HashStore()
     results: list[T | None] = [None] * world
     done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

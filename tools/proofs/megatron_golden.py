@@ -156,7 +156,6 @@ class Trained:
 def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one") -> list[Trained]:
     """A case under a layout, the ranks as threads."""
     ranks, more = LAYOUTS[layout]
-    sizes: dict[str, Any] = {**ranks}
     more = more.format(m="m" * ("--mtp-num-layers 2" in case["flags"]))
     with tempfile.TemporaryDirectory() as scratch:
         start = SavedTensors(
@@ -204,7 +203,7 @@ def trained(folder: Path, case: Mapping[str, Any], name: str, layout: str = "one
             return Trained(record, moved | moments)
 
         return (
-            run_threads(rank, **sizes, shares=plan.shares)
+            run_threads(rank, **ranks, shares=plan.shares)
             if ranks
             else [rank(ProcessMesh.single())]
         )

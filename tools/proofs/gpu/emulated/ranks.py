@@ -10,10 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megapipe.config import ParallelConfig
 from megapipe.distributed.axis import CPU
 from megapipe.distributed.groups import num_links
 from megapipe.distributed.mesh import ProcessMesh
-from megapipe.pipeline_parallel.threads import OnHost, run_threads
+from megapipe.pipeline_parallel.threads import OnHost, run_on
 from megapipe.tensor_parallel import rng
 from tools.proofs.gpu.emulated import nccl
 from tools.proofs.gpu.emulated.streams import Library, running
@@ -71,7 +72,16 @@ class OnDevices(OnHost):
 
 
 def run_ranks(
-    body: Callable[[ProcessMesh], T], *, pp: int = 1, extra_links: int = 0, **given: Any
+    body: Callable[[ProcessMesh], T],
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    extra_links: int = 0,
+    **given: Any,
 ) -> list[T]:
     """Call `body(mesh)` once for each rank, as `run_threads`, on devices.
 
@@ -80,6 +90,6 @@ def run_ranks(
     links = num_links(pp) + (extra_links if pp > 2 else 0)
     where = OnDevices(links if pp > 1 else 0)
     try:
-        return run_threads(body, pp=pp, where=where, **given)
+        return run_on(where, body, ParallelConfig(tp, pp, cp, ep, etp), dp=dp, **given)
     finally:
         where.close()
