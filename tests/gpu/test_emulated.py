@@ -100,6 +100,12 @@ def pageable():
     host.zero_()
     assert x.tolist() == [1.0] * 4
 
+def resized():
+    x = torch.ones(64, device="cuda:0")
+    x.untyped_storage().resize_(0)
+    for _ in range(100):
+        assert torch.zeros(64, device="cuda:0").tolist() == [0.0] * 64
+
 for name, body in {
     "no order": unordered,
     "an order": ordered,
@@ -113,6 +119,7 @@ for name, body in {
     "of the host": lambda: torch.ones(4, device="cuda:0") + torch.ones(4),
     "a number of the host": lambda: torch.ones(4, device="cuda:0") + torch.tensor(1.0),
     "new memory": lambda: torch.empty(4, device="cuda:0").isnan().all().item() or 1 / 0,
+    "memory given back": resized,
 }.items():
     print(name + ":", faults_of(body))
 """
@@ -132,6 +139,7 @@ def test_an_emulated_device_refuses_what_a_gpu_would_and_nothing_else() -> None:
         "of the host: refused: Expected all tensors to be on the same device",
         "a number of the host: nothing",
         "new memory: nothing",
+        "memory given back: nothing",
     ]
 
 

@@ -636,7 +636,9 @@ void resize_storage(void* storage, size_t bytes) {
   const int device = own->device().index();
   std::memcpy(there.mutable_data(), own->data(), std::min(bytes, own->nbytes()));
   auto* block = new Block{there, device, judging ? lane_now(device) : -1, allocated(device, bytes), {}, {}};
-  // What was there goes, with the checks of memory that is freed.
+  // What was there goes, with the checks of memory that is freed; its place may be another tensor's from here on.
+  if (own->data_ptr().get_deleter() == &forget)
+    lending.erase(static_cast<Block*>(own->data_ptr().get_context())->bytes.unsafeGetStorageImpl());
   drop_later(own->set_data_ptr({there.mutable_data(), block, &forget, gpu(device)}));
   own->set_nbytes(bytes);
   lending.insert_or_assign(there.unsafeGetStorageImpl(),
