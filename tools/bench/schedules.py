@@ -132,6 +132,8 @@ class Flags:
     gather of a device share takes on an emulated link of each rank."""
     scatter_ms: float = 0.0
     """Milliseconds that the reduction of a device share's gradients takes on that link, with --gather-ms."""
+    replica_ms: float | None = None
+    """Each schedule with copies of states to a peer's memory: milliseconds of a device share's on a link of each rank."""
     copy_ratio: float | None = None
     """Each schedule with the copies to the host that are back in time, and with all: what one takes of F, each way."""
     switch: int | None = None
@@ -144,7 +146,7 @@ class Flags:
     @property
     def modes(self) -> list[str]:
         """The fields given that choose another comparison than that with the prediction and torch."""
-        names = ("pairs", "post_validation", "copy_ratio", "reduction", "reduction_mib")
+        names = ("pairs", "post_validation", "copy_ratio", "reduction", "reduction_mib", "replica_ms")
         return [name for name in names if getattr(self, name) != getattr(Flags, name)]
 
     @cached_property
@@ -195,6 +197,8 @@ def _ways(flags: Flags, schedule: Schedule, costs: Costs, known: Costs) -> list[
         return ways.of_pairs(schedule, alone, told, flags.memory)
     if flags.copy_ratio is not None:
         return ways.of_copies(schedule, costs, known, flags.copy_ratio, flags.switch)
+    if flags.replica_ms is not None:
+        return ways.of_replicas(schedule, costs, known, flags.replica_ms / 1000)
     if flags.post_validation:
         return ways.of_steps(schedule, costs, known)
     if flags.reduction is not None or flags.reduction_mib:
@@ -242,7 +246,7 @@ def _out_of_range(flags: Flags) -> Iterator[str]:
         number = getattr(flags, name)
         if number is not None and not 1 <= number <= LARGEST:
             yield f"{flag(name)} {number} must be at least 1 and at most {LARGEST}"
-    for name in ("link_ms", "gather_ms", "scatter_ms", "reduction", "reduction_mib", "copy_ratio"):
+    for name in ("link_ms", "gather_ms", "scatter_ms", "reduction", "reduction_mib", "copy_ratio", "replica_ms"):
         number = getattr(flags, name)
         if number is not None and not 0 <= number < math.inf:
             kind = "time" if name.endswith("_ms") else "number"

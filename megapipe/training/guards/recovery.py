@@ -127,7 +127,9 @@ def returned(run: Run, copies: Copies) -> Run | None:
     if back is None:
         return None
     if back.generation is None:
-        run.say(f"in memory: {_nothing(back, copies)}; going on from the last checkpoint on disk")
+        n = newest_on_disk(run)
+        start = f"the checkpoint of iteration {n} on disk" if n else "the start or --load on disk"
+        run.say(f"in memory: {_nothing(back, copies)}; going on from {start}")
         return None
     run.optimizer.steps = back.content["optimizer_steps"]
     run.optimizer.spread()

@@ -209,7 +209,11 @@ class Ours(Runner):
     def _weights(self, stage: int) -> Weights:
         gather = partial(self._on_link, Kind.A, stage)
         return Weights(
-            partial(self._reduce, stage), gather, partial(self._update, stage), self._norm
+            partial(self._reduce, stage),
+            gather,
+            partial(self._update, stage),
+            self._norm,
+            copy=partial(self._on_link, Kind.P, stage),
         )
 
     def _reduce(self, stage: int) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule import Costs, Kind, Pass, Schedule, build, simulate, unpaired
 from megapipe.schedule.costs import UNIT
 from megapipe.schedule.families.offload.copies import with_offload
+from megapipe.schedule.families.replicas import with_replicas
 from megapipe.schedule.families.step.asked import StepPasses
 from megapipe.schedule.families.step.reduction import with_reduction
 from megapipe.schedule.passes import overlaps, repeated
@@ -96,6 +97,15 @@ def of_reductions(schedule: Schedule, costs: Costs, known: Costs, link: float) -
         "at the end": at_end(plain),
         "beside the passes": with_reduction(plain),
     }
+    return [[Way(name, made, costs, known) for name, made in tables.items()]]
+
+
+def of_replicas(schedule: Schedule, costs: Costs, known: Costs, link: float) -> list[list[Way]]:
+    """Without copies of states to a peer's memory, and with them: what one takes of a device share,
+    on a link of each rank.
+    """
+    costs, known, plain = replace(costs, p=link), replace(known, p=link), unpaired(schedule)
+    tables = {"no copies": plain, "copies": with_replicas(plain)}
     return [[Way(name, made, costs, known) for name, made in tables.items()]]
 
 
