@@ -62,11 +62,17 @@ def save(family: str, seed: int, folder: Path) -> Any:
             if buffer.is_floating_point() and "bias" in name:
                 buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(folder)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    found = opened(folder)
     if family == KIMI:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": KIMI}))
-    return opened
+    return found
+
+
+def opened(folder: Path) -> Any:
+    """Return the model of a folder as transformers opens it, in float32."""
+    transformers = importlib.import_module("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
 
 @torch.no_grad()
