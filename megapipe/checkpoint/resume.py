@@ -14,6 +14,7 @@ from typing import Any, get_args
 from megapipe.config import Config, ModelConfig, OptimizerConfig
 from megapipe.config.model.delta import DeltaConfig
 from megapipe.config.model.mla import MLAConfig
+from megapipe.config.model.pattern import PatternConfig
 from megapipe.config.model.rotary import LongRopeConfig, RotaryConfig
 from megapipe.config.model.stream import Matrix
 from megapipe.config.notes import ReadBy, Resume, flag, note_of
@@ -319,6 +320,11 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         del fields["group_query_attention"]
     if model.per_layer_overrides is None:
         fields = _of_attention(model, fields)
+    if model.num_layers and model.has_patterns:
+        # A pattern may be given as a number or as a list.
+        fields = _without(fields, PatternConfig.__dataclass_fields__)
+        layers = range(model.num_layers)
+        fields["patterns"] = [sorted(map(str, model.patterns_of(n).items())) for n in layers]
     if model.num_layers and model.hidden_size:
         delta = model.delta_settings(model.num_layers)
         fields = _without(_of_experts(model, fields), DeltaConfig.__dataclass_fields__) | delta

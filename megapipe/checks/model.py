@@ -98,8 +98,10 @@ def _heads(m: ModelConfig) -> Iterator[str]:
 
 
 def window_problems(config: Config) -> Iterator[str]:
-    """Yield the problem of a --window-size that cannot be read."""
+    """Yield problems of a window that cannot be read, and of patterns of layers."""
     model = config.model
+    if model.num_layers is not None and model.has_patterns:
+        yield from ask(lambda: model.patterns_of(0))
     if model.window_size is not None and not _WINDOW.fullmatch(model.window_size):
         yield (
             f"--window-size {model.window_size}: two numbers LEFT,RIGHT, and a causal model has "

@@ -78,6 +78,8 @@ def layer_config(model: ModelConfig, layer: int) -> ModelConfig:
         model = replace(model, experimental_attention_variant=None)
     if model.fp8_format and not model.has_fp8_in(layer, model.layers):
         model = replace(model, fp8_format=None)
+    if model.has_patterns:
+        model = replace(model, **model.patterns_of(layer))
     if model.per_layer_overrides is None:
         return model
     text = inline(model).per_layer_overrides

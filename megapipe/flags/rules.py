@@ -31,7 +31,12 @@ spec: use --model-provider; see docs/model_provider.md
 use-mp-args-from-checkpoint-args: any layout loads any checkpoint; give the layout's flags
 tokenizer-* tiktoken-* *-use-tokenizer-model-from-checkpoint-args: a tokenizer's files decide
     everything about it
-rope-* rotary-* yarn-* no-yarn-* mrope-section no-rope-freq mscale*: rotary positions are plain,
+apply-residual-connection-post-layernorm: Megatron-LM's own core models do not read it
+use-mup mup-*: --mup-embedding-mult, --mup-output-mult and --softmax-scale act alone; rates and
+    initial weights by width do not follow from --mup-base-hidden-size
+full-validation multiple-validation-sets validation-set-names: --eval-iters says how much of one
+    validation set is read
+rope-* rotary-* yarn-* no-yarn-* mrope-section mscale*: rotary positions are plain,
     interpolated, or scaled by --use-rope-scaling or yarn
 fp32-residual-connection: the residual stream has the type of the weights
 record-shapes pytorch-profiler-*: use --profile --use-pytorch-profiler
@@ -53,7 +58,7 @@ bert-* ict-* biencoder-* retriever-* block-data-path titles-data-path indexer-* 
 mamba-* hybrid-*-pattern is-hybrid-model gdp-* disable-mamba-*: all layers have attention
     or a gated delta net, and an MLP
 cache-mla-* mla-*: latents are not cached, and projections down are two products
-dsa-* no-dsa-* disable-dsa-* window-*: attention is causal, of all tokens or with --window-size
+dsa-* no-dsa-* disable-dsa-*: attention is causal, of all tokens or with --window-size
 mtp-standalone: use m in --pipeline-model-parallel-layout
 mtp-*: each depth of multi-token prediction has a layer of its own, and its loss trains the model
     below

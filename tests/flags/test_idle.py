@@ -30,7 +30,8 @@ RUNS = [
     "--exit-signal-handler --rerun-mode disabled --profile --exp-avg-dtype bf16 --position-embedding-type yarn",
     "--tensorboard-dir a --wandb-project b --timing-log-level 1 --use-pytorch-profiler "
     "--tokenizer-type HuggingFaceTokenizer --error-injection-rate 3",
-    "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local --position-embedding-type longrope",
+    "--tokenizer-type NullTokenizer --save a --manual-gc --cuda-graph-impl local --position-embedding-type longrope "
+    "--window-size 3,0",
     "--timing-log-level 1 --pipeline-slices 2 --non-persistent-ckpt-type local",
     "--num-experts 8 --moe-use-upcycling --use-megatron-fsdp --experimental-attention-variant gdn",
     "--fp8-format e4m3 --fp8-recipe mxfp8 --use-distributed-optimizer --non-persistent-ckpt-type local --replication",

@@ -118,6 +118,8 @@ CHANGES: list[tuple[ModelConfig, dict[str, Any]]] = [
     (YARN, {"no_yarn_correction_range_round_to_int": False}),
     (YARN, {"yarn_temperature_beta": 1.0}),
     (LLAMA, {"rotary_seq_len_interpolation_factor": 4.0}),
+    (LLAMA, {"no_rope_freq": "2"}),
+    (replace(LLAMA, window_size="2,0"), {"window_attn_skip_freq": "[1,0,1,1]"}),
     (LONG, {"longrope_original_max_position_embeddings": 4}),
     (LONG, {"longrope_short_factor": (1.0, 1.5, 2.0, 8.0)}),
     (replace(LONG, longrope_original_max_position_embeddings=4), {"longrope_long_factor": (1.0, 1.5, 2.0, 4.0)}),

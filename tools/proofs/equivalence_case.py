@@ -104,6 +104,7 @@ class Case:
         experts: what the layers have in place of an MLP.
         parts: what else differs from the style, see PARTS.
         ep, etp: how these lie over ranks; etp is tp by default. dispatcher: how tokens reach them.
+        skips: of --window-attn-skip-freq.
         documents: none, "attention", "positions" or "both" restart at an end of document.
         slices: lengths of the slices of a microbatch; () leaves it whole. follows: their cuts go to
             ends of documents.
@@ -142,6 +143,7 @@ class Case:
     metrics: str = "none"
     documents: str = "none"
     window: int | None = None
+    skips: str | None = None
     overrides: str = "none"
     loss_scale: float = 1.0
     compile: bool = False
@@ -219,6 +221,7 @@ class Case:
                 hidden_dropout=self.hidden_dropout,
                 cross_entropy_loss_fusion=self.fused,
                 window_size=None if self.window is None else f"{self.window},0",
+                window_attn_skip_freq=self.skips,
                 per_layer_overrides=json.dumps(overrides) if overrides else None,
                 **STYLES[self.style] | PARTS[self.parts],
                 **RECOMPUTE[self.recompute],

@@ -127,6 +127,7 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             metrics=rng.choice(list(METRICS)),
             documents=rng.choice(("none", "none", "attention", "positions", "both")),
             window=rng.choice((None, None, 0, 2, 7)),
+            skips=rng.choice((None, None, "2", "3")),
             overrides=rng.choice(list(OVERRIDES)),
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,

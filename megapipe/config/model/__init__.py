@@ -15,6 +15,7 @@ from megapipe.config.model.fp8 import SHARED_SCALES, FP8Config
 from megapipe.config.model.mla import MLAConfig
 from megapipe.config.model.moe import MoEConfig
 from megapipe.config.model.mtp import MTPConfig
+from megapipe.config.model.pattern import PatternConfig
 from megapipe.config.model.recompute import RecomputeConfig
 from megapipe.config.model.rotary import LongRopeConfig, RotaryConfig
 from megapipe.config.model.stream import StreamConfig
@@ -28,6 +29,7 @@ class ModelConfig(
     DeltaConfig,
     AttentionConfig,
     StreamConfig,
+    PatternConfig,
     LongRopeConfig,
     RotaryConfig,
     ArchitectureConfig,

@@ -10,6 +10,7 @@ from typing import Any
 
 from megapipe.config import ModelConfig
 from megapipe.config.layers import inline, layer_config, parse_overrides
+from megapipe.config.model.pattern import PatternConfig
 from megapipe.convert.huggingface.keys import LAYERS, Fields, Json, Meaning
 
 FULL = "full_attention"
@@ -63,21 +64,26 @@ def canonical(model: ModelConfig) -> ModelConfig:
     if model.moe_router_topk_scaling_factor == 1.0:
         model = replace(model, moe_router_topk_scaling_factor=None)
     model = inline(model)
-    if model.per_layer_overrides is None:
+    if model.per_layer_overrides is None and not model.has_patterns:
         return model
     # A text may say the same in many ways: in another order, or with values that change nothing.
-    overrides = parse_overrides(model.per_layer_overrides, model.layers)
+    overrides = parse_overrides(model.per_layer_overrides or "{}", model.layers)
     names = {name for fields in overrides.values() for name in fields}
+    if model.no_rope_freq:
+        names.add("position_embedding_type")
+    if model.window_attn_skip_freq:
+        names.add("window_size")
     layers = [
         {name: getattr(layer_config(model, n), name) for name in names} for n in range(model.layers)
     ]
-    plain = replace(model, per_layer_overrides=None)
+    patterns: dict[str, Any] = dict.fromkeys(PatternConfig.__dataclass_fields__)
+    plain = replace(model, per_layer_overrides=None, **patterns)
     return replace(plain, **spread(layers)) if names else plain
 
 
 def of_layers(model: ModelConfig, name: str) -> list[Any]:
     """Return a list with each layer's value of the field, or property, `name` of ModelConfig."""
-    if model.per_layer_overrides is None:
+    if model.per_layer_overrides is None and not model.has_patterns:
         return [getattr(model, name)] * model.layers
     return [getattr(layer_config(model, n), name) for n in range(model.layers)]
 

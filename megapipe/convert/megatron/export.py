@@ -14,6 +14,7 @@ from typing import Any
 from megapipe.checkpoint.save_load import STATE
 from megapipe.config import Config, ModelConfig
 from megapipe.config.model.attention import AttentionConfig
+from megapipe.config.model.pattern import PatternConfig
 from megapipe.config.model.rotary import RotaryConfig
 from megapipe.config.notes import flag, typed
 from megapipe.convert.checkpoints import exportable
@@ -189,8 +190,9 @@ def _check_model(config: Config, name: str) -> None:
     for field in _OWN.split():
         if getattr(model, field) != getattr(ModelConfig, field):
             raise CheckpointError(f"{name}: {flag(field)} has no equivalent in Megatron-LM")
-    settings = (*AttentionConfig.__dataclass_fields__, *RotaryConfig.__dataclass_fields__)
-    for field in ("experimental_attention_variant", *settings):
+    settings = (AttentionConfig, RotaryConfig, PatternConfig)
+    names = [name for group in settings for name in group.__dataclass_fields__]
+    for field in ("experimental_attention_variant", *names):
         value = getattr(model, field)
         if field in _CARRIED or value == "off-by-one":
             continue

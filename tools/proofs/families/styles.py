@@ -52,6 +52,7 @@ STYLES["delta"] = _LLAMA | {
     **{"linear_attention_freq": "2", "linear_conv_kernel_dim": 3, "linear_key_head_dim": 3},
     **{"linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
+STYLES["smollm3"] = _LLAMA | {"no_rope_freq": "2"}
 STYLES["ministral3"] = STYLES["olmo3"] | {
     "norm_placement": "pre",
     "qk_layernorm_all_heads": False,
