@@ -41,6 +41,9 @@ class GuardConfig:
     no_manual_gc_eval: Annotated[bool, FREE, COLLECTS] = False
     """Do not collect garbage around evaluations."""
     # Wrong numbers.
+    iterations_to_skip: Annotated[tuple[int, ...], FREE] = ()
+    """Iterations, counted from 1, whose samples are passed over without a step. The learning rate
+    does not advance."""
     check_weight_hash_across_dp_replicas_interval: Annotated[
         int | None,
         at_least(1),

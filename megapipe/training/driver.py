@@ -119,6 +119,13 @@ class Driver:
         progress.advance(result, run.config.precision)
         return result
 
+    def pass_over(self) -> None:
+        """Pass over the samples of the next iteration, for --iterations-to-skip."""
+        run = self.run
+        progress = run.progress
+        progress.pass_over(run.config.batch_sizes.at(progress.consumed_train_samples))
+        run.say(f"iteration {progress.iteration} is passed over: --iterations-to-skip")
+
     def ended(self, result: StepResult) -> None:
         """Call the callbacks after a step and report its outcome.
 
@@ -248,6 +255,9 @@ class Driver:
         config = self.run.config
         guesses = before.good >= config.parallel.post_validation_after
         if not guesses or self.hooks.callbacks or before.leaving:
+            return True
+        # An iteration that is passed over runs no V.
+        if n + 1 in config.guards.iterations_to_skip:
             return True
         # The work after these iterations reads the weights, or the run may end there.
         intervals = (

@@ -271,6 +271,11 @@ class Training:
         # Also if a step fails: a save in the background is waited for, and its end reported.
         with closing(self.saving):
             while n < last:
+                if n + 1 in config.guards.iterations_to_skip:
+                    self.driver.pass_over()
+                    first += n == first
+                    n += 1
+                    continue
                 self.profiler.before(n)
                 self.hooks.call("before_step", run)
                 handover = self.driver.step(handover, lambda: stopping.wanted)

@@ -67,6 +67,15 @@ class Progress:
             self.skipped_samples += result.batch
         self.loss_scale = self.loss_scale.after(result.skipped, precision)
 
+    def pass_over(self, batch: int) -> None:
+        """Count an iteration whose samples are passed over without a step.
+
+        batch: number of its samples.
+        """
+        self.iteration += 1
+        self.consumed_train_samples += batch
+        self.skipped_samples += batch
+
     def last_iteration(self, config: Config) -> int:
         """Return the iteration at which the run ends.
 
