@@ -127,7 +127,6 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
             metrics=rng.choice(list(METRICS)),
             documents=rng.choice(("none", "none", "attention", "positions", "both")),
             window=rng.choice((None, None, 0, 2, 7)),
-            skips=rng.choice((None, None, "2", "3")),
             overrides=rng.choice(list(OVERRIDES)),
             loss_scale=rng.choice((1.0, 256.0, 2.0**40)),
             compile=rng.random() < COMPILED and tp * cp * dp * pp <= 2,
@@ -168,6 +167,8 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
 
 def _with_parts(rng: random.Random, case: Case) -> Case:
     """Draw what differs from the style: a layer has one activation, and experts no scalars."""
+    if case.window is not None:
+        case = replace(case, skips=rng.choice((None, None, "2", "3")))
     if case.overrides == "kinds" or rng.random() < 0.5:
         return case
     placed = STYLES[case.style].get("norm_placement", "pre") != "pre"

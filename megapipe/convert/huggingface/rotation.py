@@ -54,6 +54,7 @@ class Rotation(Meaning):
         base_key: the older key for the base.
         share_key: the older key for the share.
         missing: the rope_parameters that transformers assumes if no key gives them.
+        grows: whether the family's class reads llama_4_scaling_beta, the growth of queries.
     """
 
     base: float = 10000.0
@@ -61,6 +62,7 @@ class Rotation(Meaning):
     base_key: str = "rope_theta"
     share_key: str = _SHARE
     missing: Any = None
+    grows: bool = False
 
     def keys(self, key: str) -> Fields:
         older = {self.base_key: self.base, self.share_key: None, "rope_scaling": None}
@@ -132,6 +134,9 @@ class Rotation(Meaning):
         if kind == "linear":
             return {"rotary_seq_len_interpolation_factor": float(rope["factor"])}
         if kind == "yarn":
+            # An export as another family would lose it without a word.
+            if not self.grows:
+                problems += expected(rope, {"llama_4_scaling_beta": (0.0, None)})
             return _yarn(rope, problems)
         if kind != "llama3":
             problems.append(f"rope_type {kind} is not default, llama3, yarn or linear")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -41,7 +42,7 @@ from megapipe.pipeline_parallel.threads import run_threads
 from megapipe.plan import sharing
 from megapipe.schedule import ScheduleError, build
 from tools.proofs.equivalence import Part
-from tools.proofs.families.models import ROOT, logits_of, loss_of, save
+from tools.proofs.families.models import ROOT, logits_of, loss_of, opened, save
 from tools.proofs.families.ranks import (
     LENGTH,
     SAMPLES,
@@ -137,12 +138,14 @@ class Model:
 
     def __post_init__(self) -> None:
         tokens, labels = batch()
-        opened = save(self.family, self.seed, self.folder / "hf")
-        self.want = logits_of(opened, tokens)
+        self.want = logits_of(save(self.family, self.seed, self.folder / "hf"), tokens)
         self.loss = loss_of(self.want, labels)
         done = import_checkpoint(self.folder / "hf", self.folder / "ours", divisible_by=8)
         self.model = done.config.model
         self.tensors = SavedTensors(done.folder)
+        # Without the config.json of the import beside it.
+        self.copy = self.folder / "alone" / done.folder.name
+        shutil.copytree(done.folder, self.copy)
         # What one process does is computed once. A router in float32 would round what it is given.
         self.exact = self.model
         if self.model.moe_router_dtype:
@@ -179,7 +182,7 @@ class Model:
         if not off <= CLOSE:
             yield f"logits differ by {off:.2g} of the largest"
         if ranks[0].folder is not None:
-            yield from self._exported(ranks[0].folder)
+            yield from self.exported(ranks[0].folder)
         for rank in self._run(train, self.exact, layout):
             for kind in ("losses", "norms"):
                 a, b = (torch.tensor(getattr(x, kind)).double() for x in (rank, self.whole))
@@ -190,11 +193,17 @@ class Model:
             yield from differing("gradients", rank.gradients, self.whole.gradients)
             yield from differing("weights", rank.weights, self.whole.weights)
 
-    def _exported(self, folder: Path) -> Iterator[str]:
-        """Yield what differs in an export of a checkpoint from what was imported."""
+    def exported(self, folder: Path) -> Iterator[str]:
+        """Yield what differs in an export of a checkpoint from what was imported.
+
+        folder: iter_NNNNNNN, without the config.json of the import beside it.
+        """
         target = folder.parent / "back"
-        # Without the config.json of the import.
         export_checkpoint(folder, target, vocab_size=VOCAB)
+        again = logits_of(opened(target), batch()[0])
+        off = (again - self.want).abs().max() / self.want.abs().max()
+        if not off <= CLOSE:
+            yield f"logits of the export differ by {off:.2g} of the largest"
         before = SavedTensors(self.folder / "hf")
         written = json.loads((target / "config.json").read_text())
         if written["model_type"] != self.family:
@@ -210,8 +219,8 @@ class Model:
         if others:
             yield f"{len(others)} tensors come back as others: {others[:3]}"
         first = json.loads((self.folder / "hf" / "config.json").read_text())
-        again = FAMILIES[self.family].write(self.model)
-        changed = [k for k in again if k in first and not _alike(k, first, again)]
+        keys = FAMILIES[self.family].write(self.model)
+        changed = [k for k in keys if k in first and not _alike(k, first, keys)]
         if changed:
             yield f"keys of config.json come back as others: {changed}"
 
@@ -243,6 +252,8 @@ def compared(model: Model, layouts: Sequence[str], counts: Counter[str]) -> Iter
 
     counts: receives the number of layouts by outcome.
     """
+    if found := list(model.exported(model.copy)):
+        yield f"{model.family} {model.seed} one: {'; '.join(found)}"
     for name in layouts:
         if name == "ep" and not model.model.has_experts:
             continue

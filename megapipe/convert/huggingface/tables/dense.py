@@ -137,7 +137,7 @@ MINISTRAL3 = MISTRAL.but(
     keys={
         "head_dim": Same("kv_channels", 128, null=head_share),
         "rms_norm_eps": Same("norm_epsilon", 1e-5),
-        "rope_parameters": Rotation(1e6, missing=_MINISTRAL3_ROPE),
+        "rope_parameters": Rotation(1e6, missing=_MINISTRAL3_ROPE, grows=True),
         "sliding_window": Window(None),
     },
 )
