@@ -98,6 +98,40 @@ class MlpTypes(Meaning):
         return written if self.dense is None else written | {self.dense: sparse.index(True)}
 
 
+class LayerRange(Meaning):
+    """The meaning of ERNIE's key with the first layer that has experts, counted from 0.
+
+    moe_layer_end_index is the last such layer, and -1 the model's last. moe_layer_interval is a
+    step n: of the layers in between every n-th of the model has experts.
+    """
+
+    def keys(self, key: str) -> Fields:
+        return {key: 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
+
+    def read(self, key: str, content: Json, problems: list[str]) -> Fields:
+        layers = content["num_hidden_layers"]
+        names = (key, "moe_layer_end_index", "moe_layer_interval")
+        first, last, step = (content[name] for name in names)
+        if not all(type(content[name]) is int for name in names) or step < 1 or last < -1:
+            problems.append(f"{', '.join(names)} are integers, got {first}, {last}, {step}")
+            return {}
+        if last == -1:
+            last = layers - 1
+        chosen = range(max(first, 0), last + 1)
+        sparse = [layer in chosen and (layer + 1) % step == 0 for layer in range(layers)]
+        return {"moe_layer_freq": [int(has) for has in sparse]}
+
+    def write(self, key: str, model: ModelConfig) -> Fields:
+        sparse = _sparse(model)
+        numbers = [layer for layer, has in enumerate(sparse) if has]
+        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+        return {
+            key: numbers[0],
+            "moe_layer_end_index": numbers[-1],
+            "moe_layer_interval": step,
+        }
+
+
 class SparseStep(Meaning):
     """The meaning of Qwen's key with a step n: every n-th layer has experts.
 

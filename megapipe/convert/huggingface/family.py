@@ -111,7 +111,7 @@ class Family:
     @property
     def is_sparse(self) -> bool:
         """Return whether the family's models may have experts."""
-        return "num_experts_per_tok" in self.defaults
+        return not self.defaults.keys().isdisjoint(("num_experts_per_tok", "moe_k"))
 
     @property
     def has_depths(self) -> bool:

@@ -98,6 +98,16 @@ class OfNorms(Layout):
         return [self.names[model.parallel_attention_mlp != "two_norms"]]
 
 
+class Row(Layout):
+    """A vector [E] that Hugging Face keeps as the one row of a matrix [1, E]."""
+
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        return parts[0].flatten()
+
+    def split(self, tensor: Tensor, model: ModelConfig) -> Sequence[Tensor]:
+        return (tensor[None],)
+
+
 class Rows(Layout):
     """Queries, keys and values: three tensors of Hugging Face's, or one with q, k, v in sequence.
 

@@ -27,7 +27,6 @@ _REFUSED = [
     ("opt", "gpt2", "ReLU"),
     ("gpt_neo", "gpt2", "scores without a scale"),
     ("afmoe", "qwen3_moe", "a gate on attention with a matrix of its own"),
-    ("ernie4_5_moe", "ernie4_5", "a bias of a router with softmax"),
     ("hunyuan_v1_dense", "qwen3", "norms of heads after their rotation"),
     ("hunyuan_v1_moe", "qwen3_moe", "norms of heads after their rotation"),
     ("mimo_v2_flash", "qwen3_moe", "values of another width"),

@@ -16,6 +16,7 @@ _KINDS: dict[Any, str] = {
         qk_nope_head_dim qk_rope_head_dim v_head_dim first_k_dense_replace shared_intermediate_size
         full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
         linear_num_key_heads linear_num_value_heads
+        moe_k moe_num_experts moe_num_shared_experts
         no_rope_layer_interval query_pre_attn_scalar num_nextn_predict_layers
     """,
     int | None: """
@@ -27,7 +28,7 @@ _KINDS: dict[Any, str] = {
         layer_norm_epsilon layer_norm_eps norm_eps norm_epsilon rms_norm_eps attn_pdrop
         resid_pdrop embd_pdrop attention_dropout residual_dropout embedding_dropout
         hidden_dropout factor router_jitter_noise routed_scaling_factor router_scaling_factor
-        swiglu_limit
+        swiglu_limit moe_norm_min
         embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
     """,
     bool: """
@@ -60,6 +61,7 @@ _MAY_BE_0 = (
     "first_k_dense_replace",
     "n_shared_experts",
     "num_shared_experts",
+    "moe_num_shared_experts",
     "num_nextn_predict_layers",
     "shared_intermediate_size",
 )

@@ -165,6 +165,16 @@ SETTINGS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "arcee": lambda draw: dict(**biases(draw), head_dim=draw.choice([6, 12]), rope_parameters=stretched(draw)),
     "helium": lambda draw: dict(**whole_heads(draw), head_dim=8, attention_bias=draw.random() < 0.5),
     "ernie4_5": lambda draw: {"use_bias": draw.random() < 0.5, "head_dim": draw.choice([6, 12])},
+    "ernie4_5_moe": lambda draw: dict(
+        num_hidden_layers=4,
+        moe_intermediate_size=12,
+        moe_k=draw.choice([2, 3]),
+        moe_num_experts=6,
+        moe_num_shared_experts=draw.choice([0, 1, 2]),
+        moe_layer_start_index=draw.choice([0, 1]),
+        moe_layer_end_index=draw.choice([-1, 2]),
+        **whole_heads(draw),
+    ),
     "phi3": lambda draw: dict(
         **draw.choice([longrope(draw), longrope(draw), partial(draw, 0.75)]),
         sliding_window=draw.choice([None, 4]),

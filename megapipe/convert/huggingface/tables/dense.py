@@ -170,7 +170,7 @@ HELIUM = PLAIN.but(
     always={"rotary_interleaved": True},
 )
 
-# Baidu 2025, the dense sizes. Its experts have another router, and are refused.
+# Baidu 2025, the dense sizes.
 ERNIE4_5 = PLAIN.but(
     "Ernie4_5ForCausalLM",
     "every dense size; neighbouring channels are rotated, biases everywhere or nowhere",
