@@ -167,6 +167,9 @@ def draw(rng: random.Random, names: Sequence[str] = tuple(SCHEDULES)) -> Case:
 
 def _with_parts(rng: random.Random, case: Case) -> Case:
     """Draw what differs from the style: a layer has one activation, and experts no scalars."""
+    # longrope has a divisor for each pair of a head, and all heads the same ones.
+    if case.style == "phi3" and case.overrides == "widths":
+        case = replace(case, overrides="none")
     if case.window is not None:
         case = replace(case, skips=rng.choice((None, None, "2", "3")))
     if case.overrides == "kinds" or rng.random() < 0.5:
