@@ -69,7 +69,7 @@ SETS = {
     "growing queries": Set("ministral3", 0, "--context-parallel-size 2"),
     "longrope": Set("phi3", 0, "--context-parallel-size 2 --cp-comm-type a2a"),
     "parallel halves": Set("cohere", 0, _SHARED),
-    "latents, sigmoid router with its bias": Set("deepseek_v3", 0, f"{_ZERO} dualpipe-v"),
+    "latents, sigmoid router with its bias": Set("deepseek_v3", 1, f"{_ZERO} dualpipe-v"),
     "layers without rotation": Set("smollm3", 0, f"{_ZERO} interleaved"),
     "xIELU": Set("apertus", 0, _SHARED),
 }
